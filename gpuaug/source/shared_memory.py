@@ -40,21 +40,22 @@ _claims: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.socket | None]:
-    """Open this run's shared memory named ``what`` on this machine. The first rank that calls this creates the memory.
+    """Open this run's shared memory named ``what`` on this machine. The first rank to do so creates the memory.
 
     Args:
         what: a name, the same on all ranks for the same content.
-        make: gets the file descriptor of an empty memory, sets its size and fills it; called on one rank only.
+        make: gets the file descriptor of an empty memory, sets the size of the memory and fills it. Only the first rank
+            calls ``make``, unless the ranks cannot share memory.
 
     Returns:
-        The file descriptor, and on the owner the socket that claims the name. Other ranks find the memory while the
-        socket is open.
+        The file descriptor of the memory, and the socket that claims the memory's name. Other ranks find the memory as
+        long as this socket is open. The socket is None on ranks that do not own the memory.
     """
     if machine.local_world_size() == 1:
         return _new_memory("gpuaug", make), None
     run = [os.environ.get(name, "") for name in RUN]
     name = "gpuaug-" + hashlib.blake2b(repr((os.getuid(), run, what)).encode(), digest_size=16).hexdigest()
-    deadline, reason = time.monotonic() + TIMEOUT_S, f"no rank filled it within {TIMEOUT_S:g} s"
+    deadline, reason = time.monotonic() + TIMEOUT_S, f"the memory was not ready within {TIMEOUT_S:g} s"
     while time.monotonic() < deadline:
         try:
             claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,9 +82,9 @@ def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.sock
 
 
 def share(tensor: Tensor) -> Tensor:
-    """Return the tensor in shared memory. Workers use it without a copy, whatever their start method.
+    """Return the tensor in shared memory. Workers of any start method use this memory without a copy.
 
-    All ranks of a machine share one copy of a large tensor, so do not write to it.
+    All ranks of a machine share one copy of a large tensor, so do not write to the returned tensor.
     """
     try:
         if tensor.nbytes < SHARED_BYTES or machine.local_world_size() == 1 or not SUPPORTED:
@@ -95,7 +96,7 @@ def share(tensor: Tensor) -> Tensor:
             storage = torch.UntypedStorage._new_shared_fd_cpu(fd, data.nbytes)  # type: ignore[attr-defined]
         finally:
             os.close(fd)  # the storage has its own descriptor
-    except (RuntimeError, OSError) as error:  # a container's /dev/shm may be 64 MB
+    except (RuntimeError, OSError) as error:  # for example: a container's /dev/shm is full
         log.warning("source index of %d MB cannot be put into shared memory: %s", tensor.nbytes >> 20, error)
         return tensor
     whole: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
@@ -118,7 +119,7 @@ def _new_memory(name: str, make: Callable[[int], None]) -> int:
 def _open_theirs(name: str) -> int:
     """Open the memory that another process owns under this name.
 
-    ConnectionRefusedError if the memory is not ready, ProcessLookupError if its owner has ended.
+    Raises ConnectionRefusedError if the memory is not ready, and ProcessLookupError if its owner has ended.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)
@@ -137,14 +138,14 @@ def _open_theirs(name: str) -> int:
 
 
 def write(fd: int, data: memoryview | bytes, begin: int = 0) -> None:
-    """Write to the file. Raises OSError if no memory is left. A write to a memory mapping would kill the process."""
+    """Write to the file. If no memory is left, this raises OSError; a write to a mapping would kill the process."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, memoryview(data)[done:], begin + done)
 
 
 def _close_claims() -> None:
-    # otherwise a forked worker would keep a claim open after its parent has closed it
+    # a forked worker inherits the sockets, and would keep a name claimed after the parent has closed its socket
     for claim in list(_claims):
         claim.close()
 

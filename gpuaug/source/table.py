@@ -27,25 +27,31 @@ from gpuaug.source.parquet import import_pyarrow, plain_values
 from gpuaug.source.paths import absolute, is_safe, is_url, redact, split
 from gpuaug.source.remote.storage import Remote, Storage
 
-_LIMIT = threading.Lock()  # held while the csv module's limit of a value is raised
+_LIMIT = threading.Lock()  # held while the csv module accepts longer values than usual
 _WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 
 
 class TableSource(FileSource):
     """Image files that a table lists, in the order of its rows.
 
-    Labels are whole numbers (classes), other numbers (unchanged), or names (sorted, they become classes). Several label
-    columns give float32 [K] per sample; the column names become the classes. A Parquet column may hold lists of
-    numbers, all of the same length, or lists of class names.
+    A label column holds one of these:
+
+    - whole numbers, which are class numbers;
+    - other numbers, which stay unchanged;
+    - class names. By default, classes are numbered in the order of the sorted names.
+
+    With K label columns, the label of each sample is float32 [K], and the column names become the class names. A
+    Parquet column may also hold lists of class names, or lists of numbers that all have the same length.
 
     Args:
-        root: path or URL of the table: .csv, .tsv or .parquet. The first line or the schema names the columns.
-        path: column of the image paths. They are relative to the table's folder and must not lead outside.
-        label: column of the labels, or a list of columns; ``none``: no labels.
+        root: path or URL of the table: .csv, .tsv or .parquet. The first line of a CSV or TSV file names its columns.
+        path: column of the image paths. Paths are relative to the table's folder and must stay inside this folder.
+        label: column of the labels, or a list of columns; ``none`` or None: no labels.
         mask: column of the masks' paths, in the same form as image paths; None: no masks. With masks, a sample is
             ``(bytes, Target)``.
-        extra: a column, such as ``caption``, whose value is the extra of each sample; or a list of columns, then the
-            extra is a dict. A sample is then ``(bytes, label, extra)``. CSV and TSV give text; None: no extras.
+        extra: a column, such as ``caption``, whose values are the extras of the samples; or a list of columns, which
+            give each sample a dict. A sample is then ``(bytes, label, extra)``. Values from CSV and TSV are text. None:
+            no extras.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
@@ -86,7 +92,7 @@ class TableSource(FileSource):
         place = redact(table)
         self._names = _names(paths, place)
         if not len(self._names):
-            raise SourceError(f"no images in {place!r}: it has no rows.")
+            raise SourceError(f"no images in {place!r}: the table has no rows.")
         self._files = Files(self.root, self._names, self._storage)
         if self.extra is not None:
             self._extras = ExtraTable(self.extra, [columns.pop() for _ in self.extra.names][::-1])
@@ -110,7 +116,7 @@ class TableSource(FileSource):
 
 
 def _read(table: str, names: list[str], extra: Sequence[str], storage: Storage) -> list[Any]:
-    """Values of the columns ``names`` (lists, or arrays of numbers), then the unchanged values of ``extra``."""
+    """Read the columns ``names`` as lists or as arrays of numbers, then the columns ``extra`` without conversion."""
     kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
     if kind not in (".csv", ".tsv", ".parquet"):
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
@@ -156,7 +162,7 @@ def _csv(data: bytes, names: list[str], extra: Sequence[str], kind: str, place: 
 
 @contextmanager
 def _values_of(size: int) -> Iterator[None]:
-    """Raise the limit of the csv module to values of ``size`` characters. The limit belongs to the whole process."""
+    """Let the csv module read values of up to ``size`` characters. This setting holds for the whole process."""
     with _LIMIT:
         usual = csv.field_size_limit()
         csv.field_size_limit(max(size, usual))
@@ -167,7 +173,7 @@ def _values_of(size: int) -> Iterator[None]:
 
 
 def _lines(text: str, kind: str, place: str) -> Iterator[tuple[int, list[str]]]:
-    """The first line and all other lines that are not empty, with their numbers; SourceError if one is not valid."""
+    """Yield the first line and all other non-empty lines with their numbers. Raises SourceError for a wrong line."""
     lines, begin = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if kind == ".tsv" else ",", strict=True), 1
     try:
         for row in lines:
@@ -177,12 +183,12 @@ def _lines(text: str, kind: str, place: str) -> Iterator[tuple[int, list[str]]]:
     except csv.Error as error:
         raise SourceError(
             f"the table {place!r} cannot be read: line {begin}: {error}. If a value begins with a quote, enclose "
-            'it in quotes and double those inside ("""Hi"" said"), or use Parquet.'
+            'the value in quotes and double those inside ("""Hi"" said"), or use Parquet.'
         ) from error
 
 
 def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:
-    """Convert a column of text to whole numbers, else to other numbers, else keep names."""
+    """Convert a column of text to whole numbers, or else to floats. If neither is possible, keep the text."""
     if "" in column:
         raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Add a value, or remove the row.")
     if all(map(_WHOLE_NUMBER.fullmatch, column)):
@@ -208,13 +214,13 @@ def _column(name: str, head: list[str], place: str) -> int:
     if head.count(name) != 1:
         raise SourceError(
             f"the table {place!r} must have one column {name!r}. Columns: {some(head)}. Set `source.path` and "
-            "`source.label` (none: no labels)."
+            "`source.label` to names of columns (for no labels: source.label=none)."
         )
     return head.index(name)
 
 
 def _names(paths: Iterable[Any], place: str) -> Names:
-    """The paths without ``./``; SourceError if one leads outside the table's folder."""
+    """The paths without ``./`` at the start. Raises SourceError if a path leads outside the table's folder."""
     names = []
     for row, path in enumerate(paths):
         short = re.sub(r"^(\./+)+", "", path.strip()) if isinstance(path, str) else ""

@@ -1,7 +1,10 @@
 """Reads the positions of a tar file's members from the headers, without unpacking the members.
 
-This module does not use :mod:`tarfile`, which takes 1.6 to 2.8 times as long (160 instead of 100 ms for 10,000
-members), treats a damaged header as the end of the archive, and in Python 3.11 never returns for some negative sizes.
+This module does not use :mod:`tarfile`, for three reasons:
+
+- :mod:`tarfile` takes 1.6 to 2.8 times as long. For 10,000 members it took 160 ms, and this module 100 ms.
+- It treats a damaged header as the end of the archive.
+- In Python 3.11 it never returns for some headers with a negative size.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from gpuaug.errors import SourceError
 
 log = logging.getLogger("gpuaug")
 
-BLOCK = 512  # bytes of a header; members are padded to a multiple of it
-LONGEST_NAME = 1 << 16  # most bytes of an extended header; names on disks have at most 4 KiB
+BLOCK = 512  # bytes of a header; the content of a member is padded to a multiple of this
+LONGEST_NAME = 1 << 16  # largest extended header in bytes; Linux allows paths of up to 4 KiB
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zX")
 _NOT_FILES = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
 
@@ -31,7 +34,7 @@ class Member(NamedTuple):
 
 
 class _TarError(Exception):
-    """The fault of a header, and its remedy."""
+    """What is wrong with a tar file, and the remedy."""
 
     def __init__(self, fault: str, remedy: str = "Write it again.") -> None:
         super().__init__(fault)
@@ -39,13 +42,14 @@ class _TarError(Exception):
 
 
 def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Iterator[Member]:
-    """The regular files of an uncompressed tar (ustar, GNU, pax), in order; folders are skipped.
+    """Yield the regular files of an uncompressed tar (ustar, GNU or pax) in their order, and skip folders.
 
-    If the tar was cut off between two members, the remaining members are returned, with a warning. Headers are read in
-    ascending order, with at most two reads per 512 bytes of the file. ``read(at, n)`` returns at most ``n`` bytes.
+    If the tar was cut off between two members, a warning is logged after the last member. Headers are read in ascending
+    order, with at most two reads per 512 bytes of the file. ``read(at, n)`` returns at most ``n`` bytes.
 
     Raises:
-        SourceError: if the file is no tar or is cut off, or a member is no file, is sparse, or has an unsafe name.
+        SourceError: if the file is not a tar, or is cut off inside a member. Also if a member is neither a regular file
+            nor a folder, is sparse, or has an unsafe name.
     """
     at, long_name, pax = 0, b"", dict[bytes, bytes]()
     try:
@@ -58,7 +62,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
             if head.count(0) == BLOCK:
                 return
             length, begin, kind = _length(head), at + BLOCK, head[156:157]
-            if kind in (b"L", b"K", b"x", b"g"):  # an extended header: name and size of the next member
+            if kind in (b"L", b"K", b"x", b"g"):  # L and x describe the next member; K and g are ignored
                 text = _extension(read, begin, length)
                 if kind == b"L":
                     long_name = text.split(b"\0", 1)[0]
@@ -79,18 +83,18 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
     except _TarError as error:
         raise SourceError(f"shard {path!r}: {error}. Position: byte {at} of {size}. {error.remedy}") from None
     if size:
-        log.warning("shard %r lacks the empty blocks that end a tar. It may be cut off, with members missing", path)
+        log.warning("shard %r lacks the empty blocks that end a tar. It may be cut off and lack members", path)
 
 
 def _length(head: bytes) -> int:
-    """Number of bytes of a member, from its header; the header's checksum is verified."""
+    """Check the checksum of a header, and return the number of bytes of its member."""
     try:
         if nti(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
             raise ValueError
         length: int = nti(head[124:136])
     except (ValueError, tarfile.HeaderError):
         raise _TarError("it has no valid tar header here") from None
-    if length < 0:  # the next position would be before this one: an endless loop
+    if length < 0:  # would move the position backwards, in an endless loop
         raise _TarError(f"a member has a size of {length} bytes")
     return length
 

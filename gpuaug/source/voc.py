@@ -26,26 +26,28 @@ CLASSES = (
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog",
     "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
-LARGEST_PIXEL = 1 << 24  # float32 has no half pixels above this number
+LARGEST_PIXEL = 1 << 24  # above this number, float32 cannot represent every whole number
 
 
 class VocSource(FileSource):
     """Images and boxes in the folders of Pascal VOC.
 
-    The image ``<root>/<year>/JPEGImages/1.jpg`` has the objects in ``Annotations/1.xml``. The images of a split are the
-    lines of ``ImageSets/Main/<split>.txt``. Corners in the file count pixels from 1 and are inclusive, so a box is
-    (xmin - 1, ymin - 1, xmax, ymax), as in detectron2. A sample is ``(bytes, Target)``.
+    In the folder ``<root>/<year>``, the objects of the image ``JPEGImages/1.jpg`` are in ``Annotations/1.xml``. Each
+    line of ``ImageSets/Main/<split>.txt`` names one image of the split. A sample is ``(bytes, Target)``.
 
-    If an XML file is damaged or has another structure, its sample is a fault when it is read. So is a sample whose file
-    has a document type (``<!DOCTYPE``), because its entities can expand without limit.
+    VOC counts pixels from 1, and a box includes the pixels of both corners. The box in pixel edges is therefore
+    (xmin - 1, ymin - 1, xmax, ymax), as in detectron2.
+
+    If an XML file is damaged or has another structure, reading the sample gives a fault. An XML file with a document
+    type (``<!DOCTYPE``) also gives a fault, because the entities of a document type can expand without limit.
 
     Args:
         root: folder or URL of VOCdevkit.
         year: folder in ``root``; None: ``root`` itself contains JPEGImages.
         split: name of a file in ImageSets/Main, without ``.txt``.
-        difficult: ``keep`` or ``drop`` the objects that are marked as difficult.
-        classes: class names, as in :class:`FolderSource`. None: the 20 of VOC, in alphabetical order. An object of
-            another class makes its sample a fault.
+        difficult: whether to ``keep`` or ``drop`` the objects that are marked as difficult.
+        classes: class names, as in :class:`FolderSource`. None: VOC's 20 classes, in alphabetical order. Reading a
+            sample that has an object of another class gives a fault.
         extensions: file name extensions of images; case is ignored.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
@@ -118,7 +120,7 @@ class VocSource(FileSource):
 
 
 class _Builder(ElementTree.TreeBuilder):
-    """Refuses a document type, as soon as the parser reads its begin."""
+    """Raises ValueError as soon as the parser reads the start of a document type."""
 
     def doctype(self, *_: Any) -> None:
         raise ValueError("has a <!DOCTYPE>, which is refused. Remove it")
@@ -127,9 +129,10 @@ class _Builder(ElementTree.TreeBuilder):
 def _parse(
     data: bytes, mapping: Mapping[str, int], *, drop: bool
 ) -> tuple[tuple[int, int], list[tuple[tuple[float, ...], int]]]:
-    """(height, width) of the image, and box and class of each object; (0, 0) if the file has no size.
+    """Return the (height, width) of the image, and the box and the class of each object.
 
-    ``drop``: leave out difficult objects. Raises ValueError if the file cannot be used.
+    The size is (0, 0) if the file does not give it. ``drop`` leaves out difficult objects. Raises ValueError if the
+    file cannot be used.
     """
     try:
         root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_Builder()))

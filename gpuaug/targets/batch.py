@@ -18,29 +18,31 @@ _ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTargets:
-    """Masks, boxes and keypoints of a batch. All N objects of its B images are in one table.
+    """The targets of a batch of B images: masks, and one table with the N objects of all images.
 
-    Masks, boxes, labels, keypoints and sample are on the device. The other columns are on the CPU, because reading them
-    must not wait for the device.
+    Masks, boxes, labels, keypoints and sample are on the device. The other columns are on the CPU, so that reading them
+    does not wait for the device.
 
     Attributes:
         masks: int64 ``[B, H, W]`` (or the dtype that ``targets.masks.dtype`` names); None if the run has no masks.
         boxes: float32 ``[N, 4]``, (x1, y1, x2, y2) in pixels of the output; None if the run has no boxes.
         labels: int64 ``[N]``, class of each object.
         keypoints: float32 ``[N, K, 3]``, (x, y, visibility); None if the run has no keypoints.
-        sample: int64 ``[N]``, row of the batch that an object belongs to; ascending.
+        sample: int64 ``[N]``, the position in the batch of the image that each object belongs to; ascending.
         counts: int64 ``[B]``, number of objects of each image.
-        ids: int64 ``[N]``, id of the annotation in its file; -1: it has none.
+        ids: int64 ``[N]``, id of each annotation in its file; -1: the annotation has no id.
         crowd: bool ``[N]``, True for an annotation that covers many objects (COCO's iscrowd).
-        area: float32 ``[N]``, area in the annotation file, in pixels of the source; NaN: it has none.
+        area: float32 ``[N]``, area that the annotation file gives, in pixels of the source image; NaN: the file gives
+            none.
         indices: int64 ``[B]``, index of the sample in the source.
         sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
-        covered: int64 ``[B, 4]``, (top, left, bottom, right): part of the output that the image covers before
-            operations.
-        matrices: float64 ``[B, 3, 3]``, from pixels of the source to pixels of the output. Pixel i covers i..i+1. The
-            inverse matrices map predictions back to the source.
+        covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers after the
+            crop, before the operations.
+        matrices: float64 ``[B, 3, 3]``. They map positions in the source image, in the orientation in which it was
+            annotated, to positions in the output. Pixel i covers i..i+1. The inverse matrices map predictions back.
         size: (height, width) of the output.
-        instances: whether masks hold object numbers: 0 is no object, k + 1 is the image's object k.
+        instances: True: masks hold object numbers, where 0 is no object and k + 1 is object k of the image. False:
+            masks hold class numbers.
 
     >>> import gpuaug
     >>> def total_loss(loader: gpuaug.Loader, detector: torch.nn.Module) -> float:
@@ -71,7 +73,7 @@ class BatchTargets:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchTargets:
         """Return the targets with masks, boxes, labels, keypoints and sample on ``device``.
 
-        ``non_blocking`` is torch's argument: the copy from pinned memory does not wait.
+        ``non_blocking`` is the argument of ``Tensor.to``: True does not wait for copies from pinned memory.
         """
         moved: dict[str, Any] = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
@@ -83,17 +85,17 @@ class BatchTargets:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """The tensors on the device: masks [B, H, W]; boxes, labels, keypoints and sample, with N rows."""
+        """The tensors on the device: those of masks, boxes, labels, keypoints and sample that are not None."""
         return [value for name in _ON_DEVICE if (value := getattr(self, name)) is not None]
 
     def as_torchvision(self, *, first_label: int = 1) -> list[dict[str, Any]]:
-        """One dictionary per image, as torchvision's detection models take it.
+        """Return one dictionary per image, in the form that torchvision's detection models take.
 
-        Its keys: ``boxes``, ``labels``, ``masks`` (uint8 [n, H, W], only with ``targets=instances``), ``keypoints``,
+        Keys: ``boxes``, ``labels``, ``masks`` (uint8 [n, H, W], only with ``targets=instances``), ``keypoints``,
         ``image_id`` (index of the sample), ``area`` (of the boxes in the output) and ``iscrowd``.
 
         Args:
-            first_label: the label of class 0. These models need 1, because 0 is their background.
+            first_label: the label of class 0. torchvision's models need 1, because their label 0 is the background.
         """
         images = self._split(labels=self.labels + first_label, boxes=self.boxes, keypoints=self.keypoints)
         for image, index in zip(images, self.indices.tolist(), strict=True):
@@ -103,10 +105,10 @@ class BatchTargets:
         return images
 
     def as_ultralytics(self) -> dict[str, Tensor]:
-        """One dictionary for the batch, as Ultralytics' losses take it.
+        """Return one dictionary for the batch, in the form that Ultralytics' losses take.
 
-        Its keys: ``batch_idx`` [N], ``cls`` [N, 1], ``bboxes`` [N, 4] (centre, width and height as fractions of the
-        output), and ``keypoints`` [N, K, 3] (positions as fractions).
+        Keys: ``batch_idx`` [N], ``cls`` [N, 1], ``bboxes`` [N, 4] (centre, width and height as fractions of the
+        output), and ``keypoints`` [N, K, 3] (x and y as fractions of the output).
         """
         height, width = self.size
         made = {"batch_idx": self.sample.float(), "cls": self.labels.float()[:, None]}
@@ -117,9 +119,9 @@ class BatchTargets:
         return made
 
     def as_detr(self) -> list[dict[str, Any]]:
-        """One dictionary per image, as DETR's models in ``transformers`` take it.
+        """Return one dictionary per image, in the form that DETR's models in ``transformers`` take.
 
-        Its keys: ``class_labels``, ``boxes`` (centre, width and height as fractions of the output), ``image_id``,
+        Keys: ``class_labels``, ``boxes`` (centre, width and height as fractions of the output), ``image_id``,
         ``iscrowd``, ``area`` (of the boxes in the output), ``size`` and ``orig_size`` (height, width), and
         ``masks`` (only with ``targets=instances``).
         """
@@ -130,13 +132,13 @@ class BatchTargets:
         return images
 
     def pixel_mask(self) -> Tensor:
-        """1 where the image covers the output before operations, else 0: int64 ``[B, H, W]`` on the CPU, for DETR."""
+        """Return DETR's pixel mask, int64 ``[B, H, W]`` on the CPU: 1 in ``covered``, 0 in the padding."""
         rows, columns = torch.arange(self.size[0])[None, :, None], torch.arange(self.size[1])[None, None]
         top, left, bottom, right = self.covered.T[:, :, None, None]
         return ((rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)).long()
 
     def _split(self, **columns: Tensor | None) -> list[dict[str, Any]]:
-        """Columns of the objects by image, with ``iscrowd``, ``area`` and bool ``masks`` [n, H, W]."""
+        """Split columns of the table by image, and add ``iscrowd``, ``area`` and bool ``masks`` [n, H, W]."""
         columns["iscrowd"] = self.crowd.long()
         if self.boxes is not None:
             columns["area"] = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(dim=1)
@@ -162,7 +164,7 @@ def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[
     """Copy arrays to the device in one transfer, without waiting for the device. None stays None."""
     if device.type == "cpu":
         return [None if array is None else torch.from_numpy(array) for array in arrays]
-    sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes; views need whole numbers
+    sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes; parts must be aligned
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for array, part in zip(arrays, packed.split(sizes), strict=True):
         if array is not None and array.size:

@@ -1,4 +1,4 @@
-"""Matrices that map points and boxes from an image to the output, and functions that apply them, in float64.
+"""Matrices in float64 that map points and boxes from an image to the output, and functions that apply the matrices.
 
 Coordinates are continuous pixel edges (x, y): an image spans 0..W x 0..H, and pixel i covers i..i+1. A matrix [3, 3]
 maps the column vector (x, y, 1) of the input to the output.
@@ -14,8 +14,8 @@ from gpuaug.batch import CropWindows, Int64
 Bool = NDArray[np.bool_]
 Float64 = NDArray[np.float64]
 
-# Index: EXIF number 1..8; 0 means no orientation. Rows: x and y of the upright image; columns: x and y of the stored
-# image.
+# _UPRIGHT[k] is the matrix of EXIF orientation k, from 1 to 8. _UPRIGHT[0] is for images without an orientation.
+# Row 0 gives x of the upright image, row 1 gives y. Column 0 multiplies x of the stored image, column 1 multiplies y.
 _UPRIGHT = np.array(
     [
         [[1, 0], [0, 1]],
@@ -47,7 +47,7 @@ def orientation(exif: Int64, stored: Int64) -> Float64:
     """
     m = _identities(len(exif))
     m[:, :2, :2] = _UPRIGHT[exif]
-    # the origin of a mirrored axis is the far side of the image
+    # an axis that is mirrored starts at the far side of the stored image, so the length of this side is added
     m[:, :2, 2] = (np.maximum(-m[:, :2, :2], 0) * np.asarray(stored)[:, None, ::-1]).sum(axis=2)
     return m
 
@@ -68,9 +68,9 @@ def crop(windows: CropWindows) -> Float64:
 
 
 def from_indices(m: Float64) -> Float64:
-    """Convert matrices [.., 3, 3] from pixel indices (pixel i is at i) to pixel edges: ``T(1/2) m T(-1/2)``.
+    """Convert matrices [.., 3, 3] from pixel indices to pixel edges: ``T(1/2) m T(-1/2)``, where T is a translation.
 
-    Kornia's matrices are of pixel indices.
+    Kornia's matrices use pixel indices: the centre of pixel i is at i. In pixel edges, it is at i + 1/2.
 
     >>> from_indices(np.diag([-1.0, 1.0, 1.0]) + [[0, 0, 79], [0, 0, 0], [0, 0, 0]])[0].tolist()  # a flip of 80 pixels
     [-1.0, 0.0, 80.0]
@@ -89,8 +89,8 @@ def points(m: Float64, xy: Float64) -> tuple[Float64, Bool]:
         xy: float64 [N, K, 2].
 
     Returns:
-        The mapped points, float64 [N, K, 2], and bool [N, K]: False where a perspective puts the point behind the
-        viewer (w' <= 0); there the mapped point is NaN.
+        The mapped points, float64 [N, K, 2], and bool [N, K]: whether each point is in front of the viewer. A
+        perspective can put a point behind the viewer (its homogeneous coordinate w is <= 0). Such a point becomes NaN.
 
     >>> points(np.diag([2.0, 2.0, 1.0])[None], np.array([[[3.0, 4.0]]]))[0].tolist()
     [[[6.0, 8.0]]]
@@ -107,7 +107,7 @@ def hulls(m: Float64, boxes: Float64) -> Float64:
         boxes: float64 [N, 4], (x1, y1, x2, y2).
 
     Returns:
-        float64 [N, 4]; NaN where a perspective puts a corner behind the viewer (w' <= 0).
+        float64 [N, 4]. A box becomes NaN if a perspective puts one of its corners behind the viewer.
 
     >>> hulls(np.array([[[0.0, -1, 100], [1, 0, 0], [0, 0, 1]]]), np.array([[10.0, 20, 30, 60]])).tolist()
     [[40.0, 10.0, 80.0, 30.0]]
@@ -120,8 +120,8 @@ def hulls(m: Float64, boxes: Float64) -> Float64:
 def mirrored(m: Float64) -> Bool:
     """Whether matrices [.., 3, 3] mirror an image: bool [..].
 
-    The sign of the determinant of all nine numbers is right at every point in front of the viewer. That of the four
-    linear numbers is not: under a perspective, it depends on the position of the origin.
+    The sign of the determinant of the 3 x 3 matrix is right at every point in front of the viewer. The determinant of
+    the upper left 2 x 2 matrix can be wrong, because under a perspective it depends on the position of the origin.
 
     >>> mirrored(np.stack([np.diag([-1.0, 1.0, 1.0]), np.diag([-1.0, -1.0, 1.0])])).tolist()
     [True, False]
@@ -130,7 +130,9 @@ def mirrored(m: Float64) -> Bool:
 
 
 def inverse(m: Float64) -> Float64:
-    """Inverses of matrices [.., 3, 3]; NaN if there is none. An affine inverse has exactly (0, 0, 1) as its last row.
+    """Invert matrices [.., 3, 3]. A matrix without an inverse becomes NaN.
+
+    The inverse of an affine matrix has exactly (0, 0, 1) as its last row.
 
     >>> inverse(np.diag([2.0, 4.0, 1.0])).tolist()
     [[0.5, 0.0, 0.0], [0.0, 0.25, 0.0], [0.0, 0.0, 1.0]]
@@ -145,7 +147,7 @@ def inverse(m: Float64) -> Float64:
 
 
 def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64, Bool]:
-    """Map points given as x and y [K, N] by matrices [N, 3, 3]. Memory order [K, N] is three times faster here."""
+    """Map points, given as x and y [K, N], by matrices [N, 3, 3]. The order [K, N] is three times as fast as [N, K]."""
     m = np.ascontiguousarray(m.transpose(1, 2, 0))
     x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
     with np.errstate(all="ignore"):  # infinite and NaN input gives NaN

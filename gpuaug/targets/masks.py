@@ -1,15 +1,17 @@
 """Masks of a batch: decoded to numbers, then cropped, resized and moved like their images, by nearest neighbour.
 
 takes: encoded masks, the crop windows of their images, and the matrices of the operations.
-does: decodes a mask to class or object numbers (`decode`), changes the numbers by a table (`lookup`), and samples each
-mask once (`place`). `gather` samples masks that are already on the device.
-gives: uint8 or int32 [B, H, W]. All values are values of the mask, of the table, or ``fill``.
+does: `decode` makes class or object numbers from a mask, and replaces the numbers by a table of `lookup`. `place` then
+samples each mask once. `gather` samples masks that are already on the device.
+gives: uint8, int32 or int64 [B, H, W]. Each value comes from the mask or the table, or is ``fill``.
 
 Sampling. The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
-``top + (2 i + 1) * height // (2 h)`` of the mask, in integers, where ``height`` is the window's height and ``h`` its
-height after resizing. Columns are computed in the same way. The result is that of Pillow's NEAREST and torch's
-``nearest-exact``, but without rounding errors. An inverse matrix ``m`` maps output pixel (i, j) to the canvas, in
-float64 and in this order::
+``top + (2 i + 1) * height // (2 h)`` of the mask, computed in integers. ``height`` is the height of the window, and
+``h`` its height after resizing. Columns are computed in the same way. The result equals Pillow's NEAREST and torch's
+``nearest-exact``, apart from the rounding errors of Pillow and torch.
+
+The inverse matrix ``m`` of the operations maps the centre of output pixel (i, j), row i and column j, to the canvas.
+The numbers are float64, and the order of the steps is fixed::
 
     x = (m[0, 0] * (j + .5) + m[0, 1] * (i + .5)) + m[0, 2]
     y = (m[1, 0] * (j + .5) + m[1, 1] * (i + .5)) + m[1, 2]
@@ -17,7 +19,7 @@ float64 and in this order::
     x, y = x / w, y / w                                     if the last row of m is not (0, 0, 1)
 
 The output is the value of canvas pixel (floor(y), floor(x)). It is ``fill`` if this pixel is outside the canvas or the
-resized window, if ``w <= 0``, or if a number is NaN. Because of the fixed order, C++, torch on the CPU and torch on
+resized window, if ``w <= 0``, or if x, y or w is NaN. Because of the fixed order, C++, torch on the CPU and torch on
 CUDA give the same bits.
 """
 
@@ -50,16 +52,16 @@ _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
 _GRAY = 0  # PNG's colour type
-_LARGEST_KEY = 2**24 - 1  # old value in a table: the largest number that three bytes of colour can hold
-_LARGEST = 2**31 - 1  # of int32
+_LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour of three bytes cannot hold more
+_LARGEST = 2**31 - 1  # largest int32
 _OUTPUTS = (np.uint8, np.int32, np.int64)
-_PIXELS_AT_ONCE = 2**22  # `gather` needs up to 50 bytes of temporaries per pixel
+_PIXELS_AT_ONCE = 2**22  # limit in `gather`, which needs up to 50 bytes of temporary memory per pixel
 
 # labelIds to trainIds: github.com/mcordts/cityscapesScripts, helpers/labels.py
 _CITYSCAPES = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
 _TABLES = {
     "cityscapes": {k: i for i, k in enumerate(_CITYSCAPES)},
-    "ade20k": {k: k - 1 for k in range(1, 151)},  # 0 is "other"
+    "ade20k": {k: k - 1 for k in range(1, 151)},  # 0 is "other" and becomes `fill`
 }
 _TASK = np.dtype(  # ``Task`` of masks.cpp
     [("src", np.uint64), ("row", np.int64), ("column", np.int64), ("inverse", np.uint64), ("out", np.uint64)]
@@ -71,15 +73,19 @@ _TASK = np.dtype(  # ``Task`` of masks.cpp
 
 
 def lookup(map: Any, fill: int) -> Int32 | None:
-    """The table that changes the values of a mask: ``table[min(value, len(table) - 1)]``. None if ``map`` is None.
+    """Make a table of new values. The new value of ``value`` is ``table[min(value, len(table) - 1)]``.
 
     Args:
-        map: ``cityscapes`` (labelIds to trainIds), ``ade20k`` (1..150 to 0..149), the new values of 0, 1, 2, ..., or a
-            mapping from old to new values, whose keys may be text, as in YAML.
+        map: one of these; None: the result is None.
+
+            - ``cityscapes``: labelIds become trainIds;
+            - ``ade20k``: 1..150 become 0..149;
+            - a list of the new values of 0, 1, 2 and so on;
+            - a mapping from old to new values. Its keys may be text, as in YAML.
         fill: the new value of all values that ``map`` does not name.
 
     Raises:
-        ConfigError: if ``map`` is something else, or a number is out of range.
+        ConfigError: if ``map`` is none of these, or a number is out of range.
 
     >>> lookup({"7": 0, 8: 1}, 255)[[0, 7, 8, 9]].tolist()
     [255, 0, 1, 255]
@@ -119,7 +125,7 @@ def _key(key: Any, map: Any) -> int:
 
 
 def mapped(mask: Mask, table: Int32) -> Mask:
-    """The values of a mask (uint8, or int32 without negative values), changed by a table of :func:`lookup`."""
+    """Replace the values of a mask by a table of :func:`lookup`. The mask is uint8, or int32 with values from 0 on."""
     small = table.max() <= 255
     if mask.dtype == np.uint8:
         return np.take(table[:256].astype(np.uint8) if small else table[:256], mask)
@@ -142,18 +148,22 @@ def decode(
     """Decode the mask of one image.
 
     Args:
-        data: a PNG, or the run lengths of a map of object numbers (see `source.runs`).
+        data: a PNG, or an array of object numbers encoded as run lengths (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: orientation of the image, 1..8. A mask of the image's stored size is turned like the image. A mask of the
-            upright size is not turned. The mask's own EXIF is ignored.
-        max_pixels: limit, checked before memory is allocated.
+        exif: EXIF orientation of the image, 1..8. If the mask has the size of the upright image, it is not turned.
+            Otherwise it must have the size of the stored image, and it is turned like the image. The EXIF data of the
+            mask itself are ignored.
+        max_pixels: largest number of pixels in a mask. It is checked before memory is allocated.
         table: from :func:`lookup`.
-        ids_in_rgb: whether colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. If not, a mask in colour
-            is an error.
+        ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: a mask in colour is
+            an error.
 
     Returns:
-        [h, w], upright, contiguous; it may be read-only. uint8 for PNGs of at most 8 bits, and for run lengths and
-        tables whose values are all below 256; else int32.
+        The mask [h, w], upright and contiguous; it may be read-only. It is uint8 in these cases, otherwise int32:
+
+        - with a table: if all values of the table are below 256;
+        - run lengths without a table: if all object numbers are below 256;
+        - PNG without a table: if it has gray values or a palette, of at most 8 bits.
 
     Raises:
         HeaderError: if the mask is damaged, has another format, mode or size, or has too many pixels.
@@ -202,11 +212,13 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
 
 
 def _checked(png: bytes) -> bytes:
-    """The PNG without the chunks that do not affect values: text and profiles may inflate to 1,000 times their size.
+    """Return the PNG with only those chunks that its values depend on.
+
+    The other chunks are dropped because text and colour profiles may inflate to 1,000 times their size. Checksums are
+    checked here because Pillow does not check those of pixels, and a damaged mask can look like a valid one.
 
     Raises:
-        HeaderError: if the file ends early or a checksum is wrong. Pillow does not check the checksums of
-            pixels, and a damaged label looks like any other label.
+        HeaderError: if the file ends early or a checksum is wrong.
     """
     pieces, at, kind = [png[:8]], 8, b""
     while kind != b"IEND":
@@ -249,7 +261,7 @@ def _runs(data: bytes, size: tuple[int, int]) -> Mask:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled masks.cpp, or None if there is no compiler."""
+    """The compiled masks.cpp, or None if it cannot be built."""
     built = build.load(Path(__file__).with_name("masks.cpp"), name="masks", without="move in numpy, ten times slower")
     if built is not None:
         pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -271,12 +283,14 @@ def place(
 
     Args:
         masks: n masks, uint8 or int32 [h, w], upright, with any strides; None: the row becomes ``fill``.
-        windows: n rows; ``interpolation`` and ``fill`` are not used.
+        windows: the crop windows of the n masks. Their ``interpolation`` and ``fill`` are not used.
         out: uint8, int32 or int64 [n, H, W], contiguous; not uint8 if any mask is int32.
-        inverse: float64 [n, 3, 3], output to canvas, in pixel edges. None: no operation moves the masks.
-        fill: value of pixels outside.
+        inverse: matrices float64 [n, 3, 3] from the output to the canvas, in pixel edges. None: no operation moves the
+            masks.
+        fill: value of output pixels that no mask pixel covers.
         threads: number of threads of masks.cpp.
-        each: calls ``work(k)`` for many k; used only if masks.cpp is not.
+        each: ``each(rows, work)`` calls ``work(k)`` for every k of ``rows``. Used only if masks.cpp cannot be built, or
+            if an output has more than 2**31 - 1 pixels.
 
     Raises:
         ValueError: if shapes or types do not fit, or a window is not inside its mask.
@@ -329,7 +343,7 @@ def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, invers
 
 
 def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: Float64 | None, fill: int) -> None:
-    """Does for one mask what masks.cpp does, in numpy and torch."""
+    """Do in numpy and torch what masks.cpp does, for one mask."""
     out[:] = fill
     if mask is None:
         return
@@ -345,7 +359,10 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
 
 
 def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
-    """The first canvas row of the resized window, and the mask's row for each canvas row from there on."""
+    """The first canvas row inside the resized window, and the mask row that each row of this window shows.
+
+    The same is true of columns.
+    """
     first, last = max(at, 0), min(at + to, size)
     i = np.arange(first - at, max(last, first) - at, dtype=np.int64)
     return first, start + (2 * i + 1) * extent // (2 * to)
@@ -356,11 +373,11 @@ def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
 
     Args:
         masks: uint8, int32 or int64 [n, H, W].
-        inverse: float64 [n, 3, 3], output to input, in pixel edges.
-        fill: value outside.
+        inverse: matrices float64 [n, 3, 3] from the output to the input, in pixel edges.
+        fill: value of output pixels that no mask pixel covers.
 
     Returns:
-        the type and shape of ``masks``.
+        The warped masks, with the dtype and shape of ``masks``.
     """
     _, H, W = masks.shape
     out = torch.empty_like(masks, memory_format=torch.contiguous_format)
@@ -375,13 +392,13 @@ def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
 
 
 def _gather(masks: Tensor, inverse: Tensor, first: int, out: Tensor, fill: int, affine: bool) -> None:
-    """Rows ``first`` to ``first + len`` of the warped masks."""
+    """Compute the rows of the warped masks from row ``first`` on, and write them to ``out``."""
     _, H, W = masks.shape
     m = inverse[:, :, :, None, None]
     u = torch.arange(W, dtype=torch.float64, device=masks.device) + 0.5
     v = torch.arange(first, first + out.shape[1], dtype=torch.float64, device=masks.device)[:, None] + 0.5
 
-    def row(r: int) -> Tensor:  # no fused multiply-add: each step is a kernel of its own
+    def row(r: int) -> Tensor:  # separate kernels, because a fused multiply-add would round differently
         return (m[:, r, 0] * u + m[:, r, 1] * v).add_(m[:, r, 2])
 
     x, y = row(0), row(1)

@@ -18,18 +18,19 @@ from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Bool, Float64
 from gpuaug.targets.rules import Targets
 
-_ROUNDING = 1e-9  # pixels; above float64's rounding errors, so that a box of exactly the smallest size is kept
+_ROUNDING = 1e-9  # pixels; larger than rounding errors of float64, so that a box of exactly the smallest size is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objects:
-    """All objects of a batch, in the order of their samples. All coordinates, also of keypoints, are pixel edges.
+    """All objects of a batch, in the order of their samples. Whole-number coordinates are the edges of pixels.
 
     Attributes:
-        sample: int64 [N], the row of the batch that the object belongs to, ascending.
+        sample: int64 [N], the position in the batch of the image that each object belongs to; ascending.
         boxes: float64 [N, 4], (x1, y1, x2, y2); None: no boxes.
         labels: int64 [N].
-        keypoints: float64 [N, K, 3], (x, y, visibility); (0, 0, 0) if not visible. None: no keypoints.
+        keypoints: float64 [N, K, 3], (x, y, visibility); (0, 0, 0) for a keypoint that is not visible. None: no
+            keypoints.
         crowd: bool [N].
         area: float32 [N], as the source gave it, in pixels of the source's image. It never changes.
         ids: int64 [N].
@@ -54,7 +55,7 @@ class Objects:
     def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
         """The objects of a batch as the source gave them, without those that the rules leave out.
 
-        Labels, crowd, area and ids share memory with ``encoded`` unless a crowd was dropped.
+        Labels, crowd, area and ids share memory with ``encoded``, unless the rules drop a crowd annotation.
         """
         boxes, keypoints = encoded.boxes, encoded.keypoints
         objects = cls(
@@ -82,14 +83,14 @@ class Objects:
         return np.bincount(self.sample, minlength=batch_size).astype(np.int64, copy=False)
 
     def take(self, keep: Bool | Int64) -> Objects:
-        """Some objects, with all their columns. ``keep``: bool [N], or the indices of the objects."""
+        """Return some objects with all their columns. ``keep``: bool [N], or the indices of these objects."""
         columns = ((f.name, getattr(self, f.name)) for f in fields(self))
         return replace(self, **{name: column[keep] for name, column in columns if column is not None})
 
     def rows(self, keep_rows: Int64) -> Objects:
-        """The objects of some rows of the batch: row ``keep_rows[i]`` becomes row i.
+        """Return the objects of some images of the batch: image ``keep_rows[i]`` becomes image i.
 
-        ``keep_rows``: int64 [b], each row at most once.
+        ``keep_rows``: int64 [b]; each image at most once.
         """
         number = np.full(1 + max(self.sample.max(initial=-1), np.max(keep_rows, initial=-1)), -1, dtype=np.int64)
         number[keep_rows] = np.arange(len(keep_rows))
@@ -98,7 +99,7 @@ class Objects:
         return replace(self, sample=sample).take(order[np.searchsorted(sample[order], 0) :])
 
     def output_keypoints(self, rules: Targets) -> NDArray[np.float32] | None:
-        """Keypoints float32 [N, K, 3] in the user's coordinates, which ``pixel_centers`` of the rules names."""
+        """Keypoints float32 [N, K, 3], as pixel centres or pixel edges, depending on the rules' ``pixel_centers``."""
         if self.keypoints is None:
             return None
         shown = self.keypoints.astype(np.float32)
@@ -121,21 +122,22 @@ def carry(
 
     A box becomes the smallest upright box around its moved corners. It is clipped after the crop, because no operation
     can bring back what the crop removed. It is clipped again at the end. The visibility of a box is its area at the
-    end, divided by the area that it would have without clipping. A keypoint is visible if it is inside after the crop
-    and at the end. If there are no boxes, all objects stay.
+    end, divided by the area that it would have without clipping. A keypoint stays visible if it is inside the image
+    after the crop and inside the output at the end. If there are no boxes, all objects stay.
 
     Args:
         objects: N objects, in pixels of their images.
-        crop: float64 [B, 3, 3], image to canvas: the crop, times the orientation if the annotations were made for the
-            stored image. It can only scale, move, mirror and transpose.
-        ops: float64 [B, 3, 3], canvas to output: the product of the operations.
+        crop: matrices float64 [B, 3, 3] from the image to the canvas, which is the output before the operations. If the
+            annotations were made for the stored image, they include its orientation. They can only scale, move, mirror
+            and transpose.
+        ops: matrices float64 [B, 3, 3] from the canvas to the output: the product of the operations.
         size: (H, W) of the canvas, and of the output.
         rules: limits of boxes.
-        flip: for each keypoint the index of its mirror image, used where crop and operations mirror the image.
-            None: keypoints keep their places.
+        flip: for each keypoint the index of its mirror image. Keypoints are exchanged by it if the crop and the
+            operations together mirror the image. None: keypoints are not exchanged.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
-        windows: the crop's windows. Objects are also clipped to the part of the canvas that the windows cover. None:
-            the image covers the canvas.
+        windows: the crop's windows. After the crop, objects are clipped to the part of the canvas that the windows
+            cover. None: the image covers the whole canvas.
 
     Returns:
         The objects that are left, in pixels of the output.
@@ -167,18 +169,18 @@ def carry(
 
 
 def _half(rules: Targets) -> float:
-    """The offset from the given coordinates of keypoints to pixel edges."""
+    """What to add to the coordinates of the source's keypoints to get pixel edges."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
 
 
 def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
-    """The part of the canvas that each resized window covers, as boxes [B, 4]. If it is empty: x2 < x1 or y2 < y1."""
+    """Boxes [B, 4]: the part of the canvas that each resized window covers. If it is empty, x2 <= x1 or y2 <= y1."""
     start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
     return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
 
 
 def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
-    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. The second result is False where nothing or NaN is left."""
+    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. The second result is False for boxes outside ``area``, and for NaN."""
     start, stop = np.maximum(boxes[:, :2], area[:, :2]), np.minimum(boxes[:, 2:], area[:, 2:])
     return np.concatenate([start, stop], axis=1), _both(start <= stop)
 
@@ -190,7 +192,7 @@ def _centre_inside(boxes: Float64, area: Float64) -> Bool:
 
 
 def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) -> Bool:
-    """Whether boxes [N, 4] of the output satisfy the limits. ``cut`` [N, 4]: the boxes after the crop, not clipped."""
+    """Whether boxes [N, 4] of the output satisfy the limits. ``cut`` [N, 4]: the unclipped boxes after the crop."""
     limits = rules.boxes
     sides = boxes[:, 2:] - boxes[:, :2]
     if limits is None:
@@ -198,14 +200,14 @@ def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) ->
     area = sides[:, 0] * sides[:, 1]
     keep = _both(sides >= limits.min_size - _ROUNDING) & (area >= limits.min_area - _ROUNDING)
     if limits.min_visibility > 0:
-        hull = geometry.hulls(ops, cut)  # NaN if it reaches behind the viewer: its area is infinite
+        hull = geometry.hulls(ops, cut)  # NaN for a box that reaches behind the viewer: it is dropped
         whole = (hull[:, 2] - hull[:, 0]) * (hull[:, 3] - hull[:, 1])
         keep &= area >= limits.min_visibility * whole - _ROUNDING
     return keep
 
 
 def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: Float64, canvas: Float64) -> Float64:
-    """Keypoints [N, K, 3] after the crop and the operations; (0, 0, 0) where either puts them outside."""
+    """Keypoints [N, K, 3] after the crop and the operations. Those that left the image or the output are (0, 0, 0)."""
     visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
     for m, area in ((crop, covered), (ops, canvas)):
         xy, _ = geometry.points(m, xy)

@@ -16,23 +16,24 @@ Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
 def _largest(table: Any) -> int:
-    """The largest new value. Values that are not numbers are ignored here, and refused when the table is made."""
+    """The largest new value of a table. Values that are not numbers are refused later, when the table is made."""
     values = table.values() if isinstance(table, Mapping) else () if table is None or isinstance(table, str) else table
     return max((value for value in values if isinstance(value, int)), default=0)
 
 
 class Masks:
-    """One class number per pixel, or with ``kind="instances"`` one object number per pixel.
+    """Rules for masks, which hold a class number, or with ``kind="instances"`` an object number, for each pixel.
 
-    A mask moves with its image and is sampled once, by nearest neighbour.
+    A mask moves with its image, and is sampled only once, by nearest neighbour.
 
     Args:
-        fill: value outside the image, and in the mask of a sample that cannot be decoded. None: 255, which losses
-            ignore; with ``kind="instances"``, 0, which is no object.
-        map: new values, set before the mask is sampled: ``cityscapes``, ``ade20k``, a list (new values of 0, 1, ...),
-            or a mapping such as {7: 0, 8: 1}. Values that ``map`` does not name become ``fill``. None: values stay.
+        fill: value of pixels outside the image, and of all pixels of a sample that cannot be decoded. None: 255, which
+            is the usual ``ignore_index`` of losses. With ``kind="instances"``, None means 0, no object.
+        map: table of new values: ``cityscapes``, ``ade20k``, a list (the new values of 0, 1, ...), or a mapping such as
+            {7: 0, 8: 1}. It is applied before the mask is sampled. Values that ``map`` does not name become ``fill``.
+            None: values stay.
         dtype: int64 (which cross_entropy takes), int32 or uint8.
-        kind: ``classes``: values are classes. ``instances``: 0 is no object, k + 1 is object k of the sample.
+        kind: ``classes``: values are class numbers. ``instances``: 0 is no object, k + 1 is object k of the sample.
 
     >>> Masks(map="cityscapes").fill
     255
@@ -48,7 +49,7 @@ class Masks:
         if instances and (map is not None or fill):
             raise ConfigError(
                 "`targets.masks.map` must be null and `targets.masks.fill` 0 if `targets.masks.kind` is instances, "
-                f"because 0 is no object there. Found: {map!r:.100} and {fill}."
+                f"because such masks have 0 where no object is. Found: {map!r:.100} and {fill}."
             )
         if dtype == "uint8" and fill > 255:
             raise ConfigError(f"`targets.masks.fill` must be at most 255 for dtype uint8. Found: {fill}.")
@@ -62,16 +63,17 @@ class Masks:
 
 @dataclass(frozen=True, kw_only=True)
 class Boxes:
-    """Objects with a box. A box becomes the smallest upright box around its moved corners, clipped to the image.
+    """Rules for boxes: how small a box may become before its object is dropped.
 
-    A box is clipped twice: after the crop, and after the operations. If a box is smaller than one of the limits, its
-    object is dropped with its label, keypoints and other values.
+    A box becomes the smallest upright box around its moved corners. It is clipped after the crop, and again after the
+    operations. If the clipped box is smaller than one of the limits, its object is dropped with its label, keypoints
+    and other values.
 
     Args:
         min_size: smallest width and height in pixels of the output.
         min_area: smallest area in pixels of the output.
-        min_visibility: smallest area after clipping, as a fraction of the area before it; 0..1.
-        crowd: ``drop`` leaves out annotations that cover many objects (COCO's iscrowd), ``keep`` keeps them.
+        min_visibility: smallest area of the clipped box, as a fraction of the area without clipping; 0..1.
+        crowd: whether to ``drop`` or ``keep`` annotations that cover many objects (COCO's iscrowd).
 
     >>> Boxes(min_visibility=0.1).min_size
     1.0
@@ -90,14 +92,14 @@ class Boxes:
 
 
 class Keypoints:
-    """Points of objects. A point outside the output gets visibility 0 and the position (0, 0).
+    """Rules for keypoints. A keypoint outside the output gets visibility 0 and the position (0, 0).
 
     Args:
-        flip: for each point, the index of its mirror image: for the left eye, the index of the right eye. Points are
-            exchanged where the image is mirrored. None: the pairs of the source (COCO's 17 points have pairs). If the
-            source has no pairs, points keep their places.
-        pixel_centers: True: whole-number coordinates are the centres of pixels, as in COCO. False: they are the edges
-            of pixels, as in boxes.
+        flip: for each point, the index of its mirror image. For example, the left eye has the index of the right eye.
+            If an image is mirrored, such points are exchanged. None: use the pairs of the source (COCO has pairs for
+            its 17 points). If the source has no pairs, no points are exchanged.
+        pixel_centers: True: whole-number coordinates are the centres of pixels, as in COCO. False: whole-number
+            coordinates are the edges of pixels, as in boxes.
 
     >>> Keypoints(flip=[0, 2, 1]).flip
     (0, 2, 1)

@@ -1,4 +1,4 @@
-"""Runs a part of a command in a child process, because it may crash or hang."""
+"""Runs those parts of a command that may crash or hang, each in a child process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 class Ended(NamedTuple):
     """How a child process ended."""
 
-    status: int | None = None  # negative: killed by this signal; None: it took longer than the timeout
-    answer: Any = None  # the last line of its output as JSON; None if that line is not JSON
+    status: int | None = None  # exit status; -n: killed by signal n; None: killed after the timeout
+    answer: Any = None  # the last line of its stdout, read as JSON; None if this line is not JSON
     errors: str = ""  # its stderr
 
 
 def run(
     command: Sequence[str], *, timeout: float, job: Any = None, environment: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run a process that gets ``job`` on stdin as JSON. Then kill what is left of the process and its children."""
+    """Run a process that gets ``job`` on stdin as JSON. Then kill the process and its children, if they still run."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment,
@@ -32,7 +32,8 @@ def run(
         out, errors = process.communicate(json.dumps(job), timeout=timeout)
     except subprocess.TimeoutExpired:
         return Ended()
-    finally:  # children may still use the device; a process that hangs in the driver ignores SIGKILL
+    finally:
+        # children may still use the device; the wait ends after 10 s, because a hang in the driver ignores SIGKILL
         with suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=10)

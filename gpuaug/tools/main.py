@@ -42,15 +42,15 @@ Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.tools train source.root=DI
 """
 
 
-# Options that belong to Hydra applications, and how to get the same here
+# Options of Hydra applications, and what to use instead here
 _PRINT = "python -c \"import gpuaug, omegaconf; print(omegaconf.OmegaConf.to_yaml(gpuaug.compose('train', [])))\""
 HYDRAS = {
-    **dict.fromkeys(("-m", "--multirun"), "One call is one run. Call gpuaug in a loop, or write an application"),
+    **dict.fromkeys(("-m", "--multirun"), "One call is one run. Call gpuaug in a loop, or write a Hydra application"),
     **dict.fromkeys(("-c", "--cfg", "--resolve", "-p", "--package"), f"To print a configuration: {_PRINT}"),
     **dict.fromkeys(("-i", "--info", "--hydra-help"), "`gpuaug COMMAND --help` lists the keys"),
     **dict.fromkeys(("-cd", "-cp", "--config-path"), "Use --config-dir for the folder of your own configuration"),
     "-cn": "Use --config-name for the name of your own configuration",
-    **dict.fromkeys(("-r", "--run"), "Leave it out"),
+    **dict.fromkeys(("-r", "--run"), "Leave this option out"),
 }
 
 
@@ -64,7 +64,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0; 2: an error the user can fix; 130 or 143: interrupted."""
+    """Run one command and return its exit status.
+
+    0: success. 1: `gpuaug doctor` found something broken. 2: an error that the user can fix. 130: Ctrl-C. 141: the
+    reader of the output has closed the pipe. 143: SIGTERM stopped the training.
+    """
     parser = _parser()
     given = parser.parse_intermixed_args(argv)
     with _logging():
@@ -73,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except BrokenPipeError:
-            if not _reader_is_gone():  # the broken pipe belongs to a worker
+            if not _reader_is_gone():  # stdout is open, so the broken pipe is a worker's
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drops buffered output
             return 141
         except (GpuaugError, KeyboardInterrupt) as error:
             if given.debug or os.environ.get("GPUAUG_DEBUG"):
@@ -98,8 +102,8 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if given.help:
         print(_help(name, parser))
         return 0
-    # before torch is imported: otherwise the waiting threads of a network on the CPU spin, and take CPU time from the
-    # loader (`gpuaug train` on two busy cores: 46 images/s if they spin, 348 if they sleep)
+    # This must be set before torch is imported. Otherwise the waiting threads of a network on the CPU spin, which takes
+    # CPU time from the loader. `gpuaug train` on two busy cores: 46 images/s if threads spin, 348 if they sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from gpuaug.tools.request import Request
 
@@ -130,16 +134,16 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action="store_true", help="show this text; after COMMAND, its keys")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text; after COMMAND, show its keys")
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own configurations")
     parser.add_argument("--config-name", metavar="NAME", help="your own configuration file in DIR")
-    parser.add_argument("--at", metavar="PATH", help="path of the loader in NAME, e.g. train_data")
+    parser.add_argument("--at", metavar="PATH", help="path of the loader in your configuration, e.g. train_data")
     parser.add_argument(
         "--trust",
         metavar="PREFIX",
         action="append",
         default=[],
-        help="allow `_target_` in modules that begin with PREFIX, also in the current folder",
+        help="allow `_target_` in modules whose name begins with PREFIX; finds modules in the current folder too",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks (like GPUAUG_DEBUG=1)")
     return parser

@@ -1,4 +1,4 @@
-"""How much host memory this process and its workers use. Read from /proc; 0 if the system has no /proc."""
+"""Reads from /proc how much host memory this process and its workers use; 0 if the system has no /proc."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from gpuaug import machine
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes that a process and its workers use and the system cannot reclaim. Each page and each file counts once.
+    """Memory, in bytes, that a process and its workers use and that the system cannot take back.
 
-    These are anonymous pages, shared memory and memory files. Shared memory and memory files are counted by file,
-    because a batch on its way between two processes is in no address space. Pages of libraries and of files that were
-    read do not count, because the system can drop them.
+    It consists of anonymous pages, shared memory and unnamed memory files (memfd). Each page and each file counts once.
+    Shared memory and memory files are counted by open file, because a batch on its way between two processes is in the
+    address space of neither process. Pages of libraries and of files on disk do not count, because the system can drop
+    such pages.
     """
 
-    main: int = 0  # in this process, with pages that its workers inherited
-    workers: int = 0  # in the workers' own pages
+    main: int = 0  # in this process, including pages that forked workers share with it
+    workers: int = 0  # in pages that only workers have
     shared: int = 0  # in /dev/shm
     files: int = 0  # in unnamed memory files, such as the cache and indices
 
@@ -37,7 +38,7 @@ class Usage:
 def usage() -> Usage:
     """The memory that this process and its workers use now."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid is not None)]
-    sizes = [_sizes(pid) for pid in pids]  # read each once, because memory may grow meanwhile
+    sizes = [_sizes(pid) for pid in pids]  # read each process once, because memory may grow meanwhile
     alone, every = sizes[0].get("Anonymous", 0), sum(size.get("Pss_Anon", 0) for size in sizes)
     return Usage(min(alone, every), max(0, every - alone), *_open_files(pids))
 

@@ -57,7 +57,11 @@ TESTS = {  # test: title, status and advice if it fails
         SLOW,
         "torch.compile also needs a C++ compiler: apt-get install g++, or conda install cxx-compiler.",
     ),
-    "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia: needs no compiler, many times slower."),
+    "fused_cuda": (
+        "compiled on the GPU",
+        SLOW,
+        "Set augment.backend=kornia. It needs no compiler, but is many times slower.",
+    ),
 }
 WITHOUT_DALI = ("compiler", "fused_cuda")
 
@@ -79,7 +83,7 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     others = [text for _, text in request.others()]
     if others or request.config_name is not None:
-        request.loader()  # raises the same errors as in other commands
+        request.loader()  # so that wrong arguments raise the same errors as in other commands
         ignored = ", ".join(others) or f"--config-name {request.config_name}"
         log.info("doctor tests the machine, not a configuration; these arguments are ignored: %s", ignored)
     report = Report(file=settings.json)
@@ -124,7 +128,7 @@ def versions() -> Iterator[Finding]:
         ("hydra", "hydra-core", BROKEN, "the command line and gpuaug.compose need it"),
         ("pillow", "pillow", BROKEN, "it decodes the images that DALI cannot decode"),
         ("DALI", dali, SLOW, "without it, Pillow decodes on the CPU, several times slower"),
-        ("nvImageCodec", codec, SLOW, "DALI needs it and normally installs it; without it gpuaug does not use DALI"),
+        ("nvImageCodec", codec, SLOW, "DALI needs it and normally installs it; without it, gpuaug decodes with Pillow"),
         ("triton", "triton", NOTE, "without it, operations on a GPU run one at a time, many times slower"),
     ):
         version = machine.package_version(distribution)
@@ -154,7 +158,7 @@ def required_ranges() -> dict[str, Any]:
 
 
 def devices(cuda: Verdict) -> Iterator[Finding]:
-    """The driver and the devices that torch can use. ``cuda`` is the result of that test."""
+    """The driver and the devices that torch can use. ``cuda`` is the result of the test "cuda"."""
     gpus, driver = machine.gpus(), machine.driver()
     value = {"driver": driver, "gpus": gpus}
     bad = None if driver else NOTE
@@ -200,7 +204,7 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
         advice = f"CUDA 13 needs driver {DRIVER_OF_CUDA_13} or newer: install {DALI[12][0]}, or update the driver."
     elif dali_cuda != major and major in DALI:
         bad = NOTE
-        advice = "Both use the same driver and should work together. To be sure, install DALI for torch's CUDA: "
+        advice = "Both use the same driver and should work together. To be sure, use DALI for torch's CUDA version: "
         advice += f"pip uninstall -y {package}; pip install '{DALI[major][0]}{required_ranges().get(DALI[12][0], '')}'"
     text = f"DALI for CUDA {dali_cuda}, torch for CUDA {torch_cuda}"
     value = {"dali": dali_cuda, "torch": torch_cuda, "driver": driver}
@@ -208,7 +212,7 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
 
 
 def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
-    """Run every test whose packages are installed. Missing packages are reported under "versions"."""
+    """Run every test whose packages are installed. :func:`versions` reports the missing packages."""
     for name in tqdm([*filter(testable, TESTS)], desc="testing", leave=False, disable=None):
         yield tested(examine(name, cuda=cuda, fresh=settings.fresh, timeout=settings.timeout))
 
@@ -219,7 +223,7 @@ def testable(name: str) -> bool:
 
 
 def tested(verdict: Verdict) -> Finding:
-    """The finding of a test's result."""
+    """Turn the result of a test into a finding."""
     title, bad, advice = TESTS[verdict.name]
     value = {"test": verdict.name} | {k: getattr(verdict, k) for k in ("good", "value", "seconds", "kept")}
     if verdict.good is None:
@@ -246,9 +250,10 @@ def workers(settings: Settings) -> Iterator[Finding]:
     yield open_files(machine.limit("NOFILE"))
 
 
-# What the machine should have. Open files: torch opens one file for every batch on its way between two processes, and
-# Python with DALI and eight threads opens about 60 files. Shared memory: a batch of 64 photographs of 110 KB has 7 MB,
-# and each worker has two batches there.
+# Limits below which a finding is BROKEN (LEAST) or a warning (ENOUGH).
+# Open files: torch opens one file for every batch on its way between two processes, and Python with DALI and eight
+# threads opens about 60 files.
+# Shared memory: a batch of 64 photographs of 110 KB has 7 MB, and each worker has two batches in shared memory.
 FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
 SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
 MEMORY_ENOUGH = 2 * 2**30
@@ -271,7 +276,7 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
 
 
 def open_files(limits: tuple[int, int] | None) -> Finding:
-    """Check the limit of open files. ``limits``: (soft, hard), -1: unlimited; None: the system has no such limit."""
+    """Check the limit of open files. ``limits``: (soft, hard), -1 is unlimited; None: the system sets no limits."""
     if limits is None:
         return judged("open files", "no such limit on this system", bad=NOTE)
     soft, hard = (math.inf if limit < 0 else limit for limit in limits)
@@ -279,14 +284,14 @@ def open_files(limits: tuple[int, int] | None) -> Finding:
         "open files",
         f"{soft:.0f} per process, can be raised to {hard:.0f}".replace("inf", "unlimited"),
         bad=BROKEN if soft < FILES_LEAST else SLOW if soft < FILES_ENOUGH else None,
-        advice="Every batch that a worker passes on is an open file. A run with too many fails: `Too many open "
-        f"files`. Run `ulimit -n {min(FILES_ADVISED, hard)}` before you start it.",
+        advice="Every batch that a worker passes on is an open file. A run with too many open files fails: `Too many "
+        f"open files`. Run `ulimit -n {min(FILES_ADVISED, hard)}` before you start the training.",
         value=list(limits),
     )
 
 
 def cpus(count: int, quota: float | None) -> Finding:
-    """``count``: CPUs this process may run on. ``quota``: CPU time its cgroup allows, in CPUs; None: no limit."""
+    """Check the ``count`` of CPUs that this process may use against ``quota``, its cgroup's limit; None: no limit."""
     text = f"{count} CPUs for this process ({machine.cpu_model()})"
     few = count if quota is None else min(count, quota)
     if few < count:
@@ -296,7 +301,7 @@ def cpus(count: int, quota: float | None) -> Finding:
         "CPUs",
         text,
         bad=SLOW if few < count else None,
-        advice="OpenMP counts all CPUs and ignores this limit. With too many threads, the kernel slows all of them "
+        advice="OpenMP counts all CPUs and ignores this limit. With too many threads, the kernel slows all threads "
         f"down. Set decode.num_threads={threads} num_workers={workers} and OMP_NUM_THREADS={threads}.",
         value={"cpus": count, "quota": quota},
     )
@@ -326,7 +331,7 @@ def cache_folder() -> Finding:
     """Whether the cache folder can be written."""
     folder = files.cache_folder()
     bad = None
-    try:  # not a check of permissions, because root passes them all
+    try:  # create a file, because a check of permissions tells nothing if the user is root
         tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())).close()
     except OSError:
         bad = SLOW
@@ -334,8 +339,8 @@ def cache_folder() -> Finding:
         "cache folder",
         f"{folder} cannot be written" if bad else str(folder),
         bad=bad,
-        advice="Nothing can be cached: augmentations are compiled, and these tests run, again every time. Set "
-        "XDG_CACHE_HOME to a folder that can be written.",
+        advice="Nothing can be cached. Every run compiles the augmentations again, and `gpuaug doctor` repeats its "
+        "tests. Set XDG_CACHE_HOME to a folder that can be written.",
         value=str(folder),
     )
 
@@ -348,8 +353,8 @@ class Verdict:
     good: bool | None  # None: cannot be tested here
     text: str  # the result in words
     value: Any = None  # details, as JSON
-    seconds: float = 0.0  # duration of the test; 0.0: it did not run
-    kept: bool = False  # whether the result was stored by an earlier run
+    seconds: float = 0.0  # duration of the test; 0.0: the test did not run
+    kept: bool = False  # True: an earlier run stored this result
 
     @property
     def late(self) -> bool:
@@ -375,12 +380,12 @@ class Finding:
 
 
 def judged(name: str, text: str, *, bad: str | None = None, advice: str = "", value: Any = None) -> Finding:
-    """A finding of status ``bad`` with its advice. If ``bad`` is None: a finding of status ok without advice."""
+    """Make a finding of status ``bad`` with advice, or of status ok without advice if ``bad`` is None."""
     return Finding(name=name, status=bad or OK, text=text, advice=advice if bad else "", value=value)
 
 
 def keep(verdict: Verdict) -> None:
-    """Store a test's result for this machine. ``good`` None deletes the stored result of that test."""
+    """Store a test's result for this machine. If ``verdict.good`` is None, the earlier stored result is deleted."""
     machine.verdicts.cache_clear()
     entry = {"good": verdict.good, "text": verdict.text, "seconds": verdict.seconds}
     entries = {**machine.verdicts(), verdict.name: entry}
@@ -395,7 +400,10 @@ def keep(verdict: Verdict) -> None:
 
 
 def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> Verdict:
-    """The stored result of a test. If there is none, or ``fresh``, run the test. ``cuda``: whether a device works."""
+    """Return the stored result of a test. Run the test if no result is stored, or if ``fresh``.
+
+    ``cuda`` tells whether a CUDA device works.
+    """
     if name in CUDA and not cuda:
         return Verdict(name=name, good=None, text="not testable here: no CUDA device")
     machine.verdicts.cache_clear()
@@ -403,14 +411,14 @@ def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIME
         return Verdict(name=name, kept=True, **machine.verdicts()[name])
     verdict = probe(name, timeout=timeout)
     if name in machine.VERDICTS and verdict.good is not None:
-        # after a timeout delete the stored result, because the machine may just be slow now
+        # a timeout only deletes the stored result, because the machine may just be slow now
         keep(replace(verdict, good=None) if verdict.late else verdict)
     return verdict
 
 
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
     """Run one test, or a ``command``, in its own process. A crash or a timeout is also a result."""
-    # not PYTHONPATH, because its folders come before the standard library
+    # sys.path.append and not PYTHONPATH, because folders in PYTHONPATH come before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
     began = time.perf_counter()

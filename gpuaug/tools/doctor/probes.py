@@ -16,10 +16,10 @@ from typing import Any
 Answer = tuple[bool | None, str, Any]  # good (None: cannot be tested here), result in words, details as JSON
 
 ROUNDS = 8  # repetitions of a test that looks for race conditions
-TOLERANCE = 4  # levels (of 255) that GPU and CPU decoders may differ, as in DALI's own tests
+TOLERANCE = 4  # largest difference between GPU and CPU decoders, in levels of 255, as in DALI's own tests
 IN_A_ROW = 4  # batches decoded while the device is busy
 PRODUCTS = 64  # matrix products that keep the multiprocessors busy: about 15 ms on an H200
-BUSY = 10_000_000  # clock cycles of work on the consumer's stream after each batch: about 6 ms
+BUSY = 10_000_000  # clock cycles for which the consumer's stream is busy after each batch: about 6 ms
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def _truth(data: bytes) -> Any:
 
 
 def _batch(encoded: Sequence[bytes]) -> Any:
-    """A batch of images as the loader's workers make it."""
+    """A batch of encoded images, made by the same reader that the loader uses."""
     import torch
 
     from gpuaug.read.reader import Reader
@@ -139,8 +139,8 @@ def hardware() -> Answer:
     """Compare the GPU's JPEG engine with Pillow, then test its stream order."""
     if not _engine():  # DALI does not report a missing engine
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
-        text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Most GPUs have none. A100, "
-        text += "H100 and newer have one; in a container it needs NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
+        text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Only some GPUs have one: "
+        text += "A100, H100 and newer. Containers need NVIDIA_DRIVER_CAPABILITIES=compute,utility,video"
         return None, f"{text}. Found: {allowed or 'not set'}", None
     good, text, value = _decode("cuda", hardware=1.0, kind="jpeg 4")
     if good:
@@ -162,10 +162,10 @@ def _engine() -> bool:
 
 
 def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
-    """Compare batches decoded on a busy device, and used late, with the same batches decoded on an idle device.
+    """Compare batches that are decoded on a busy device, and used late, with batches decoded on an idle device.
 
-    DALI resizes on the multiprocessors, which this test keeps busy. So a JPEG engine that does not wait for its stream
-    overwrites pixels before they are resized. ``device="cpu"`` is for the package's tests.
+    DALI resizes on the multiprocessors, which this test keeps busy. So if the JPEG engine does not wait for its stream,
+    it overwrites pixels before DALI has resized them. Only the package's own tests use ``device="cpu"``.
     """
     import torch
 
@@ -204,7 +204,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     decoder.close()
     count, value = ROUNDS * IN_A_ROW, {"largest": largest, "wrong": wrong}
     if wrong:
-        return False, f"{wrong} of {count} batches get wrong pixels if decoded on a busy device or used late", value
+        return False, f"{wrong} of {count} batches get wrong pixels when decoded on a busy device or used late", value
     return True, f"{count} batches, decoded on a busy device and used late, have the right pixels", value
 
 
@@ -212,7 +212,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
-    """Compare the fused backend with Kornia's modules. ``unbuilt``: ``good`` of the answer if compilation fails."""
+    """Compare the fused backend with Kornia's modules. ``unbuilt``: the first value to return if compilation fails."""
     import logging
 
     import kornia.augmentation as K
@@ -242,7 +242,7 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
 
 
 def workers() -> Answer:
-    """Read with the loader's own workers, with every start method."""
+    """Read a small batch through a worker of each start method."""
     import multiprocessing
 
     import torch

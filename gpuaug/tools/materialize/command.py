@@ -1,12 +1,13 @@
-"""`gpuaug materialize`: writes a loader's batches, before `mix`, to disk for :class:`gpuaug.MaterializedSource`.
+"""`gpuaug materialize`: writes the augmented images of a loader to disk for :class:`gpuaug.MaterializedSource`.
 
 takes: a loader, and the epochs to store.
-does: iterates these epochs and writes chunks: pixels before normalization as uint8, or final pixels in their dtype.
+does: iterates these epochs and writes chunks. The pixels are stored before `mix`: either as uint8 before normalization,
+or normalized in the loader's dtype.
 gives: the folder that `source=materialized` reads. :mod:`gpuaug.source.materialized` describes its format.
 
-A chunk is a file of consecutive samples of one epoch. After each chunk follows a note: a file with the checksum of the
-chunk and its faults. If a run is killed, the next run writes the chunks that have no note, and the result is the same.
-The manifest is written last.
+A chunk is a file of consecutive samples of one epoch. After a chunk, its note is written: a file with the chunk's
+checksum and the faults of the chunk's samples. If a run is killed, the next run writes the chunks that have no note,
+and the result is the same. The manifest is written last.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def main(request: Request) -> int:
     return 0
 
 
-CHUNK_BYTES = 1 << 27  # a few seconds of work: a killed run loses little, and there are few files
-PROBED_SAMPLES = 32  # decoded first, to learn the sizes of views and labels
+CHUNK_BYTES = 1 << 27  # a few seconds of work, so a killed run loses little; and yet there are few files
+PROBED_SAMPLES = 32  # samples that are decoded first, to learn the sizes of views and labels
 RAY_CORES = 4  # cores of each Ray process, shared by the loader's stages
 RAY_TASKS, RAY_CHUNKS = 64, 8  # at least 64 tasks on a cluster if there are enough chunks; at most 8 chunks per task
 SPARE_BYTES = 1 << 24  # disk space kept free for keys, notes and the file system
@@ -144,22 +145,23 @@ class Materialize:
     """Stores augmented epochs of a loader. The constructor decodes a few samples and makes a plan; :meth:`run` writes.
 
     Args:
-        loader: gives source, recipe, order, seed, decoding and faults. It is not iterated. Batch size and workers
-            change no byte (with ``backend=kornia`` on CUDA the batch size changes pixels by 2e-6). A `mix` is not
-            stored; the loader that replays the epochs applies one.
-        out: the folder. An earlier run of the same job in it is continued, or extended to more epochs.
+        loader: its source, recipe, order, seed, decode settings and fault policy are used, but it is not iterated. Its
+            batch size and workers do not change the stored bytes. Only with ``backend=kornia`` on CUDA, the batch size
+            changes pixels by 2e-6. Its `mix` is not stored: the loader that replays the epochs applies its own `mix`.
+        out: the output folder. If it holds an earlier run of the same job, that run is continued, or extended to more
+            epochs.
         epochs: number of epochs.
         start_epoch: the first epoch.
-        store: ``uint8``: pixels before normalization; a replay differs by at most half a level. ``final``: normalized
-            pixels in the loader's dtype; a replay is bit-identical (``backend=kornia`` on CUDA: within
-            2e-6).
+        store: ``uint8``: pixels before normalization; a replay differs by at most half a level of 255. ``final``:
+            normalized pixels in the loader's dtype; a replay is bit-identical (with ``backend=kornia`` on CUDA, it
+            differs by at most 2e-6).
         chunk: samples per file. None: as many as fit in 128 MiB.
         on: ``local``, or ``ray``: use a Ray cluster. All its machines must see ``out``.
 
     Attributes:
         plan: what will be written, as JSON.
         samples, bytes: totals over all epochs.
-        missing: chunks that are not written yet, as (number of the stored epoch from 0, number of the chunk).
+        missing: chunks that are not written yet, as (number of the stored epoch, number of its chunk), both from 0.
 
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed. The message names the differences.
@@ -245,7 +247,7 @@ class Materialize:
                     self._write(bar.update)
                 except OSError as error:
                     raise GpuaugError(
-                        f"the epochs cannot be written to {str(self.out)!r}: {error}. Fix that. {GO_ON}"
+                        f"the epochs cannot be written to {str(self.out)!r}: {error}. Remove the cause. {GO_ON}"
                     ) from error
             return self._finish()
 
@@ -299,7 +301,7 @@ class Materialize:
         """Write the missing chunks in this process, whose loader uses all cores, or on a Ray cluster."""
         arguments = _arguments(self._loader, final=self.plan["store"] != "uint8")
         most, gpus = len(self.missing), 0
-        if self.on == "ray":  # each process reads only a part
+        if self.on == "ray":  # a Ray process reads only a part of the source, so it gets no cache
             arguments |= {"device": self._loader.device.type, "cache": None}
             most, gpus = min(RAY_CHUNKS, -(-most // RAY_TASKS)), int(self._loader.device.type == "cuda")
         make, tasks = partial(Writer, self.out, self.plan, arguments), _spans(self.missing, most)
@@ -379,14 +381,14 @@ class Writer:
 
 
 class Noted(Faults):
-    """Keeps the last fault of each sample, which is stored instead of the pixels of this sample."""
+    """Keeps the last fault of each sample, so that a chunk's note can list the faults of its samples."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._noted: dict[int, Fault] = {}  # by sample number
 
     def handle(self, faults: Sequence[Fault], *, indices: Sequence[int], **rest: Any) -> None:
-        """Keep the faults, and handle them as the policy says."""
+        """Keep the faults, then handle them as the fault policy says."""
         self._noted.update((indices[fault.row], fault) for fault in faults)
         super().handle(faults, indices=indices, **rest)
 
@@ -431,7 +433,7 @@ def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
     shown = loader.fetch(probed.tolist(), epoch=0)
     loader.pipeline.stage.close()  # the loader that writes has its own decoder
     if not shown.valid.any():
-        raise GpuaugError(f"the first check decodes {len(probed)} of {len(numbers)} samples, and all of them failed.")
+        raise GpuaugError(f"the first check decodes {len(probed)} of {len(numbers)} samples, and each of these failed.")
     _refuse_extra(shown)
     label = None
     if shown.labels is not None:
@@ -483,7 +485,7 @@ def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
 
 
 def _refuse_extra(batch: Batch) -> None:
-    """Raise ConfigError if a sample has an extra value, because it would be lost."""
+    """Raise ConfigError if a sample has an extra value, because extra values would be lost."""
     found = [value for value in batch.extra if value is not None]
     if found:
         raise ConfigError(
@@ -504,8 +506,8 @@ def _stored(view: Tensor, *, final: bool) -> NDArray[Any]:
     low, high = (float(v) for v in view.aminmax())
     if not (low >= -0.5 / 255 and high <= 1 + 0.5 / 255):
         raise ConfigError(
-            f"`store=uint8` holds pixels from 0 to 1. Found: {low:.3f} to {high:.3f} before normalization. Noise, for "
-            "example, leaves this range. Set `store=final`."
+            f"`store=uint8` holds pixels from 0 to 1. Found: {low:.3f} to {high:.3f} before normalization. For "
+            "example, noise can give such pixels. Set `store=final`."
         )
     return view.mul(255).round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().contiguous().numpy()
 
@@ -519,7 +521,7 @@ def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) 
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
-    """The manifest or plan of an earlier run; None if the folder is new. ConfigError if it holds other files."""
+    """The manifest or plan of an earlier run; None if there is none. ConfigError if ``out`` holds other files."""
     check_out(out, MANIFEST, PLAN)
     if (out / MANIFEST).exists():
         return read_manifest(out)
@@ -539,7 +541,7 @@ def _save(file: Path, plan: dict[str, Any]) -> None:
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
-    """Join at most ``most`` consecutive chunks of an epoch: (epoch, first, last + 1)."""
+    """Join consecutive chunks of an epoch to spans of at most ``most`` chunks, as (epoch, first, last + 1)."""
     spans: list[tuple[int, int, int]] = []
     for slot, number in chunks:
         if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:

@@ -43,10 +43,10 @@ _READ_SAMPLES = 32  # samples per read
 _CANVAS_BYTES = 1 << 28  # limit for the resized images of a batch; above it, images are resized one by one
 _LONGEST_JPEG = 65_535  # pixels per side
 
-FIELDS = {"offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32}  # of the index
+FIELDS = {"offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32}  # columns of the index
 MASK_FIELDS = {"mask_offsets": np.int64, "mask_lengths": np.int32}
 
-Encoded = list[tuple[bytes, tuple[int, int]]]  # per size: the bytes to write, (height, width)
+Encoded = list[tuple[bytes, tuple[int, int]]]  # for each size: the bytes to write, and (height, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +113,13 @@ class Job:
         return math.ceil(len(self.source) / self.what.samples)
 
     def numbers(self, shard: int) -> NDArray[np.int64]:
-        """The source's sample numbers that are in the shard."""
+        """The numbers that the shard's samples have in the source."""
         first, last = shard * self.what.samples, min((shard + 1) * self.what.samples, len(self.source))
         indices = self.source.indices
         return np.arange(first, last) if indices is None else indices.numpy()[first:last]
 
     def note_file(self, shard: int) -> Path:
-        """The file that lists a shard's content. This note is written after the shard."""
+        """The shard's note: a file that lists the content of the shard. It is written after the shard."""
         return self.work / "done" / f"{shard:05d}.json"
 
     def note(self, shard: int) -> dict[str, Any] | None:
@@ -138,7 +138,7 @@ class Job:
         """Everything that decides the written bytes, as JSON."""
         source, extra = self.source, getattr(self.source, "extra", None)
         what = {**asdict(self.what), "sizes": self.what.names}
-        del what["pixel_centers"]  # `targets` depends on it
+        del what["pixel_centers"]  # `targets` includes it if it matters
         if self.what.format == "uint8":
             del what["quality"], what["subsampling"]
         return {
@@ -159,7 +159,7 @@ class Job:
         }
 
     def begin(self) -> None:
-        """Create the work folder, or reuse an earlier run's. ConfigError if the earlier run was another job."""
+        """Create the work folder, or continue in that of an earlier run. ConfigError if it holds another job."""
         file = self.work / "job.json"
         if file.exists():
             try:
@@ -171,7 +171,7 @@ class Job:
             refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
         else:
             files.write(file, to_json(self.describe()), sync=True)
-        for part in self.work.rglob("*.part"):  # of a killed run: this run has the lock
+        for part in self.work.rglob("*.part"):  # left by a killed run, because no other run can hold the lock now
             part.unlink()
 
 
@@ -194,7 +194,7 @@ def _labels_digest(source: Source) -> str | None:
     if not callable(label):
         return None
     numbers = range(len(source)) if source.indices is None else source.indices.tolist()
-    given = map(label, numbers)  # floats, several labels per sample, or targets
+    given = map(label, numbers)  # each is a float, several labels, or a target
     values = [value.label if isinstance(value, Target) else value for value in given]
     return None if all(value is None for value in values) else digest(repr(values).encode())
 
@@ -206,7 +206,8 @@ def checked_out(out: Path, source: Source) -> Path:
     is_folder = isinstance(root, str) and "://" not in root and os.path.isdir(root)
     if is_folder and Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
         raise ConfigError(
-            f"`out` must not be inside `source.root` ({root!r}): its files would become samples. Found: {str(out)!r}."
+            f"`out` must not be inside `source.root` ({root!r}), because the new files would become samples. Found: "
+            f"{str(out)!r}."
         )
     check_out(place, MANIFEST, PARTIAL)
     return place
@@ -230,7 +231,7 @@ class Packer:
         """Write a shard at all sizes, then its note. ``progress`` is called with each batch's number of samples.
 
         Returns the bad samples as (row, stage, reason, size, head in hex). If bad samples are not dropped, the first
-        batch with one stops the work, and nothing is written.
+        batch with a bad sample stops the work, and no file is written.
         """
         job = self.job
         paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
@@ -289,7 +290,7 @@ class Packer:
         return note
 
     def _plan(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:
-        """The headers of a batch, and the windows of each size."""
+        """Read the headers of a batch, and make the windows that resize its images to each size."""
         headers = self._decoder.read_headers(batch)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
         return headers, [_whole(sizes, name, self.job.what) for name in self.job.what.names]
@@ -310,7 +311,7 @@ class Packer:
     def _encode_row(
         self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]
     ) -> Encoded | Fault:
-        """The bytes to write for one image, from the batch's windows and canvases of each size."""
+        """The bytes to write for one image. ``views`` holds the batch's windows and resized images for each size."""
         what, data = self.job.what, batch.encoded(row).numpy()
         begin = data[:16].tobytes()
         upright = headers.orientation[row] == 1 and row not in headers.replaced
@@ -357,7 +358,7 @@ def _same(read: Any, value: Any) -> bool:
 
 
 class _BadSampleError(Exception):
-    """Stops the writing of a shard, so that its files are removed. The argument is the list of faults."""
+    """Stops the writing of a shard, so that the shard's files are removed. The argument is the list of faults."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
@@ -368,7 +369,7 @@ def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
-    """Windows that resize whole images, of ``sizes`` [B, 2], to a shorter side of at most ``size``."""
+    """Windows that resize whole images to a shorter side of at most ``size``. ``sizes`` [B, 2]: sizes of the images."""
     box = np.maximum(sizes, 1)  # bad rows are 0x0
     resized = box.copy()
     if isinstance(size, int) and (larger := box.min(axis=1) > size).any():
@@ -379,7 +380,10 @@ def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
 
 
 class _ShardFile:
-    """One shard: a tar of JPEGs, or headers and pixels. A mask follows its image. ``index`` holds their positions."""
+    """One shard file: a tar of JPEGs, or raw pixels, each image after a header. Masks come after their images.
+
+    ``index`` holds the positions of images and masks.
+    """
 
     def __init__(self, stack: ExitStack, path: Path, *, jpeg: bool) -> None:
         self._file = stack.enter_context(files.replacing(path, sync=True))
@@ -405,12 +409,12 @@ class _ShardFile:
             self._append(f"{name}.json", json.dumps({"label": label}).encode())
 
     def _append(self, name: str, data: bytes) -> int:
-        """Append bytes, in a tar as a member. Returns the position of the first one."""
+        """Append bytes, and in a tar first the header of a member. Returns the position of the first byte."""
         begin = self._file.tell()
         if self._tar is None:
             self._file.write(data)
             return begin
-        info = tarfile.TarInfo(name)  # no times or owners: they would change the bytes in every run
+        info = tarfile.TarInfo(name)  # times and owners are left out, because they differ between runs
         info.size = len(data)
         self._tar.addfile(info, io.BytesIO(data))
         return begin + tarfile.BLOCKSIZE  # after the member's header

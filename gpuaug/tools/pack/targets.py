@@ -1,8 +1,8 @@
 """Targets of packed images: masks resized by the same rule as the images, and objects in pixels of the packed images.
 
 takes: an :class:`EncodedBatch` with targets, its headers, and the windows that resize its images.
-does: checks targets as a training run does, resizes masks by half-pixel nearest, and moves objects. Objects are neither
-clipped nor dropped: the rules of a training run do this later.
+does: checks targets as a training run does, resizes masks by nearest neighbour, and moves objects. Objects are neither
+clipped nor dropped here, because the rules of a training run do this later.
 gives: the encoded masks of each size, and columns of numbers for ``out/index/``.
 """
 
@@ -36,15 +36,15 @@ from gpuaug.tools.store import npy
 
 Columns = dict[str, NDArray[Any]]
 
-EXAMPLES = 4  # samples to read if a source does not declare its targets
+EXAMPLES = 4  # number of samples to try if a source does not declare its targets
 KINDS = ("masks", "boxes", "keypoints")
 COMMON = ("counts", "labels", "crowd", "ids")  # columns that are the same for all sizes
 
 
 def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
-    """The targets of a source, as JSON for the manifest; None if it has none.
+    """Describe the targets of a source as JSON for the manifest; None if the source has no targets.
 
-    If the source does not declare ``target_kinds``, they are taken from the first sample that can be read.
+    If the source does not declare ``target_kinds``, the first sample that can be read shows the kinds.
     """
     declared = getattr(source, "target_kinds", None)
     found = _of_example(source) if declared is None else declared
@@ -64,7 +64,7 @@ def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
 
 
 def _of_example(source: Source) -> set[str]:
-    if source.labels is not None:  # class numbers
+    if source.labels is not None:  # the labels are class numbers, so there are no targets
         return set()
     for number in range(len(source))[:EXAMPLES] if source.indices is None else source.indices[:EXAMPLES].tolist():
         try:
@@ -82,7 +82,7 @@ class TargetPacker:
     Args:
         described: from :func:`describe`.
         decoder: the decoder of the images.
-        raw: whether images are written as pixels. Then most masks are written as runs, which need no decoder.
+        raw: whether images are written as pixels. If so, most masks are written as runs, which need no PNG decoder.
     """
 
     def __init__(self, described: Mapping[str, Any], decoder: Decoder, *, raw: bool) -> None:
@@ -96,7 +96,7 @@ class TargetPacker:
         self._stage = TargetStage(self._rules, Augment())
 
     def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
-        """The targets of a batch at every size. ``windows`` resize the whole images, one entry per size."""
+        """The targets of a batch at every size. ``windows[k]`` resizes the whole images to size k."""
         upright = self._stage.upright(batch, headers, self._decoder)
         faults, objects, encoded = list(upright.faults), upright.objects, list[list[bytes]]()
         for row, data in enumerate(batch.masks):
@@ -136,15 +136,15 @@ class TargetPacker:
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """The targets of a batch: faults, the encoded masks of each row at each size, and the objects at each size."""
+    """The targets of a batch at every size."""
 
     faults: list[Fault]
-    masks: list[list[bytes]]  # empty if there are no masks
-    sizes: list[Objects]  # their ids are the annotations' numbers
+    masks: list[list[bytes]]  # [row][size], encoded; empty if there are no masks
+    sizes: list[Objects]  # for each size; `ids` are the ids of the annotations
     rules: Targets
 
     def columns(self, rows: Sequence[int], names: Sequence[Size]) -> Columns:
-        """The objects of some rows as columns. The names of columns of one size begin with the size."""
+        """The objects of some rows as columns. If a column depends on the size, its name begins with the size."""
         if self.rules.boxes is None and self.rules.keypoints is None:
             return {}
         columns: Columns = {}
@@ -194,14 +194,15 @@ def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
 
 
 def to_note(parts: Sequence[Columns]) -> dict[str, str]:
-    """Join the columns of a shard's batches, as text for the shard's note."""
+    """Join the columns of a shard's batches, and encode them as text for the shard's note."""
     return {name: base64.b64encode(b"".join(npy(column))).decode() for name, column in _joined(parts).items()}
 
 
 def index_arrays(notes: Sequence[Mapping[str, Any]]) -> Columns:
     """The arrays of ``out/index/`` by name, from the notes of all shards; {} if there are no objects.
 
-    ``object_bounds`` int64 [samples + 1]: sample i has the rows ``bounds[i]`` to ``bounds[i + 1]`` of the other arrays.
+    ``object_bounds`` is int64 [samples + 1]. In the other arrays, sample i has the rows from ``object_bounds[i]`` to
+    before ``object_bounds[i + 1]``.
     """
     parts = [{name: _from_text(text) for name, text in note["objects"].items()} for note in notes]
     columns = _joined(parts)
@@ -219,7 +220,7 @@ def _joined(parts: Sequence[Columns]) -> Columns:
     joined: Columns = {}
     for name in parts[0] if parts else ():
         columns = [part[name] for part in parts]
-        some = [column for column in columns if len(column)] or columns[:1]  # a part without objects may have another K
+        some = [column for column in columns if len(column)] or columns[:1]  # empty parts may have another shape
         if len({column.shape[1:] for column in some}) > 1:
             found = sorted({column.shape[1] for column in some})
             raise SourceError(f"all objects must have the same number of keypoints. Found: {found}.")

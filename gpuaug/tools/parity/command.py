@@ -1,4 +1,4 @@
-"""`gpuaug parity`: compares our pixels with Pillow's and torchvision's, by stage and operation, on a user's images."""
+"""`gpuaug parity`: compares gpuaug's pixels with those of Pillow and torchvision on a user's images."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     out = png(settings.out, "out")
     report = Report(file=settings.json)
-    with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # these two change no pixel
+    with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # these change no pixel
         if isinstance(loader.source, MaterializedSource):
             raise ConfigError(
                 "`source` must have encoded images or packed pixels. Found: materialized epochs, which are already "
@@ -80,7 +80,10 @@ def worst_cases(parity: Parity, rows: int) -> list[Difference]:
 
 
 def row(difference: Difference) -> Row:
-    """The worst image of a comparison: ours, theirs, and the signed difference, amplified, with gray as zero."""
+    """The row of a comparison's worst image. It shows gpuaug's image, the other image, and their difference.
+
+    The difference is signed and amplified; gray is zero.
+    """
     worst = difference.worst
     assert isinstance(worst, Worst)  # every comparison has at least one image
     amplify = next((k for k in (128, 64, 32, 16, 8, 4, 2) if k * difference.largest <= 128), 1)
@@ -89,7 +92,7 @@ def row(difference: Difference) -> Row:
         f"largest {difference.largest:.2f}, mean {difference.mean:.3f} levels, {difference.off:.2%} of the pixels "
         "differ by more than one level",
         f"sample {worst.index}, {worst.key}{'' if worst.epoch is None else f', epoch {worst.epoch}'}",
-        f"{worst.what or difference.name}; largest at x {worst.x}, y {worst.y}",
+        f"{worst.what or difference.name}; largest difference at x {worst.x}, y {worst.y}",
         difference.why,
     ]
     gap = 128 + amplify * (worst.ours - worst.theirs)
@@ -129,5 +132,5 @@ def summary(parity: Parity) -> str:
         text += f" {', '.join(same)} {'match' if len(same) > 1 else 'matches'} torchvision's functions."
     if other:
         text += f" {', '.join(other)} {'differ' if len(other) > 1 else 'differs'} from torchvision's function of the "
-        text += "same name: fine for training from scratch, but not the same recipe."
+        text += "same name. This is fine for training from scratch, but it is not the same recipe."
     return text + targets.summary(parity.targets)

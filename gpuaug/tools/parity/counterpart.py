@@ -1,4 +1,4 @@
-"""The other side of a comparison: torchvision's functions for a Kornia operation, and crops by Pillow.
+"""The other side of a comparison: torchvision's functions that match a Kornia operation, and crops by Pillow.
 
 The counterpart of an operation is a list of ``torchvision.transforms.v2.functional`` calls with the operation's random
 parameters. An operation without a counterpart gets a text with the reason instead.
@@ -26,7 +26,7 @@ Call = tuple[str, dict[str, Any]]  # a torchvision function and its arguments, f
 
 
 def call(one: Call, image: Tensor) -> Tensor:
-    """Run a call on float32 or uint8 [3, H, W]."""
+    """Run one call on an image, float32 or uint8 [3, H, W]."""
     name, given = one
     whole = image.dtype == torch.uint8
     if name == "erase":
@@ -50,9 +50,9 @@ def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: Image.Res
 
 
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
-    """The torchvision functions that correspond to a Kornia operation, or why there are none.
+    """The torchvision functions that correspond to a Kornia operation, or a text that says why there are none.
 
-    ``params`` are the operation's parameters for one sample; per-pixel values are [channels, H, W].
+    ``params`` are the operation's parameters for one sample. A parameter with one value per pixel is [channels, H, W].
     """
     if isinstance(module, PillowOp):
         return "its operations are Pillow's, level for level, and torchvision's functions for tensors differ from them"
@@ -65,11 +65,11 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 def calls_of(
     op: Prepared, chosen: Chosen, slots: Iterable[int], size: tuple[int, ...]
 ) -> tuple[list[Call] | str, set[str]]:
-    """torchvision's calls for the chosen operations (or why there are none), and the names of Kornia's classes.
+    """torchvision's calls for the chosen modules (or why there are none), and the names of the modules' classes.
 
     Args:
-        op: the operation.
-        chosen: its choices for one sample.
+        op: the operation. In each of its slots, a sample gets one of several Kornia modules, or none.
+        chosen: the choices and parameters for one sample.
         slots: the slots to look at.
         size: (H, W) of the image.
     """
@@ -82,7 +82,7 @@ def calls_of(
         kinds.add(type(module).__name__)
         values = chosen.params[slot][choice]
         params = {k: v[0] for k, v in values.items()}
-        if chosen.keys is not None:  # per-pixel noise, which the backends compute from the sample's key
+        if chosen.keys is not None:  # values per pixel, which the backends too compute from the sample's key
             made = fields(module, tensors(values), torch.from_numpy(chosen.keys), (size[0], size[1]))
             params |= {k: v[0].numpy() for k, v in made.items()}
         functions = counterpart(module, params)
@@ -93,7 +93,7 @@ def calls_of(
 
 
 def why(kinds: Iterable[str], reference: str) -> str:
-    """Why these Kornia classes differ from torchvision's functions. ``reference`` tells torchvision's arithmetic."""
+    """Why these Kornia classes differ from torchvision's functions. ``reference`` ends in torchvision's arithmetic."""
     cut = reference.endswith("uint8")
     reasons = [table[kind] for table in (_ALWAYS, _UINT8 if cut else _FLOAT) for kind in sorted(kinds) if kind in table]
     return next(iter(reasons), _CUT if cut else "")
@@ -116,7 +116,7 @@ Make = Callable[[Any, dict[str, Any]], list[Call] | str]  # (module, parameters)
 
 
 def _same(function: str, **names: str) -> Make:
-    """A torchvision function that takes Kornia's parameters under other names."""
+    """A function that takes Kornia's parameters. ``names``: torchvision's name of a parameter to Kornia's name."""
     return lambda op, p: [(function, {theirs: p[ours] for theirs, ours in names.items()})]
 
 
@@ -153,7 +153,7 @@ def _elastic(op: Any, p: dict[str, Any]) -> list[Call] | str:
 
 
 def _warp(function: str, arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> Make:
-    """A geometric function, for bilinear resampling with zeros outside."""
+    """A geometric function. It is only compared if resampling is bilinear and pixels outside are zero."""
 
     def make(op: Any, p: dict[str, Any]) -> list[Call] | str:
         if op.flags["resample"].name != "BILINEAR" or ("padding_mode" in op.flags and op.flags["padding_mode"].value):
@@ -206,7 +206,7 @@ TABLE: dict[str, Make] = {
 
 _CUT = "torchvision's uint8 operations truncate after every step; gpuaug rounds nothing before the end"
 _WARP = (
-    "the same geometry, bilinear on both sides; torchvision's RandomAffine and RandomRotation use `nearest` by default"
+    "both sides move the same way and are bilinear; torchvision's RandomAffine and RandomRotation default to `nearest`"
 )
 _ALWAYS = {
     "RandomBrightness": "another formula: Kornia's RandomBrightness adds `factor - 1`, torchvision multiplies",
@@ -224,5 +224,5 @@ _FLOAT = {
 }
 _UINT8 = {
     "RandomGaussianBlur": "torchvision's uint8 blur rounds to whole levels; gpuaug rounds nothing before the end",
-    "RandomEqualize": "both use 256 levels",
+    "RandomEqualize": "both sides use 256 levels",
 }

@@ -20,17 +20,18 @@ HEADINGS = {  # by stage, in the order of the table
     "targets": "masks and boxes, from the same input; boxes in pixels",
 }
 EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
-EQUAL, LEVEL = 0.05, 1.001  # levels: float32 compared with float64; one level plus float32 rounding
-CLOSE = 4.0  # levels: truncation to uint8 loses half a level per step, and recipes have up to eight steps
-SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels: float32 compared with float64
-TIES = 0.002  # share of mask pixels: rounding decides between two equally near pixels, or at an edge
+# Limits of the verdicts. EQUAL, LEVEL and CLOSE are in levels, for images.
+EQUAL, LEVEL = 0.05, 1.001  # EQUAL: above the rounding of float32. LEVEL: one level plus the rounding of float32
+CLOSE = 4.0  # truncation to uint8 loses half a level per step, and recipes have up to eight steps
+SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes. SAME_BOX: above the rounding of float32
+TIES = 0.002  # share of the mask pixels; rounding can decide pixels at an edge, or between two equally near pixels
 
 Image = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Worst:
-    """The image with the largest difference of a comparison, and the position of that difference."""
+    """The image in which a comparison found its largest difference, and the position of this difference."""
 
     key: str
     index: int
@@ -49,23 +50,25 @@ class Difference:
     stage: str  # a key of HEADINGS
     name: str  # for an operation: its key in the recipe, and after a colon the chosen alternative
     reference: str  # the implementation that we compare with
-    view: str = ""  # its name in a MultiView
+    view: str = ""  # name of the view in a MultiView
     kind: str = ""  # in the stage `targets`: masks or boxes
     why: str = ""  # cause of the difference; "" if there is none
     images: int = 0
     count: int = 0  # pixels or boxes
     largest: float = 0.0
     mean: float = 0.0  # of the absolute differences
-    largest_mean: float = 0.0  # the largest mean of one image
+    largest_mean: float = 0.0  # the mean of the image with the largest mean
     bias: float = 0.0  # mean of ours minus theirs
-    off: float = 0.0  # share of pixels with a channel beyond LEVEL, or of boxes with an edge beyond NEAR_BOX
+    off: float = 0.0  # share of pixels beyond LEVEL in a channel, boxes beyond NEAR_BOX, or mask pixels that differ
     worst: Worst | str | None = None  # in the stage `targets`: the key of the sample
 
     @property
     def verdict(self) -> str:
-        """``equal``, ``rounding`` (one level, except rare pixels), ``close`` (four levels on average) or ``other``.
+        """How near the two sides are: ``equal``, ``rounding``, ``close`` or ``other``.
 
-        For boxes, ``close`` is at most half a pixel. For masks, it is at most one differing pixel in 100.
+        - images: ``rounding`` is at most one level except in rare pixels, ``close`` at most four levels on average.
+        - boxes: ``close`` is at most half a pixel.
+        - masks: ``rounding`` is at most 0.2% of the pixels, ``close`` at most 1%.
         """
         if self.kind == "boxes":
             return "equal" if self.largest <= SAME_BOX else "close" if self.largest <= NEAR_BOX else "other"
@@ -85,7 +88,7 @@ class Difference:
 
     @property
     def numbers(self) -> str:
-        """The numbers in its line of the table."""
+        """The numbers as they are printed in the table."""
         if self.kind:
             sizes = f"{self.largest:8.3f} {self.mean:8.3f}" if self.kind == "boxes" else " " * 17
             return f"{sizes} {'':8} {self.off:10.3%}"
@@ -94,7 +97,7 @@ class Difference:
     def add(
         self, ours: Image, theirs: Image, *, index: int, key: str, epoch: int | None = None, what: str = ""
     ) -> None:
-        """Compare one more image: [H, W, 3] in levels on both sides."""
+        """Add the comparison of one more image. Both sides are [H, W, 3] in levels."""
         ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
         gap = ours - theirs
         size, mean = np.abs(gap).max(axis=2), float(np.abs(gap).mean(dtype=np.float64))
@@ -107,7 +110,7 @@ class Difference:
             self.worst = Worst(key, index, epoch, int(y), int(x), ours, theirs, what)
 
     def add_targets(self, gaps: NDArray[Any], key: str) -> None:
-        """Add one image: for each box its largest difference in pixels, or for each mask pixel whether it differs."""
+        """Add one more image. ``gaps``: each box's largest difference in pixels, or whether each mask pixel differs."""
         gaps = np.asarray(gaps, dtype=np.float64).reshape(-1)
         if not len(gaps):
             self.images += 1
@@ -151,14 +154,14 @@ class Parity:
 
     @property
     def nearest(self) -> list[Difference]:
-        """The comparisons of images. If torchvision ran both in float and in uint8, only the closer of the two."""
+        """The comparisons of images. If one exists for float and one for uint8, this returns only the closer one."""
         best: dict[tuple[str, str], Difference] = {}
         for d in sorted(self.differences, key=lambda d: d.mean):
             best.setdefault((d.stage, d.title), d)
         return [d for d in self.differences if d.stage != "targets" and best[d.stage, d.title] is d]
 
     def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "", kind: str = "") -> Difference:
-        """The comparison with these names; it is created if it does not exist yet."""
+        """Return the comparison with these names. If it does not exist yet, it is created."""
         names = stage, name, reference, view, kind
         for d in self.differences:
             if (d.stage, d.name, d.reference, d.view, d.kind) == names:

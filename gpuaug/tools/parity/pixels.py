@@ -3,7 +3,8 @@
 In each stage both sides get the same input, so a difference comes from that stage alone. At the end the complete
 pipelines are compared.
 
-Differences are in levels: 1/255 of the pixel range. torchvision runs in float and in uint8, whose results differ.
+Differences are in levels: 1/255 of the pixel range. torchvision runs once in float and once in uint8, because the two
+give different results.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Sample:
     key: str
     ours: dict[str, Image] = field(default_factory=dict)  # view name to uint8 [H, W, 3]
     theirs: dict[str, Image] = field(default_factory=dict)
-    targets: BatchTargets | None = None  # of the upright image
+    targets: BatchTargets | None = None  # in pixels of the upright image
 
     @property
     def named(self) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class Sample:
 def compare(loader: Loader, *, indices: Sequence[int], epoch: int = 0) -> Parity:
     """Compare every stage of a loader on some samples, with the random parameters of an epoch.
 
-    If the epoch applies an operation to too few samples, later epochs are used too. Raises ConfigError if torchvision
+    If this epoch applies an operation to too few samples, later epochs are used too. Raises ConfigError if torchvision
     cannot be imported.
     """
     parity = Parity(torchvision()[1])
@@ -108,7 +109,7 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
             theirs = image if packed else _by_pillow(data)
             if theirs.shape != image.shape:
                 raise ValueError(f"Pillow gives {theirs.shape[:2]}, ours {image.shape[:2]}")
-        except Exception as error:  # on damaged bytes Pillow raises errors of many types
+        except Exception as error:  # Pillow raises errors of many types if the bytes are damaged
             parity.note(f"sample {index} ({sample.key}) is left out: {error}")
             continue
         turned += int(headers.orientation[0]) != 1
@@ -120,7 +121,7 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
         reduced = stage.decode(batch)[0] if loader.decode.reduced else None
         sample.targets = upright_targets(loader, decoder, encoded, headers)
         if loader.targets is not None and sample.targets is None:
-            parity.note(f"sample {index} ({sample.key}): masks and boxes are left out, because they cannot be used")
+            parity.note(f"sample {index} ({sample.key}): masks and boxes cannot be used, so they are left out")
         for n, (view, window) in enumerate(zip(loader.augment.at(epoch).views, batch.windows, strict=True)):
             if view not in views:
                 continue
@@ -145,7 +146,7 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
     if turned:
         parity.note(
             f"{turned} of {len(samples)} images have an EXIF orientation, and gpuaug turns them upright. "
-            "torchvision's ImageFolder does not, so a model trained with it saw them unturned"
+            "torchvision's ImageFolder does not turn them, and a model that was trained with it saw them unturned"
         )
     return samples
 
@@ -164,7 +165,7 @@ def _by_pillow(data: bytes) -> Image:
 def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
     """Compare each operation alone, on the cropped uint8 view of each sample to which it is applied."""
     of = f" of {view.name}" if view.name else ""
-    ops, images = [], Counter[str]()  # images per name, including those without a counterpart
+    ops, images = [], Counter[str]()  # compared images for each name; also counts images without a counterpart
     for op in view.augment.prepared:
         if op.seeded is None:
             ops.append(op)
@@ -207,7 +208,7 @@ def _chosen(op: Prepared, drawn: Drawn, view: View, row: int, image: Image) -> C
 
 
 def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
-    """Names and slots to compare. A color jitter is one comparison; a random choice is one per chosen operation."""
+    """Names and slots to compare: one name for a color jitter, one per chosen operation for a random choice."""
     active = [s for s in range(len(op.slots)) if chosen.choice[0, s] >= 0]
     if len({type(module) for modules in op.slots for module in modules}) == 1:
         return [(op.name, [*range(len(op.slots))])] if active else []
@@ -215,7 +216,7 @@ def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
 
 
 def _ours(loader: Loader, view: View, image: Image, ops: Any = (), chosen: Any = (), normalize: Any = None) -> Image:
-    """Run the training backend: uint8 [H, W, 3] to float32 [H, W, 3]."""
+    """Run the training backend on uint8 [H, W, 3]. Returns float32 [H, W, 3], not yet in levels."""
     kind = ReferenceBackend if view.augment.backend == "kornia" else FusedBackend
     x = kind(ops, normalize)(torch.from_numpy(image)[None].to(loader.device), chosen)
     return np.asarray(x[0].permute(1, 2, 0).float().cpu())
@@ -241,7 +242,7 @@ def _levels(image: Image, view: View) -> Image:
 
 
 def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Sample], *, epoch: int) -> None:
-    """Compare MixUp and CutMix on the views as one batch; torchvision gets the same pairs of images."""
+    """Compare MixUp and CutMix on all samples as one batch. torchvision gets the same pairs of images as gpuaug."""
     mix = loader.mix
     kinds = [k for k in ("mixup", "cutmix") if mix is not None and getattr(mix, f"{k}_alpha")]
     if mix is None or not kinds:
@@ -256,7 +257,7 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
     for kind in kinds:
         other = "cutmix" if kind == "mixup" else "mixup"
         alone = replace(mix, p=1.0, label_smoothing=0.0, **{f"{other}_alpha": 0.0})
-        (ours, shares), (marked, _) = (  # marked: the image that each CutMix pixel comes from
+        (ours, shares), (marked, _) = (  # marked: number of the image from which CutMix took a pixel
             alone(
                 [x.to(device) for x in batch],
                 torch.eye(count, device=device),
@@ -280,7 +281,7 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
             levels = (x.permute(1, 2, 0).cpu().numpy() * 255 for x in (ours[n][row], theirs))
             what = f"lambda {lam:.3g}" if kind == "mixup" else f"box {box}"
             parity.at("mix", kind, FLOAT, view=view.name).add(*levels, **sample.named, epoch=epoch, what=what)
-        parity.note(f"{kind}: torchvision pairs neighbors, gpuaug pairs at random; here both got the same pairs")
+        parity.note(f"{kind}: torchvision mixes neighbors, gpuaug random pairs; here both got the same pairs")
     if mix.label_smoothing:
         parity.note("mix: torchvision leaves label smoothing to the loss (CrossEntropyLoss(label_smoothing=...))")
 

@@ -1,7 +1,7 @@
-"""Compares masks and boxes with torchvision's (cropped masks also with Pillow's), for the crop and each operation.
+"""Compares masks and boxes with torchvision's, for the crop and each operation; cropped masks also with Pillow's.
 
-Both sides get the same upright masks and boxes and the same random parameters. Boxes are compared before any rule drops
-some of them. Differences of boxes are in pixels of the output.
+Both sides get the same upright masks and boxes, and the same random parameters. Boxes are compared before rules drop
+any. Differences of boxes are in pixels of the output.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from gpuaug.tools.parity.differences import EPOCHS, Difference, Parity
 from gpuaug.tools.peers import torchvision
 
 TORCHVISION, PILLOW = "torchvision", "Pillow"
-MOVES = ("horizontal_flip", "vertical_flip", "rotate", "affine", "perspective", "elastic")  # torchvision's
-FILLED = MOVES[2:]  # take a fill value
+# torchvision's functions that move pixels
+MOVES = ("horizontal_flip", "vertical_flip", "rotate", "affine", "perspective", "elastic")
+FILLED = MOVES[2:]  # those that take a fill value
 _OLD_NEAREST = (
-    "torchvision resizes masks by `nearest`, which takes a pixel that is up to one pixel too far up and left; gpuaug "
-    "takes the nearest pixel, as Pillow does"
+    "torchvision resizes masks by `nearest`, which takes a pixel up to one pixel above and left of the nearest one; "
+    "gpuaug takes the nearest pixel, as Pillow does"
 )
 _TIES = "where two pixels are equally near, rounding decides which one is taken"
 _HULLS = (
     "after several operations that rotate or shear, torchvision's boxes are larger: torchvision puts each box around "
     "the box of the previous operation, gpuaug puts one box around the moved corners of the original box"
 )
-_SAMPLED = "torchvision samples a mask in every operation, gpuaug once for all of them"
+_SAMPLED = "torchvision samples a mask in every operation, gpuaug samples it once for all operations"
 
-Sample = tuple[int, str, "_Placed"]  # number, key, upright or cropped targets
+Sample = tuple[int, str, "_Placed"]  # number, key, and targets of the upright or cropped image
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,21 +51,21 @@ class _Placed:
 
     mask: NDArray[np.int32] | None  # [h, w]
     boxes: NDArray[np.float32] | None  # [n, 4]
-    numbers: NDArray[np.int64]  # [n], row of each box in the input of a step
+    numbers: NDArray[np.int64]  # [n], the row that each box had in the input of the step
     size: tuple[int, int]  # (H, W) of the image
 
 
 def compare(
     parity: Parity, loader: Loader, view: View, samples: Sequence[tuple[int, str, BatchTargets]], *, epoch: int
 ) -> None:
-    """Compare crop, operations and both together for one view.
+    """Compare the crop, each operation, and the whole recipe of one view.
 
     Args:
-        parity: gets the results.
-        loader: it has targets.
-        view: one of its views.
+        parity: the results are added here.
+        loader: a loader with targets.
+        view: one of the loader's views.
         samples: number, key and upright targets of each sample.
-        epoch: its random parameters are used. If an operation is not applied in it, later epochs are searched.
+        epoch: the epoch whose random parameters are used. If it does not apply an operation, later epochs are searched.
     """
     asked = loader.targets
     assert asked is not None
@@ -73,10 +74,10 @@ def compare(
         boxes=None if asked.boxes is None else Boxes(min_size=0, min_area=0, crowd="keep"),
     )
     if asked.keypoints is not None:
-        parity.note("keypoints are not compared: torchvision's are up to a pixel off; ours use the boxes' matrices")
+        parity.note("keypoints are not compared: torchvision's are up to a pixel off; gpuaug moves them like boxes")
     if getattr(view.augment.crop, "centres", False):
         parity.note(
-            "boxes with their centre outside the crop are not compared: gpuaug drops them, as RandomIoUCrop says"
+            "boxes with their centre outside the crop are not compared: gpuaug drops them, as RandomIoUCrop does"
         )
     originals = [(index, key, _placed(targets, rules)) for index, key, targets in samples]
     comparer = _Comparer(parity, loader.seed, view, rules)
@@ -101,7 +102,7 @@ def compare(
 
 
 def summary(differences: Sequence[Difference]) -> str:
-    """One sentence for each kind of target; "" without targets."""
+    """One sentence on boxes and one on masks; "" without targets."""
     text = ""
     boxes = [d for d in differences if d.kind == "boxes" and d.count]
     masks = [d for d in differences if d.kind == "masks" and d.reference == TORCHVISION and d.count]
@@ -155,7 +156,7 @@ class _Comparer:
         if given.boxes is not None and ours.boxes is not None:
             theirs, dropped = _boxes(given, window, calls)
             kept = np.isin(given.numbers, ours.numbers)
-            gaps = np.zeros(len(theirs))  # of a box that only torchvision keeps: its shorter side
+            gaps = np.zeros(len(theirs))  # a box that only torchvision keeps counts as its shorter side
             gaps[kept] = np.abs(theirs[kept] - ours.boxes).max(axis=1, initial=0)
             gaps[~kept] = np.where(dropped, 0, (theirs[:, 2:] - theirs[:, :2]).min(axis=1, initial=np.inf))[~kept]
             only_kept = getattr(now.crop, "centres", False)
@@ -209,9 +210,10 @@ def _slots(op: Prepared, chosen: Chosen) -> list[int]:
 
 
 def _boxes(given: _Placed, window: CropWindows, calls: Sequence[Call]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Boxes [n, 4] by torchvision, in float64, and whether the crop or an operation left nothing of each box.
+    """Boxes [n, 4] by torchvision, in float64, and for each box whether the crop or an operation removed all of it.
 
-    torchvision keeps a box that has no area any more at the border. A later rotation then gives such a box an area.
+    torchvision keeps such a box at the border with no area. A later rotation can give it an area again, so only this
+    second result tells that the box was removed.
     """
     from torchvision.tv_tensors import BoundingBoxes
 
@@ -232,7 +234,7 @@ def _mask(mask: NDArray[np.int32], window: CropWindows, calls: Sequence[Call], f
 
 
 def _called(x: Any, window: CropWindows, calls: Sequence[Call], fill: dict[str, int]) -> Iterator[Any]:
-    """Yield what torchvision's functions make of ``x``: after crop, resize and pad, and after each operation."""
+    """Apply torchvision's functions to ``x``. Yield ``x`` after crop, resize and pad, then after each operation."""
     F = torchvision()[0].functional
     (h, w), (top, left), (H, W) = window.resized[0].tolist(), window.offset[0].tolist(), window.size
     x = F.crop(x, *window.window[0].tolist())
