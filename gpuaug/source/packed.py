@@ -321,7 +321,7 @@ class PackedSource(ListedSource):
         schedule: list[tuple[int, Size]] = []
         for epoch, chosen in size.items() if isinstance(size, Mapping) else [(0, size)]:
             if isinstance(epoch, bool) or not str(epoch).isascii() or not str(epoch).isdecimal():
-                raise ConfigError(f"the keys of a mapping `source.size` must be epoch numbers from 0. Found: {epoch!r}.")
+                raise ConfigError(f"the keys of a mapping `source.size` must be epochs, from 0 on. Found: {epoch!r}.")
             if isinstance(chosen, bool) or chosen not in self.sizes:
                 known = ", ".join(map(str, self.sizes))
                 raise ConfigError(f"`source.size` must be one of the packed sizes: {known}. Found: {chosen!r}.")
