@@ -247,7 +247,7 @@ def _by_id(columns: dict[str, list[Any]], what: str) -> tuple[dict[str, list[Any
 def _ids(values: Sequence[Any], what: str, low: int = 0, high: int = 2**63 - 1) -> Int64:
     if values and not low <= min(values) <= max(values) <= high:
         at = next(i for i, value in enumerate(values) if not low <= value <= high)
-        raise ValueError(f"ids must be {low} .. {high}, but the id at position {at} in `{what}` is not")
+        raise ValueError(f"ids must be {low} .. {high}, but the id of record number {at} in `{what}` is not")
     return np.array(values, dtype=np.int64)
 
 

@@ -126,7 +126,7 @@ def _check(options: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _s3(system: Any, bucket: str, connections: int) -> Objects:
-    """Open a bucket with the settings of s3fs: from options, fsspec's configuration, environment, AWS's files, roles."""
+    """Open a bucket with the settings of s3fs (options, fsspec's configuration, environment, AWS's files, roles)."""
     import pycurl
 
     if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or SPECIAL.search(bucket):
@@ -212,7 +212,7 @@ def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
 
 
 def _gcs(system: Any, bucket: str, connections: int) -> Objects:
-    """Open a bucket with the settings of gcsfs, from options, fsspec's configuration, environment or Google's files."""
+    """Open a bucket with the settings of gcsfs (options, fsspec's configuration, environment, Google's files)."""
     from google.auth.credentials import AnonymousCredentials
 
     _check(system.storage_options, GCS)
