@@ -119,7 +119,7 @@ class RowSource(ListedSource):
 
 
 def _sizes(table: Any) -> NDArray[np.int64] | None:
-    """(height, width) of each row's image, int64 [N, 2]; None if the table lacks a column of whole numbers for one.
+    """(height, width) of each row's image, int64 [N, 2]; None unless the table has whole numbers for both.
 
     A row whose height or width is null or too large has a 0.
     """
@@ -135,7 +135,7 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
 def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
     """Class names of a column that ``datasets`` wrote to the schema's metadata; None if there are no names.
 
-    ``objects``: whether the labels are in the objects of the column, and not the column itself.
+    ``objects``: True: the names are for the labels of the column's objects; False: for the values of the column.
     """
     try:
         feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
@@ -213,7 +213,7 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
 
 
 def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, str]]:
-    """Check for one kind of damage after another. Each yields the damaged rows, and why they cannot be used.
+    """Check for one kind of damage after another. Each check yields the damaged rows, and why they cannot be used.
 
     A check is valid only if the checks before it have found no damage.
     """

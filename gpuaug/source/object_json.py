@@ -34,7 +34,7 @@ def column_names(given: Collection[str]) -> dict[str, str]:
 
 
 def corners(boxes: NDArray[np.float64], name: str, box_format: BoxFormat) -> NDArray[np.float64]:
-    """Boxes [n, 4] as (x1, y1, x2, y2). ``boxes`` already has them; ``bbox`` has ``box_format``."""
+    """Boxes [n, 4] as (x1, y1, x2, y2). Only a field named ``bbox`` is converted."""
     if name == "bbox" and box_format == "xywh":
         boxes = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
     return boxes

@@ -285,8 +285,8 @@ class _Part(NamedTuple):
     sizes: NDArray[np.int32]
     labels: Names
     dropped: int  # number of samples without image, label, mask or objects
-    left_out: list[str]  # names of the first of these samples
-    other: list[str]  # extensions of the members of these samples, and of samples without an extra
+    left_out: list[str]  # names of the first few dropped samples
+    other: list[str]  # extensions of the members of dropped samples, and of samples without an extra
 
 
 # -- the index file: the first line is a checksum of the rest, which has one line of JSON per shard

@@ -260,7 +260,7 @@ class Storage:
     # -- local files
 
     def _read_local(self, ranges: Sequence[Range]) -> tuple[list[Any], list[int]]:
-        """Read local ranges. Returns a list of results, with None for remote ranges, and the positions of these."""
+        """Read local ranges. Returns the results (None for remote ranges), and the positions of remote ranges."""
         results: list[Any] = [None] * len(ranges)
         remote: list[int] = []
         held = 0  # bytes of large images so far
