@@ -12,7 +12,7 @@ from gpuaug.source.paths import redact
 
 LARGEST_IMAGE = 1 << 29  # bytes; the decoder's limit is 178 million pixels, which take 3 bytes each if uncompressed
 LARGE = 1 << 24  # bytes; a larger file is read as an image only if it begins with an image signature
-LARGEST_BATCH = 1 << 31  # bytes; limit for the sum of those images of a batch that are above `LARGE`
+LARGEST_BATCH = 1 << 31  # bytes that the images above `LARGE` in a batch may take together
 SIGNATURE = 16  # bytes that identify an image format
 
 # non-blocking: if a pipe has the name of an image, opening the pipe must not block the worker

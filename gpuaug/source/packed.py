@@ -162,7 +162,7 @@ class PackedSource(ListedSource):
         return size, shard, begin, length
 
     def _sample(self, row: int, data: Any) -> Any:
-        """The sample of a row: bytes, label, extra; an exception if the extra is damaged. ``data``: bytes of the row."""
+        """The sample of a row: bytes, label, extra; an exception if its extra is damaged. ``data``: the row's bytes."""
         label, (position, number) = self._label_of(row), divmod(row, self.total)
         try:
             extra = () if self._extras is None else (json.loads(self._extras[number]),)
