@@ -22,25 +22,25 @@ from gpuaug.source.paths import is_safe, redact
 
 log = logging.getLogger("gpuaug")
 
-LARGE_JSON = 100_000_000  # bytes; to parse more with the standard library takes seconds and gigabytes
+LARGE_JSON = 100_000_000  # bytes; for larger files, Python's json needs seconds and gigabytes of memory
 BOM = b"\xef\xbb\xbf"
 
 Int64 = NDArray[np.int64]
 
 
 class Field(NamedTuple):
-    """A field of a record: its Python types for the json module, its type for msgspec, and its value if absent."""
+    """One field of the JSON objects in a list, such as ``width`` of the images."""
 
-    types: tuple[type, ...]
-    kind: Any
-    default: Any = ...  # ...: the field must not be absent
+    types: tuple[type, ...]  # allowed types of a value that Python's json returned
+    kind: Any  # type that msgspec requires
+    default: Any = ...  # the value if the field is absent; ...: the field is required
 
 
 WHOLE, NUMBER, TEXT = Field((int,), int), Field((int, float), float), Field((str,), str)
 BOX = Field((list, tuple), tuple[float, float, float, float])
 OPTIONAL_NUMBER = Field((int, float, type(None)), float | None, None)
 CROWD = Field((int, bool), int | bool, 0)
-LATER = Field((object,), None, None)  # parsed one by one later; msgspec keeps its text, which needs less memory
+LATER = Field((object,), None, None)  # each value is parsed when it is needed; until then msgspec keeps its JSON text
 
 IMAGE = {"id": WHOLE, "file_name": TEXT, "width": NUMBER, "height": NUMBER}
 CATEGORY = {"id": WHOLE, "name": TEXT, "keypoints": Field((list, tuple), list[str], ()), "skeleton": LATER}
@@ -60,21 +60,21 @@ class Annotations:
     """Content of a file of annotations: N images and M objects.
 
     Attributes:
-        names: paths of the images.
+        names: paths of the images, relative to their folder.
         image_ids: int64 [N], ascending.
         sizes: int32 [N, 2], (height, width).
-        counts: int64 [N], objects of each image.
+        counts: int64 [N], number of objects in each image.
         boxes: float32 [M, 4], (x1, y1, x2, y2).
         labels: int64 [M], positions in ``categories``.
-        crowd: bool [M].
-        area: float32 [M], or None.
-        ids: int64 [M], or None.
-        keypoints: float32 [M, K, 3], or None.
-        categories: names of the categories, by ascending id.
-        points: names of the K points; [] without keypoints.
-        skeleton: pairs of points that drawings connect by a line; () if the file has none.
-        outlines: values of ``segmentation`` in the order of the objects. They can be read only once.
-        masks: paths of the panoptic masks, or None.
+        crowd: bool [M], whether the object is a crowd.
+        area: float32 [M]; None if the file has no areas.
+        ids: int64 [M], ids of the objects; None if the file has none.
+        keypoints: float32 [M, K, 3]; None if the categories have no keypoints.
+        categories: names of the categories, in ascending order of their ids.
+        points: names of the K points; [] if there are no keypoints.
+        skeleton: pairs of point indices; drawings connect the two points by a line. () if the file has none.
+        outlines: values of ``segmentation`` in the order of the objects. The iterable can be read only once.
+        masks: path of each image's panoptic mask, b"" for an image without mask; None if the file is not panoptic.
     """
 
     names: list[bytes]
@@ -98,17 +98,17 @@ def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotati
     """Parse the text of a file of annotations.
 
     Args:
-        data: the JSON text: instances, person_keypoints, or panoptic.
-        masks: ``instances``: outlines are read too; ``panoptic``: the file is a panoptic one.
-        place: path of the file, for messages.
+        data: JSON text of COCO's file of instances, of person_keypoints, or of panoptic segments.
+        masks: ``instances``: read the outlines too; ``panoptic``: the file has panoptic segments; None: no masks.
+        place: path of the file, for error messages.
 
     Raises:
-        SourceError: if the file is damaged, has another format, or contradicts itself. Names the first bad record.
+        SourceError: if the file is damaged, has another format, or contradicts itself.
     """
     try:
         return _annotations(data, masks)
     except RecursionError as error:
-        raise refused(place, "its lists are nested too deeply") from error
+        raise refused(place, "the lists in the file are nested too deeply") from error
     except (ValueError, OverflowError, UnicodeError) as error:
         raise refused(place, str(error)) from error
 
@@ -128,7 +128,7 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     categories, categories_of = _by_id(document("categories", CATEGORY), "categories")
     images, images_of = _by_id(document("images", IMAGE), "images")
     if not len(images_of) or not len(categories_of):
-        raise ValueError(f"it has {len(images_of)} images and {len(categories_of)} categories")
+        raise ValueError(f"the file has {len(images_of)} images and {len(categories_of)} categories")
     if len(set(categories["name"])) < len(categories_of):
         raise ValueError("two categories have the same name")
     names = [_path(name, "images", int(i)) for name, i in zip(images["file_name"], images_of, strict=True)]
@@ -142,7 +142,7 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     order = np.argsort(owners, kind="stable")
     labels = _find(columns["category_id"], categories_of, "category_id", "categories")
     area, ids = columns["area"], columns["id"]
-    with np.errstate(over="ignore"):  # infinite boxes are a fault of their sample
+    with np.errstate(over="ignore"):  # no warning: a box that becomes infinite is a fault of its sample
         boxes = columns["bbox"].astype(np.float32)
     keypoints, points = (None, []) if panoptic else _keypoints(columns["keypoints"], later, categories, order)
     outlines = columns.get("segmentation", [])
@@ -165,13 +165,17 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     )
 
 
-# -- JSON: both parsers (msgspec, and json without it) give columns: lists of plain values by field
+# -- JSON: parsed by msgspec if it is installed, else by Python's json. Both give columns: one list of values per field
 
 
 def _document(
     data: bytes | bytearray, fields: Mapping[str, Field]
 ) -> tuple[Callable[..., dict[str, list[Any]]], Callable[..., Any]]:
-    """Two functions. The first gives the columns of a list of the file. The second parses a value of :data:`LATER`."""
+    """Parse the file, and return two functions that read the result.
+
+    The first function returns the columns of a list of the file, such as ``images``. The second function parses one
+    value of a field that is :data:`LATER`.
+    """
     text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
     try:
         import msgspec
@@ -181,7 +185,7 @@ def _document(
                      "pip install gpuaug[coco]", len(text) // 10**6)  # fmt: skip
         content = json.loads(str(text, "utf-8"), parse_constant=_no_constant)
         if not isinstance(content, dict):
-            raise ValueError("it is not a JSON object") from None
+            raise ValueError("the file does not hold a JSON object") from None
         return partial(_columns_of_dicts, content), lambda value: value
     if "segments_info" in fields:
         fields = {**fields, "segments_info": Field((list,), list[_struct("segment", SEGMENT)])}  # type: ignore[misc]
@@ -225,14 +229,14 @@ def _columns_of_dicts(content: dict[str, Any], name: Any, fields: Mapping[str, F
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"it has {text}, which is not JSON")
+    raise ValueError(f"the file has {text}, which is not JSON")
 
 
 # -- records
 
 
 def _by_id(columns: dict[str, list[Any]], what: str) -> tuple[dict[str, list[Any]], Int64]:
-    """The columns and their ids, by ascending id. The ids must differ."""
+    """Sort the rows by id, and return the columns and the ids. Raises ValueError if an id occurs twice."""
     ids = _ids(columns["id"], what)
     order = np.argsort(ids, kind="stable")
     _unique(ids, what)
@@ -243,7 +247,7 @@ def _by_id(columns: dict[str, list[Any]], what: str) -> tuple[dict[str, list[Any
 def _ids(values: Sequence[Any], what: str, low: int = 0, high: int = 2**63 - 1) -> Int64:
     if values and not low <= min(values) <= max(values) <= high:
         at = next(i for i, value in enumerate(values) if not low <= value <= high)
-        raise ValueError(f"ids must be {low} .. {high}, but number {at} in `{what}` is not")
+        raise ValueError(f"ids must be {low} .. {high}, but the id of record number {at} in `{what}` is not")
     return np.array(values, dtype=np.int64)
 
 
@@ -258,7 +262,7 @@ def _unique(ids: Int64, what: str, groups: Int64 | None = None) -> None:
 
 
 def _find(values: Sequence[int], known: Int64, field: str, what: str) -> Int64:
-    """Positions of the values among the ascending ``known`` ids."""
+    """The position of each value in ``known``, which are ascending ids. Raises ValueError for an unknown value."""
     numbers = _ids(values, f"annotations.{field}")
     at = np.minimum(np.searchsorted(known, numbers), max(0, len(known) - 1))
     wrong = known[at] != numbers if len(known) else np.ones(len(numbers), dtype=bool)
@@ -289,7 +293,7 @@ def _side(values: Sequence[Any], ids: Int64) -> Int64:
 
 
 def _segments(document: Callable[..., Any], images: Int64) -> tuple[dict[str, list[Any]], list[bytes]]:
-    """Columns of all segments, and the path of each image's mask (b"": none)."""
+    """The columns of all segments, and the path of each image's mask (b"" for an image without mask)."""
     rows = document("annotations", PANOPTIC)
     owners = _find(rows["image_id"], images, "image_id", "images")
     _unique(images[owners], "annotations.image_id")
@@ -303,7 +307,7 @@ def _segments(document: Callable[..., Any], images: Int64) -> tuple[dict[str, li
 
 
 def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[dict[str, Any], Int64]:
-    """Columns of all objects as arrays, and the position of each object's image."""
+    """The columns of all objects as arrays, and for each object the position of its image."""
     owners = _find(columns["image_id"], images, "image_id", "images")
     boxes, ids, area = columns["bbox"], columns["id"], columns["area"]
     if not set(map(len, boxes)) <= {4} or not set(map(type, chain.from_iterable(boxes))) <= {int, float}:
@@ -317,7 +321,7 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
     columns["id"] = None
     if not missing:
         columns["id"] = _ids(ids, "segments_info", 1, 2**24 - 1) if panoptic else _ids(ids, "annotations")
-        _unique(columns["id"], "annotations", owners if panoptic else None)  # segments: per image
+        _unique(columns["id"], "annotations", owners if panoptic else None)  # unique per image if panoptic
     columns["area"] = None
     if area.count(None) < len(area):
         known = np.array([np.nan if value is None else value for value in area], dtype=np.float64)
@@ -329,14 +333,17 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
 def _keypoints(
     values: list[Any], later: Callable[[Any], Any], categories: dict[str, list[Any]], order: Int64
 ) -> tuple[NDArray[np.float32] | None, list[str]]:
-    """Keypoints [M, K, 3] of all objects in the given order (zeros for an object without any), and their K names."""
+    """The keypoints of all objects in the given order, [M, K, 3], and the names of the K points.
+
+    An object without keypoints has zeros.
+    """
     lists = [list(names) for names in categories["keypoints"] if names]
     if not lists:
         return None, []
     if lists.count(lists[0]) < len(lists):
-        raise ValueError("all categories with `keypoints` must have the same ones")
+        raise ValueError("all categories that have `keypoints` must have the same `keypoints`")
     if set(map(type, lists[0])) != {str}:
-        raise ValueError("`categories.keypoints` must be names")
+        raise ValueError("`categories.keypoints` must be names of points")
     count = 3 * len(lists[0])
     points = np.zeros((len(values), count), dtype=np.float32)
     for row, at in enumerate(order.tolist()):
@@ -345,13 +352,16 @@ def _keypoints(
             continue
         if not isinstance(numbers, list) or len(numbers) != count or not set(map(type, numbers)) <= {int, float}:
             raise ValueError(f"`keypoints` of object {at} must be {count} numbers: x, y and visibility of each point")
-        with np.errstate(over="ignore"):  # infinite points are a fault of their sample
+        with np.errstate(over="ignore"):  # no warning: an infinite point is a fault of its sample
             points[row] = array("d", numbers)
     return points.reshape(len(values), len(lists[0]), 3), lists[0]
 
 
 def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
-    """The first skeleton of a category, with points from 0. Only drawings use it, so an invalid skeleton gives ()."""
+    """The first skeleton that a category has, as pairs of point indices. The indices start at 0, in the file at 1.
+
+    An invalid skeleton gives () and no error, because only drawings use skeletons.
+    """
     pairs: Any = next((value for value in lists if value), [])
     known = range(1, count + 1)
     if not isinstance(pairs, list) or not all(
@@ -363,7 +373,9 @@ def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
 
 
 def mirror_images(names: Sequence[str]) -> tuple[int, ...] | None:
-    """For each point the index of its mirror image, from ``left`` and ``right`` in the names; None if unknown.
+    """The index of each point's mirror image; None if the names do not tell it.
+
+    A point and its mirror image have the same name, except for ``left`` and ``right``.
 
     >>> mirror_images(["nose", "left_eye", "right_eye"])
     (0, 2, 1)

@@ -15,7 +15,7 @@ Extra = str | Sequence[str] | None  # the argument `extra` of a source
 
 
 class Fields(NamedTuple):
-    """The names of the fields. If ``single``, an extra is the value of the only field. Otherwise it is a dict."""
+    """The names of the fields. If ``single``, an extra is the value of the only field. Otherwise an extra is a dict."""
 
     names: tuple[str, ...]
     single: bool
@@ -27,15 +27,15 @@ class Fields(NamedTuple):
 
 
 def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str = "") -> Fields | None:
-    """Check the argument ``extra``; None: the source has no extra fields.
+    """Check the argument ``extra`` and return its fields; None if the source has no extra fields.
 
     Args:
         extra: one name, or a list of names.
-        columns: the columns that exist in ``place``; None: names are not compared.
+        columns: the columns that exist in ``place``; None: do not check whether the names exist.
         place: name of the data, for error messages.
 
     Raises:
-        ConfigError: if it is neither a name nor a list of different names.
+        ConfigError: if ``extra`` is neither a name nor a list of different names.
         SourceError: if a column does not exist.
 
     >>> fields_of(["caption", "url"]).value(["a dog", "https://example.org/1.jpg"])
@@ -58,7 +58,10 @@ def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str 
 
 
 def decoded(name: str, data: bytes | None) -> Any:
-    """The value of a member of a tar shard: ``.txt`` is text, ``.json`` is parsed, others are bytes; None: no member.
+    """The value of a member of a tar shard.
+
+    A ``.txt`` member gives text, a ``.json`` member the parsed value, any other member its bytes. If ``data`` is None,
+    the sample lacks the member and the value is None.
 
     Raises ValueError if the text is not UTF-8, or is not JSON.
 
@@ -75,9 +78,9 @@ def decoded(name: str, data: bytes | None) -> Any:
 
 
 class ExtraTable:
-    """The extras of all samples, in tensors: workers share tensors, but would copy Python objects.
+    """Holds the extras of all samples in tensors, because workers share tensors but would copy Python objects.
 
-    ``columns`` has the values of each field, one per sample. They are pickled in memory only, never in a file.
+    ``columns`` has one column per field, with one value per sample. The values are pickled in memory, never in a file.
     """
 
     def __init__(self, fields: Fields, columns: Iterable[Iterable[Any]]) -> None:

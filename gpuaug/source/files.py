@@ -21,16 +21,16 @@ from gpuaug.source.remote.storage import FileInfo, Range, Storage
 
 log = logging.getLogger("gpuaug")
 
-MOST_VISITS = 8  # visits of one folder through links: n folders that link to each other have n! paths
-TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # paths of more than 4096 bytes or 40 links cannot be opened
-LARGEST_TEXT = 1 << 24  # bytes of one annotation file
-TEXTS_AT_ONCE = 128  # annotation files that are read together: at most 2 GiB
+MOST_VISITS = 8  # limit for visits of one folder through links, because n folders that link to each other have n! paths
+TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # errors for paths of more than 4096 bytes or 40 links
+LARGEST_TEXT = 1 << 24  # bytes; an annotation file may not be larger
+TEXTS_AT_ONCE = 128  # number of annotation files that are read together, so at most 2 GiB
 
 
 def open_tree(
     root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root"
 ) -> LocalTree | UrlTree:
-    """The files below a folder or URL whose names end in one of ``endings``. ``key``: for messages."""
+    """The files below a folder or URL whose names end in one of ``endings``. ``key``: names ``root`` in messages."""
     return UrlTree(root, storage, endings, key=key) if is_url(root) else LocalTree(root, endings, key=key)
 
 
@@ -39,7 +39,7 @@ class Files:
 
     Args:
         root: the folder or URL.
-        names: paths relative to it.
+        names: paths of the files, relative to ``root``.
         storage: reads URLs.
         listing: sizes and versions of remote files by name, if they are known.
     """
@@ -61,7 +61,7 @@ class Files:
         return read_file(join(self.root, os.fsdecode(self.names[index])), image=True)
 
     def range(self, index: int) -> Range:
-        """Location of the file."""
+        """The location of file ``index``, for :class:`Storage`."""
         version = "" if self._versions is None else self._versions[index].decode()
         path = join(self.root, os.fsdecode(self.names[index]))
         return Range(path, version=version, image=self._large.get(index, 0))
@@ -110,10 +110,10 @@ def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
 def by_stem(
     tree: LocalTree | UrlTree, *, suffix: str = "", skip: Callable[[str], bool] = lambda name: False
 ) -> dict[str, bytes]:
-    """Maps the paths of a tree's files, without ``suffix`` and file name extension, to full names.
+    """Maps each file's path without ``suffix`` and extension to its full path.
 
-    Leaves out files that ``skip`` selects, and files without ``suffix``; the log counts the second kind. SourceError if
-    two names differ only in their extension.
+    Files that ``skip`` selects are left out. Files without ``suffix`` are left out too, and are counted in the log.
+    Raises SourceError if two paths differ only in their extension.
     """
     found: dict[str, bytes] = {}
     place, ignored = redact(tree.root), 0
@@ -139,7 +139,7 @@ def by_stem(
 
 
 def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root: str) -> list[bytes]:
-    """The image of each stem that the file ``place`` lists; SourceError if some are missing below ``root``."""
+    """The image path of each stem in ``known``; SourceError if a stem has none. ``place``: the file of the stems."""
     if missing := [stem for stem in stems if stem not in known]:
         raise SourceError(
             f"{len(missing)} of the {len(stems)} samples in {redact(place)!r} have no image in {redact(root)!r}: "
@@ -151,7 +151,7 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
 class FileSource(ListedSource):
     """A source whose samples are files. A sample with bad annotations is a fault when it is read.
 
-    A subclass also sets ``_files``, and ``_mask_files`` if masks are files too.
+    A subclass sets ``_files``, and ``_mask_files`` if masks are files too.
     """
 
     _files: Files
@@ -166,7 +166,7 @@ class FileSource(ListedSource):
         if reasons:
             usable = iter(self._read([i for i in numbers if i not in reasons]))
             return [GpuaugError(reasons[i]) if i in reasons else next(usable) for i in numbers]
-        if self._mask_files is None and not self._is_remote:  # 17 us per image instead of 22
+        if self._mask_files is None and not self._is_remote:  # takes 17 us per image, the code below 22 us
             return [self._read_local(i) for i in numbers]
         data = self._storage.read(self._ranges(numbers))
         masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
@@ -179,7 +179,7 @@ class FileSource(ListedSource):
             return error
 
     def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
-        """Bytes and label or Target, or the exception of a part that cannot be read."""
+        """``(bytes, label or Target)``; if the image or the mask cannot be read, the exception instead."""
         for part in (image, mask):
             if isinstance(part, Exception):
                 return part
@@ -220,9 +220,13 @@ class LocalTree:
         return folders, len(images)
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Keys of the images below a class folder (None: root), one list per folder, as in ``sorted(os.walk(...))``."""
+        """Keys of the images below a class folder, one list per folder, in the order of ``sorted(os.walk(...))``.
+
+        ``folder``: the class folder; None: the root. A key is a path relative to the root.
+        """
         listed: list[tuple[str, list[str]]] = []  # folder, names of its images
-        visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
+        # number of visits of each folder (device and inode) through links inside linked folders
+        visits: Counter[tuple[int, int]] = Counter()
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
         # breadth first and by name, because every machine must skip the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
@@ -275,7 +279,7 @@ class UrlTree:
     def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root") -> None:
         self.root, self.endings = root, endings
         self.files = {file.path: file for file in storage.find(root, key=key) if file.path.lower().endswith(endings)}
-        self.by_class: dict[str, dict[str, list[str]]] = {}  # first folder -> folder -> keys
+        self.by_class: dict[str, dict[str, list[str]]] = {}  # keys, by class folder and then by folder
         for key in self.files:
             folder, _, _ = key.rpartition("/")
             self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)
@@ -285,7 +289,7 @@ class UrlTree:
         return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Keys of the images below a class folder (None: root), one list per folder."""
+        """Keys of the images below a class folder, one list per folder. ``folder`` None: below the root."""
         folders: dict[str, list[str]] = {}
         for first in self.by_class if folder is None else [folder]:
             folders |= self.by_class[first]
@@ -293,7 +297,7 @@ class UrlTree:
             yield [os.fsencode(key) for key in sorted(keys)]
 
     def warn(self) -> None:
-        """Nothing is skipped below a URL."""
+        """Does nothing, because no folder below a URL is skipped."""
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
@@ -311,7 +315,7 @@ def _unlisted(folder: str, error: OSError) -> SourceError:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself; listed as a file if its name has an image extension
+    except OSError:  # such as a link to itself. Such an entry is listed as a file if its name has an image extension
         return False
 
 

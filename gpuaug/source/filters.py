@@ -1,4 +1,4 @@
-"""Filters of a source. Its active samples are those that ``subset`` selects and ``exclude`` does not remove."""
+"""Filters of a source. The active samples are those that ``subset`` selects and ``exclude`` does not remove."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def active(
     root: str,
     numbers: NDArray[np.int64] | None = None,
 ) -> Tensor | None:
-    """Ascending numbers of the active samples, int64; None: all samples are active.
+    """Ascending numbers of the active samples, int64; None if all samples are active.
 
     ``names`` are the keys of all samples. ``numbers`` are their ascending numbers; None: 0 .. len(names) - 1.
     """

@@ -24,23 +24,23 @@ log = logging.getLogger("gpuaug")
 
 
 class FolderSource(FileSource):
-    """``root/<class>/**/<image>`` in the order of torchvision's ImageFolder: classes, folders and files sorted.
+    """Images ``root/<class>/**/<image>`` in the order of torchvision's ImageFolder: classes, folders, files are sorted.
 
     Every file with an image extension is listed without opening it. So a broken link or an empty file becomes a fault
     of its sample. Names need not be UTF-8. Links to folders are followed, except to a folder above the link. If links
-    inside linked folders lead to the same folder again and again, it is visited at most eight times per class. Folders
-    whose path is too long for the system are skipped. One warning counts the skipped folders.
+    inside linked folders lead to the same folder again and again, this folder is visited at most eight times per class.
+    Folders whose path is too long for the system are skipped. One warning counts the skipped folders.
 
     Args:
         root: the folder, or its URL (``s3://bucket/train``).
         labels: ``folder``: the first subfolder is the class; ``none``: all images below ``root``, without labels.
-        classes: class mapping of another run, for evaluation: names in the order of their labels, or a mapping from
-            name to label. Or a FILE with one of these: .json, or text with one name per line. A class without a folder
-            is allowed; a folder that is not a class is an error.
-        subset: a count or a fraction of samples, spread evenly over the sorted files: classes keep their proportions,
-            and every run gets the same samples. Or a FILE or sequence of sample numbers.
-        exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` writes them. Applied after
-            ``subset``.
+        classes: class mapping of another run, so that evaluation uses the same labels. It is a list of names in the
+            order of their labels, or a mapping from name to label, or a FILE with one of these (.json, or text with one
+            name per line). A class without a folder is allowed. A folder that is not a class is an error.
+        subset: a count or a fraction of samples, or a FILE or sequence of sample numbers. A count or fraction is spread
+            evenly over the sorted files, so classes keep their proportions, and every run gets the same samples.
+        exclude: a FILE of samples to leave out, with JSON lines that have the field ``key``, as ``faults.file`` writes
+            them. ``exclude`` is applied after ``subset``.
         extensions: file name extensions of images; case is ignored.
         remote: how to read from a URL.
 

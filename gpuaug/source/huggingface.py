@@ -39,16 +39,16 @@ class DatasetSource(RowSource):
     Args:
         dataset: a Dataset.
         label: the label column; ``auto``: ``label``, ``labels`` or the only ClassLabel column; ``none``: no labels.
-            With a mask, objects or ``extra``, ``auto`` means no labels if there is no such column.
-        image: the image column; None: the only one that is neither the mask nor in ``extra``.
+            With a mask, objects or ``extra``, there are no labels if ``auto`` finds no such column.
+        image: the image column; None: the only image column that is neither the mask nor in ``extra``.
         mask: the column of encoded masks; ``auto``: if there are two image columns, the one whose name is
             ``annotation``, ``label``, ``mask`` or similar; ``none``: no masks.
         objects: the column of objects; ``auto``: if there is no label column, the only column with boxes; ``none``: no
             objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
-        extra: a column, such as ``caption``, whose value is the extra of each sample; or a list of columns, then the
-            extra is a dict. A sample is then ``(bytes, label, extra)``. None: no extras.
-        classes: names or numbers of the objects' classes, as in :class:`FolderSource`.
+        extra: a column, such as ``caption``. Its value in a row is the extra of that sample, and a sample is
+            ``(bytes, label, extra)``. With a list of columns, the extra is a dict. None: no extras.
+        classes: class mapping of the objects, as in :class:`FolderSource`.
 
     Raises:
         SourceError: if the image column or label column is missing, or the Dataset decodes its images.
@@ -117,7 +117,7 @@ class DatasetSource(RowSource):
             return error
 
     def _bytes(self, value: Any) -> Any:
-        """The bytes of an image or mask; None if it has none."""
+        """The bytes of an image or mask; None if the row has none."""
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
         if data is None and path is not None:  # a Dataset made from an image folder has only paths
             return self._storage.read_file(path) if is_url(path) else read_file(path, image=True)
@@ -125,7 +125,10 @@ class DatasetSource(RowSource):
 
 
 def _image_columns(features: Any, image: str | None, mask: str | None, *, besides: Sequence[str]) -> list[str]:
-    """The column of images, and the column of masks if there is one. A column of ``besides`` must be named."""
+    """The column of images, and the column of masks if there is one.
+
+    A column in ``besides`` (the extras) is chosen only if ``image`` or ``mask`` names it.
+    """
     images = [name for name, feature in features.items() if _is_image(feature)]
     for key, name in (("image", image), ("mask", mask)):
         if name not in (None, "auto", "none", *images):
@@ -155,7 +158,7 @@ def _image_columns(features: Any, image: str | None, mask: str | None, *, beside
 
 
 def _objects_column(features: Any, objects: str | None, *, has_label: bool) -> str | None:
-    """The column of objects; None if there are none."""
+    """The column of objects; None if no objects are read."""
     if objects in (None, "none") or (objects == "auto" and has_label):
         return None
     schema = getattr(features, "arrow_schema", ())
@@ -167,7 +170,7 @@ def _objects_column(features: Any, objects: str | None, *, has_label: bool) -> s
         return known[0]
     if objects not in known:
         raise SourceError(
-            "`objects` must be a column of the Dataset with boxes: lists in a field bbox or boxes. "
+            "`objects` must be a column of the Dataset that has boxes, as lists in a field bbox or boxes. "
             f"Found: {objects!r}. Such columns: {', '.join(known) or 'none'}."
         )
     return objects

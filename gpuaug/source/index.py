@@ -20,16 +20,16 @@ from gpuaug.errors import SourceError
 from gpuaug.source.local import open_text, read_file
 from gpuaug.source.shared_memory import share as share
 
-# What numpy may raise if a file is damaged or not .npy. Numpy evaluates the header as Python code.
+# Exceptions of numpy for a file that is damaged or not .npy. There are many, because numpy parses the header as Python.
 NO_ARRAY = (
     OSError, ValueError, EOFError, TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
 
 
 class Names:
-    """Byte strings in one uint8 tensor.
+    """Holds byte strings in one uint8 tensor, so that forked workers share their memory.
 
-    Reading a Python object changes its reference count, so forked workers would copy a list of strings page by page
+    Workers would copy a list of strings page by page, because reading a Python object changes its reference count
     (pytorch#13246).
 
     >>> names = Names.of([[b"cat/1.jpg", b"cat/2.jpg"], [b"dog/1.jpg"]])
@@ -49,7 +49,7 @@ class Names:
             blob += b"".join(block)
             lengths.append(np.fromiter(map(len, block), dtype=np.int64, count=len(block)))
         offsets = np.cumsum(np.concatenate(lengths))
-        # from numpy arrays, because torch's constructors would use the default device, which may be cuda
+        # made from numpy arrays, because torch's constructors would use the default device, which may be cuda
         tensors = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8)), torch.from_numpy(offsets)
         return cls(*map(share, tensors)) if shared else cls(*tensors)
 
@@ -57,7 +57,7 @@ class Names:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> bytes:
-        # a new view each time, because starting workers by spawn may move the tensor
+        # make a new view each time, because starting workers by spawn may move the tensor
         offsets = self.offsets.numpy()
         return self.blob.numpy()[offsets[index] : offsets[index + 1]].tobytes()
 
@@ -67,19 +67,19 @@ class Names:
             yield bytes(data[begin:end])
 
     def digest(self) -> str:
-        """Hash of the sorted names: equal for equal sets of names."""
+        """Hash of the sorted names. Equal sets of names have equal hashes."""
         return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
 
 
 def outside(numbers: NDArray[Any], count: int) -> str:
-    """The range of the numbers, ``lowest .. highest``, if it exceeds 0 .. count - 1; else ""."""
+    """The text ``lowest .. highest`` of the numbers if one of them is outside 0 .. count - 1; else ""."""
     if not len(numbers) or 0 <= numbers.min() <= numbers.max() < count:
         return ""
     return f"{numbers.min()} .. {numbers.max()}"
 
 
 def check_array(array: NDArray[Any], dtype: Any, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-    """Return the array. Raises ValueError if dtype or shape differ (shape None: any length, one dimension)."""
+    """Return the array; ValueError if its dtype or shape differs. ``shape`` None: one dimension of any length."""
     if array.dtype != dtype or (array.ndim != 1 if shape is None else array.shape != shape):
         wanted = "one dimension" if shape is None else f"shape {shape}"
         raise ValueError(f"expected {np.dtype(dtype)} of {wanted}, found {array.dtype} of shape {array.shape}")
@@ -92,7 +92,7 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
     Args:
         file: path of the file.
         key: full configuration key, for error messages.
-        dtype: type of the result. If it is an integer type, the file must hold integers.
+        dtype: type of the result. For an integer type, the file must hold integers.
 
     Raises:
         SourceError: if the file is missing or has other content.
@@ -117,7 +117,7 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
 
 
 def occurrences(indices: Tensor) -> Tensor:
-    """How often each number occurs before its position; int64 [n]. Takes no memory if all numbers differ."""
+    """For each index, how many earlier indices are equal to it; int64 [n]. Takes no memory if all indices differ."""
     numbers = indices.numpy()
     if not len(numbers) or np.bincount(numbers).max() <= 1:
         return torch.zeros((), dtype=torch.int64, device="cpu").expand(len(numbers))
@@ -130,7 +130,7 @@ def occurrences(indices: Tensor) -> Tensor:
 
 
 def locate(bounds: Tensor, index: int) -> tuple[int, int]:
-    """Index of the part that holds a sample, and the sample's position in it. ``bounds``: as in :func:`bounds_of`."""
+    """Index of the part that holds a sample, and the sample's position in it. ``bounds``: see :func:`bounds_of`."""
     numbers = bounds.numpy()
     part = int(np.searchsorted(numbers, index, side="right")) - 1
     return part, index - int(numbers[part])

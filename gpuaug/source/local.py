@@ -1,4 +1,4 @@
-"""Reads local files: only regular files, opened once, and never more bytes than a limit."""
+"""Reads local files. Refuses files that are not regular, and files that exceed a size limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from gpuaug.files import LARGEST_FILE, check_regular
 from gpuaug.source.paths import redact
 
-LARGEST_IMAGE = 1 << 29  # bytes; the decoder accepts up to 178 million pixels, at 3 bytes each if uncompressed
+LARGEST_IMAGE = 1 << 29  # bytes; the decoder's limit is 178 million pixels, which take 3 bytes each if uncompressed
 LARGE = 1 << 24  # bytes; a larger file is read as an image only if it begins with an image signature
 LARGEST_BATCH = 1 << 31  # bytes that the images above `LARGE` in a batch may take together
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # no second try
@@ -51,7 +51,7 @@ def read_file(path: bytes | str, *, image: bool = False, limit: int | None = Non
 
 
 def _read(fd: int, begin: int, size: int, path: bytes | str, *, image: bool) -> bytes:
-    """Read ``size`` bytes of an open file from position ``begin``. An image above 16 MiB must have a signature."""
+    """Read ``size`` bytes of an open file from position ``begin``. Checks the signature of an image above 16 MiB."""
     if image and size > LARGE:
         check_signature(os.pread(fd, SIGNATURE, begin), size, path)
     data = os.pread(fd, size, begin)
@@ -65,7 +65,10 @@ def _read(fd: int, begin: int, size: int, path: bytes | str, *, image: bool) -> 
 
 
 def too_large(size: int, path: bytes | str, *, held: int) -> OSError:
-    """The error for an image above `LARGEST_IMAGE`, or above `LARGEST_BATCH` together with ``held`` other bytes."""
+    """The error for an image that exceeds `LARGEST_IMAGE`, or exceeds `LARGEST_BATCH` with other images of its batch.
+
+    ``held``: bytes of the large images before it in the batch.
+    """
     if size > LARGEST_IMAGE:
         return OSError(errno.EFBIG, f"{size} bytes, more than {LARGEST_IMAGE}", redact(os.fsdecode(path)))
     text = f"{size} bytes; large images of the batch already take {held} of at most {LARGEST_BATCH}. Lower `batch_size`"
@@ -87,7 +90,7 @@ def file_version(status: os.stat_result) -> str:
 
 
 class OpenFile:
-    """A local file that stays open while this object exists: opening takes longer than reading an image."""
+    """A local file that stays open while this object exists, because opening takes longer than reading an image."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -96,11 +99,14 @@ class OpenFile:
         self.version = file_version(check_regular(os.fstat(self.fd), path))
 
     def read(self, begin: int, size: int, *, version: str, image: bool) -> bytes:
-        """Read ``size`` bytes from position ``begin``. Raises OSError, also if the file has another ``version``."""
+        """Read ``size`` bytes from position ``begin``. Raises OSError if reading fails, or if ``version`` differs.
+
+        ``version``: the version that the file must have; "": any.
+        """
         if version and version != self.version:
             raise OSError(errno.ESTALE, "the file changed since it was indexed", self.path)
         return _read(self.fd, begin, size, self.path, image=image)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os.close` may be gone at exit
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # Python's exit may delete `os.close`
         if self.fd >= 0:
             close(self.fd)

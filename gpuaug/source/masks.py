@@ -22,7 +22,7 @@ log = logging.getLogger("gpuaug")
 
 
 class MaskFolderSource(FileSource):
-    """Images with masks: the path of a mask is that of its image, but in another folder.
+    """Images in one folder, and their masks in another folder under the same paths.
 
     The mask of ``images/a/x<image_suffix>.jpg`` is ``masks/a/x<mask_suffix>.png``. Images are sorted as in
     :class:`FolderSource`. An image without a mask is an error. Masks without an image are ignored and counted in the
@@ -36,16 +36,16 @@ class MaskFolderSource(FileSource):
     - Pascal VOC: ``images="JPEGImages", masks="SegmentationClass", list="ImageSets/Segmentation/train.txt"``
 
     Args:
-        root: folder or URL that contains the two folders; None: ``images`` and ``masks`` are paths or URLs.
+        root: folder or URL that contains the two folders; None: ``images`` and ``masks`` are complete paths or URLs.
         images: folder of the images: relative to ``root``, an absolute path, or a URL.
         masks: folder of the masks, in the same form.
-        image_suffix: end of an image's name before its extension. Other images are ignored and counted in the log.
-        mask_suffix: end of a mask's name before its extension, in the place of ``image_suffix``.
+        image_suffix: text before the extension of each image. Images without it are ignored and counted in the log.
+        mask_suffix: text before the extension of each mask. It replaces ``image_suffix``.
         list: a FILE of the samples to use, relative to ``root``. Each line is the path of an image in the folder of
             images, without suffix and extension. Samples are in the order of the lines. None: all images.
         extensions: file name extensions of images; case is ignored.
         mask_extension: file name extension of masks; case is ignored.
-        classes: names of the classes, as in :class:`FolderSource`. The masks do not change.
+        classes: names of the classes, as in :class:`FolderSource`. They do not change the numbers in the masks.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from URLs.
 
@@ -108,7 +108,7 @@ class MaskFolderSource(FileSource):
         self._activate(subset, exclude, began=began)
 
     def _is_mask(self, text: str, ending: str) -> bool:
-        """Whether a file that was listed as an image is a mask, because one folder contains the other."""
+        """Whether a listed image is a mask. The folder of masks may be the folder of images, or be inside it."""
         if self.masks == self.root:
             return text.lower().endswith(ending.lower())
         return f"{self.root}/{text}".startswith(f"{self.masks}/") and self.masks.startswith(f"{self.root}/")

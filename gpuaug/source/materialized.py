@@ -3,9 +3,10 @@
 A complete folder of `gpuaug materialize` contains
 
 - ``manifest.json``: source, recipe, views, sizes and labels of the epochs; written last,
-- ``epoch-0000/order.npy``: int64 [M], sample numbers in the order of that epoch, one per row,
-- ``epoch-0000/00000.npy``: a chunk of these rows, as a structured array. Its fields are ``label`` and one per view
-  (``view0`` ...): uint8 [H, W, 3] before normalization, or the final dtype [3, H, W], with bfloat16 as uint16,
+- ``epoch-0000/order.npy``: int64 [M], the sample number of each row, in the order of that epoch,
+- ``epoch-0000/00000.npy``: a chunk of these rows, as a structured array. Its fields are ``label`` and the views
+  ``view0``, ``view1``, .... A view is uint8 [H, W, 3] before normalization, or [3, H, W] of the final dtype after
+  normalization. bfloat16 is stored as uint16,
 - ``epoch-0000/00000.json``: the chunk's checksum, and the faults of samples without pixels,
 - ``*.npy`` with the keys, labels and numbers of the samples, as in their source.
 
@@ -40,21 +41,21 @@ from gpuaug.source.paths import absolute
 
 log = logging.getLogger("gpuaug")
 
-KIND, VERSION = "gpuaug materialize", 1  # of the format
-MANIFEST, PLAN = "manifest.json", ".plan.json"  # a finished folder has the first, an unfinished one only the second
+KIND, VERSION = "gpuaug materialize", 1  # name and version of the format
+MANIFEST, PLAN = "manifest.json", ".plan.json"  # an unfinished folder has no MANIFEST, only a PLAN
 STORES = {"uint8": "|u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
 MAPPED_CHUNKS = 64  # chunks that a process keeps mapped; each needs a file descriptor
 
 
 class MaterializedSource(ListedSource):
-    """Augmented epochs that `gpuaug materialize` wrote, replayed without decoding or augmentation.
+    """Replays augmented epochs that `gpuaug materialize` wrote, without decoding or augmentation.
 
-    A loader with another recipe or seed than the stored epochs raises an error. Samples keep the numbers, keys, labels
-    and classes of their source, so a loader's state is valid for both sources.
+    The loader raises an error if its recipe or seed differs from that of the stored epochs. Samples keep the numbers,
+    keys, labels and classes of their source, so a loader's state is valid for both sources.
 
     Args:
         root: the folder.
-        original: the source that the epochs were made from. Its samples must be the same; None: no check.
+        original: the source that the epochs were made from, to check that it has the same samples; None: no check.
         subset, exclude: as in :class:`FolderSource`, applied to the stored samples.
 
     Raises:
@@ -147,11 +148,13 @@ class MaterializedSource(ListedSource):
 
 
 class Rows:
-    """The source that workers read: stored samples by row number, epoch after epoch.
+    """The source that workers read. It numbers the stored samples of all epochs as rows, epoch after epoch.
 
-    ``rows[n]`` returns the pixels of all views as one piece of mapped memory. For a sample without pixels it returns
-    the sample's fault as JSON, which never has the length of the pixels. The loader gets row numbers from
-    :meth:`numbers`, and images from :meth:`pixels` and :meth:`views`. Only the path and the manifest are pickled.
+    ``rows[n]`` is ``(data, label)``. ``data`` holds the pixels of all views, as one piece of mapped memory. If the
+    sample has no pixels, ``data`` is the sample's fault as JSON, which never has the length of the pixels.
+
+    The loader gets row numbers from :meth:`numbers`, and images from :meth:`pixels` and :meth:`views`. Only the path
+    and the manifest are pickled.
 
     Attributes:
         dtype: dtype of the stored pixels; uint8 pixels are not normalized yet.
@@ -165,10 +168,10 @@ class Rows:
         self.dtype: torch.dtype = getattr(torch, manifest["store"])
         self.record = record(manifest)
         fields: Any = self.record.fields
-        self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes per sample
+        self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes of a sample's pixels
         self.first = torch.from_numpy(np.cumsum([0, *manifest["rows"]]))  # int64 [K + 1], first row of each epoch
         self._labels = _load(Path(root, "labels.npy"), dtype=np.int64, optional=True)
-        # label(row), for samples that cannot be read; None if labels are stored only with the pixels
+        # function from row to label, for samples that cannot be read; None if only the chunks have labels
         self.label = None if self._labels is None else self._label
         self._repeats_logged = False
         self._chunk = lru_cache(maxsize=MAPPED_CHUNKS)(self._mapped)
@@ -192,7 +195,7 @@ class Rows:
         return pixels[within].data, label
 
     def key(self, index: int) -> str:
-        """The row number; :class:`MaterializedSource` knows the keys."""
+        """The row number as text. Only :class:`MaterializedSource` knows the keys of samples."""
         return str(index)
 
     def digest(self) -> str:
@@ -208,7 +211,10 @@ class Rows:
         return numbers
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """A function from (indices, repeats, valid) of a batch of this epoch to the numbers of its rows, int64 [B]."""
+        """Return a function that gives the row numbers of a batch of this epoch, int64 [B].
+
+        Its arguments are ``indices``, ``repeats`` and ``valid`` of the batch.
+        """
         stored = self.stored_epoch(epoch)
         if epoch != stored and not self._repeats_logged:
             self._repeats_logged = True
@@ -223,7 +229,7 @@ class Rows:
                 at = int(missing.argmax())
                 sample = f"sample {int(indices[at])} (repeat {int(repeats[at])})"
                 raise ConfigError(f"{sample} is not stored in epoch {stored}.")
-            if not there.all():  # the samples that pad a last batch: use their first row in the epoch
+            if not there.all():  # only samples that pad the last batch are missing: use their first row in the epoch
                 again, _ = self._find(stored, indices.numpy(), np.zeros_like(positions))
                 positions = np.where(there, positions, again)
             return torch.from_numpy(positions) + self.first[stored - self.manifest["start_epoch"]]
@@ -231,11 +237,11 @@ class Rows:
         return rows
 
     def has(self, epoch: int, indices: Tensor) -> bool:
-        """Whether all samples in the order of an epoch, int64 [M], are stored for that epoch."""
+        """Whether all samples of an epoch are stored for it. ``indices``: the order of the epoch, int64 [M]."""
         return bool(self._find(self.stored_epoch(epoch), indices.numpy(), occurrences(indices).numpy())[1].all())
 
     def stored_epoch(self, epoch: int) -> int:
-        """The stored epoch whose images ``epoch`` shows: ``epoch`` if it is stored, else a repeated epoch."""
+        """The stored epoch whose images ``epoch`` uses: ``epoch`` itself if it is stored, else one that it repeats."""
         first, count = int(self.manifest["start_epoch"]), int(self.manifest["epochs"])
         return first + (epoch - first) % count
 
@@ -246,7 +252,10 @@ class Rows:
         return [Fault(row, f["stage"], f["reason"], f["size"], bytes.fromhex(f["head"])) for row, f in stored]
 
     def pixels(self, batch: EncodedBatch) -> Tensor:
-        """Stored bytes of all views, uint8 [B, bytes]; copied only if a sample has no pixels: it becomes zeros."""
+        """Stored bytes of all views, uint8 [B, bytes of one sample]. A sample without pixels has zeros.
+
+        The bytes are copied only if the batch has such a sample.
+        """
         good = self._has_pixels(batch)
         if good.all():
             return batch.data.view(len(batch), self.size)
@@ -265,7 +274,7 @@ class Rows:
             if self.dtype == torch.uint8:
                 part = part.contiguous()
             if part.storage_offset() % self.dtype.itemsize:
-                part = part.clone()  # earlier bytes can put it at an offset that is not aligned for the dtype
+                part = part.clone()  # the view's offset in the record may not be aligned for the dtype
             views.append(part.view(self.dtype).view(len(pixels), *kind.shape))
         return views
 
@@ -276,9 +285,10 @@ class Rows:
     def _find(
         self, epoch: int, indices: NDArray[np.int64], repeats: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Positions in the stored epoch, and whether each sample is stored there."""
+        """The position of each sample in the stored epoch, and whether that epoch has the sample."""
         values, positions = self._table(epoch - self.manifest["start_epoch"])
-        wanted = (indices << 16) | repeats  # one number per pair: `gpuaug.random` requires repeats below 2**16
+        # index and repeat in one number; `gpuaug.random` requires repeats below 2**16
+        wanted = (indices << 16) | repeats
         at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
         return positions[at], values[at] == wanted
 
@@ -297,7 +307,7 @@ class Rows:
         return int(self._labels[self.order(slot)[position]])
 
     def _mapped(self, slot: int, number: int) -> tuple[Any, NDArray[np.uint8], dict[int, Any]]:
-        """A chunk: records, their pixels as uint8 [n, size], and the faults by row."""
+        """The records of a chunk, their pixels as uint8 [n, size], and the faults by row of the chunk."""
         file = chunk_file(Path(self.root), self.manifest, slot, number)
         rows = chunk_rows(self.manifest, slot, number)
         try:
@@ -347,14 +357,14 @@ def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
 
 
 def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
-    """The note beside a chunk: rows, digest and faults; OSError or ValueError if the note is missing or wrong."""
+    """The .json file of a chunk: rows, digest and faults; OSError or ValueError if the file is missing or wrong."""
     note = json.loads(read_file(str(file.with_suffix(".json"))))
     if not isinstance(note, dict) or note.get("rows") != rows or not isinstance(note.get("faults"), list):
-        raise ValueError(f"its note is {str(note)[:100]}")
+        raise ValueError(f"its .json file has {str(note)[:100]}")
     for fault in note["faults"]:
         kinds = {"row": int, "stage": str, "reason": str, "size": int, "head": str}
         if not isinstance(fault, dict) or {name: type(value) for name, value in fault.items()} != kinds:
-            raise ValueError(f"its note has an invalid fault: {str(fault)[:100]}")
+            raise ValueError(f"its .json file has an invalid fault: {str(fault)[:100]}")
         bytes.fromhex(fault["head"])
     return note
 

@@ -30,13 +30,16 @@ def _read_objects(
     box_format: BoxFormat,
     place: str,
 ) -> tuple[ObjectTable, Damaged, list[str] | None]:
-    """The objects of N rows, the damaged rows (they have no objects), and the names of the classes.
+    """Read the objects of N rows. Returns their table, the damaged rows, and the names of the classes.
+
+    In the table, a damaged row has no objects.
 
     Args:
-        column: an Arrow ChunkedArray [N]: a struct of lists, or a list of structs, with the names of
+        column: an Arrow ChunkedArray [N]. A row is a struct of lists or a list of structs, and its fields have names of
             :data:`gpuaug.source.object_json.NAMES`.
-        classes: class numbers by name; None: numbers stay as they are, and names are numbered in sorted order.
-        names: class names that the data declares, in the order of their numbers.
+        classes: class numbers by name; None: labels that are numbers stay the same, and labels that are names are
+            numbered in sorted order.
+        names: class names that the metadata of the column declares, in the order of their numbers; None: it has none.
 
     Raises:
         SourceError: if the column has other types, or a class that ``classes`` lacks, or no row is usable.
@@ -49,7 +52,7 @@ def _read_objects(
     most = len(names or known or ()) or MOST_CLASSES
     rows, reasons = np.arange(count), dict[int, str]()
     fields = _fields(column, place)
-    # remove the rows with one kind of damage at a time, because a check relies on those before it
+    # remove one kind of damage at a time, because each check relies on the checks before it
     while bad := next(filter(None, _checks(fields, most)), None):
         reasons |= {int(rows[row]): reason for row, reason in bad.items()}
         keep = ~np.isin(np.arange(len(rows)), list(bad))
@@ -81,7 +84,7 @@ class RowSource(ListedSource):
     def _set_objects(self, table: Any, column: str | None, classes: Classes, box_format: BoxFormat) -> None:
         """Set the objects and the kinds of targets.
 
-        ``column``: the objects, in the Arrow ``table`` of all rows; None: no objects.
+        ``table``: an Arrow table of all rows. ``column``: the name of its column of objects; None: no objects.
         """
         if column is not None:
             mapping = None if classes is None else class_mapping(classes)
@@ -116,7 +119,10 @@ class RowSource(ListedSource):
 
 
 def _sizes(table: Any) -> NDArray[np.int64] | None:
-    """(height, width) of each row, int64 [N, 2], if the table has both as whole numbers; 0 where one is null."""
+    """(height, width) of each row's image, int64 [N, 2]; None unless the table has whole numbers for both.
+
+    A row whose height or width is null or too large has a 0.
+    """
     import pyarrow
 
     columns = [table.column(name) for name in ("height", "width") if name in table.column_names]
@@ -127,7 +133,10 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
 
 
 def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
-    """Class names of a column, or of its objects. ``datasets`` writes them to a schema's metadata; None: not there."""
+    """Class names of a column that ``datasets`` wrote to the schema's metadata; None if there are no names.
+
+    ``objects``: True: the names are for the labels of the column's objects; False: for the values of the column.
+    """
     try:
         feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
         if objects:
@@ -150,12 +159,15 @@ class _Field(NamedTuple):
     """One field, such as boxes, of the objects of some rows."""
 
     name: str
-    counts: NDArray[np.int64]  # objects of each row; -1: null
-    values: Any  # Arrow array [objects]
+    counts: NDArray[np.int64]  # number of objects in each row; -1 for a null
+    values: Any  # Arrow array with one entry per object
 
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """The column name and the Arrow type of one object, by field of a Target. Both are empty for other types."""
+    """The column name of each field of a Target, and the Arrow type of one object's value.
+
+    Both dicts are empty if ``kind`` is neither a struct of lists nor a list of structs.
+    """
     import pyarrow
 
     types = pyarrow.types
@@ -188,7 +200,7 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
         good |= field not in ("labels", "ids", "crowd") and types.is_floating(inner)
         good |= (field == "labels" and _is_text(inner)) or types.is_null(inner)
         if field == "ids" and not good:
-            del names[field]  # such as text; ids are optional
+            del names[field]  # ids are optional, so ids of another type, such as text, are ignored
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
     flatten = pyarrow.compute.list_flatten
@@ -201,9 +213,9 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
 
 
 def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, str]]:
-    """For each kind of damage, the rows that have it, and why they cannot be used.
+    """Check for one kind of damage after another. Each check yields the damaged rows, and why they cannot be used.
 
-    Each check is valid only if those before it have found nothing.
+    A check is valid only if the checks before it have found no damage.
     """
     boxes = fields["boxes"]
     for part in fields.values():
@@ -261,7 +273,7 @@ def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
 
 
 def _points(lengths: NDArray[np.int64]) -> int:
-    """Length of an object's list of keypoints: the most frequent one above 0; 0 if no object has keypoints."""
+    """The most frequent length above 0 of an object's list of keypoints; 0 if no object has keypoints."""
     return int(np.bincount(lengths[lengths > 0]).argmax()) if (lengths > 0).any() else 0
 
 
@@ -274,7 +286,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _lengths(values: Any) -> NDArray[np.int64]:
-    """Number of entries of each list; -1: null."""
+    """Number of entries of each list; -1 for a null."""
     import pyarrow.compute
 
     if not _is_list(values.type):  # the type is null
@@ -284,7 +296,7 @@ def _lengths(values: Any) -> NDArray[np.int64]:
 
 
 def _amounts(values: Any) -> NDArray[np.int64]:
-    """How many numbers the keypoints of each object have; -1: null; -2: a point does not have 3 numbers."""
+    """How many numbers the keypoints of each object have; -1 for a null; -2 if a point does not have 3 numbers."""
     import pyarrow.compute
 
     lengths = _lengths(values)
@@ -297,7 +309,7 @@ def _amounts(values: Any) -> NDArray[np.int64]:
 
 
 def _flat(values: Any) -> Any:
-    """The numbers of all entries, in order."""
+    """The numbers in all nested lists, as one flat Arrow array."""
     import pyarrow.compute
 
     while _is_list(values.type):
@@ -310,10 +322,10 @@ def _nulls(values: Any) -> NDArray[np.bool_]:
 
 
 def _floats(values: Any) -> NDArray[np.float64]:
-    """float64; NaN for null."""
+    """The values as float64. A null becomes NaN."""
     return np.array(values.cast("float64").to_numpy(zero_copy_only=False), dtype=np.float64)
 
 
 def _whole(values: Any) -> NDArray[np.int64]:
-    """int64; -1 for null, and for numbers above its range."""
+    """The values as int64. A null becomes -1, and a uint64 above the range becomes negative."""
     return np.array(values.cast("int64", safe=False).fill_null(-1).to_numpy(zero_copy_only=False))

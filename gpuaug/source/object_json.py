@@ -1,4 +1,4 @@
-"""Objects of one image as JSON: a list of COCO's annotations, or columns."""
+"""Parses JSON with the objects of one image: a list of COCO's annotations, or columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuaug.source.files import LARGEST_TEXT
 
 BoxFormat = Literal["xywh", "xyxy"]
 
-# The possible names of each column: those of COCO, then that of gpuaug.Target. The first name that exists is used.
+# The names that each field of a Target may have in the data. The first of them that exists is used.
 NAMES: dict[str, tuple[str, ...]] = {
     "boxes": ("bbox", "boxes"),
     "labels": ("category_id", "category", "label", "labels"),
@@ -23,8 +23,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "area": ("area",),
     "ids": ("id", "ids"),
 }
-REQUIRED = ("boxes", "labels")  # each object of a sample must have a box; a label too, if one object has a label
-LISTS = ("objects", "annotations")  # fields that hold the objects
+REQUIRED = ("boxes", "labels")  # every object must have a box. If one object has a label, every object must have one
+LISTS = ("objects", "annotations")  # possible names of the field that holds the objects
 
 
 def column_names(given: Collection[str]) -> dict[str, str]:
@@ -34,7 +34,7 @@ def column_names(given: Collection[str]) -> dict[str, str]:
 
 
 def corners(boxes: NDArray[np.float64], name: str, box_format: BoxFormat) -> NDArray[np.float64]:
-    """Boxes [n, 4] as (x1, y1, x2, y2). A column named ``bbox`` has the given format, ``boxes`` always has corners."""
+    """Boxes [n, 4] as (x1, y1, x2, y2). Only a field named ``bbox`` is converted."""
     if name == "bbox" and box_format == "xywh":
         boxes = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
     return boxes
@@ -52,11 +52,11 @@ def parse(
     Args:
         data: the JSON.
         num_keypoints: number of keypoints of an object; None: keypoints are ignored.
-        classes: numbers of the classes by name.
-        box_format: the format of a column ``bbox``.
+        classes: class numbers by name; None: labels must be numbers.
+        box_format: the format of a field ``bbox``.
 
     Raises:
-        ValueError: if the JSON cannot be used; the text says why.
+        ValueError: if the JSON cannot be used. The message says why.
 
     >>> parse(b'[{"bbox": [10, 20, 30, 40], "category_id": 2}]')["boxes"]
     array([[10., 20., 40., 60.]])
@@ -90,7 +90,7 @@ def parse(
 
 
 def _size(value: Any) -> tuple[int, int] | None:
-    """(height, width) of the JSON or of its field ``image``; None if neither has both."""
+    """The image's (height, width), from the JSON or its field ``image``; None if neither has both numbers."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("image"), dict) and not ("width" in value and "height" in value):
@@ -104,7 +104,7 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """The columns by field of a Target, all of the same length, and their names in the JSON."""
+    """The columns and their names in the JSON, by field of a Target. All columns have the same length."""
     inner = value
     if isinstance(value, dict):
         inner = next((value[name] for name in LISTS if name in value), value)
@@ -141,7 +141,7 @@ def _from_rows(rows: list[Any]) -> tuple[dict[str, list[Any]], dict[str, str]]:
 def _numbers(values: list[Any], name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
     try:
         array = np.asarray(values) if values else np.zeros(shape)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # the lists differ in length
         array = np.zeros(0, dtype=object)
     if array.dtype.kind not in "iuf" or array.shape != shape:
         wanted = "a number" if len(shape) == 1 else f"{shape[1]} numbers"
@@ -169,7 +169,7 @@ def _labels(values: list[Any], name: str, classes: Mapping[str, int] | None) -> 
 
 
 def _keypoints(values: list[Any], count: int) -> NDArray[np.float64]:
-    """float64 [n, K, 3]; zeros where an object has none."""
+    """Keypoints of n objects, float64 [n, K, 3]. An object without keypoints has zeros."""
     points = np.zeros((len(values), count, 3))
     for k, value in enumerate(values):
         if value is None:

@@ -24,7 +24,7 @@ class ObjectTable:
 
     Args:
         counts: number of objects of each sample.
-        boxes: float [N, 4], (x1, y1, x2, y2) in pixels; None: only keypoints.
+        boxes: float [N, 4], (x1, y1, x2, y2) in pixels; None: objects have only keypoints.
         labels: int [N].
         keypoints: float [N, K, 3], or None.
         crowd: bool [N]; None: no object is a crowd.
@@ -92,15 +92,15 @@ class ObjectTable:
 
 
 class Damaged:
-    """The samples whose objects cannot be used, and the reasons. Their number is logged.
+    """The samples whose objects cannot be used, and the reasons. Logs the number of these samples.
 
     Args:
-        reasons: why, by sample number.
+        reasons: why the objects of a sample cannot be used, by sample number.
         total: number of all samples.
         place: name of the source, for messages.
 
     Raises:
-        SourceError: if no sample is left.
+        SourceError: if no sample has usable objects.
     """
 
     def __init__(self, reasons: Mapping[int, str], total: int, *, place: str) -> None:

@@ -35,14 +35,14 @@ Size = int | str
 
 
 class PackedSource(ListedSource):
-    """The folder of `gpuaug pack`, with the keys, labels, classes and targets of the packed source.
+    """Reads the folder that `gpuaug pack` wrote, with the keys, labels, classes and targets of the packed source.
 
     Samples are numbered 0 .. N - 1 in the order of the packed source. uint8 arrays are memory-mapped, and `decode`
-    crops views from them without a copy. Workers would copy every batch into shared memory. So the default for uint8
-    arrays is ``num_workers=0``.
+    crops views from them without a copy. The default for uint8 arrays is ``num_workers=0``, because workers would copy
+    every batch into shared memory.
 
-    If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``, in pixels of the packed image.
-    If it had extra values, a sample is ``(bytes, label, extra)``.
+    If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``. Its coordinates are pixels of
+    the packed image. If the packed source had extra values, a sample is ``(bytes, label, extra)``.
 
     Args:
         root: the folder, or its URL. A URL is not memory-mapped; only the needed byte ranges are read.
@@ -107,12 +107,12 @@ class PackedSource(ListedSource):
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
-        """``read_many(numbers)`` reads all at the same time: a list of samples or exceptions."""
+        """``read_many(numbers)`` reads several samples at the same time; returns a list of samples or exceptions."""
         return self._read
 
     @property
     def by_epoch(self) -> Rows | None:
-        """The source that the loader reads instead if the size depends on the epoch; else None."""
+        """The source that the loader reads instead of this one if the size depends on the epoch; else None."""
         return Rows(self) if len(self._schedule) > 1 else None
 
     def size_of(self, epoch: int) -> Size:
@@ -134,7 +134,7 @@ class PackedSource(ListedSource):
         return self.read_rows(numbers)
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """The sample of each of ``rows``, numbers of :class:`Rows`; an exception if it cannot be read."""
+        """The sample of each row number of :class:`Rows`, or an exception if the sample cannot be read."""
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)
@@ -144,7 +144,7 @@ class PackedSource(ListedSource):
             size, shard, begin, length = self._locate(row)
             try:
                 file = self._open(size, shard)
-                # start all disk reads at once; this takes 2 us per sample that is already in memory
+                # start all disk reads at once; this call takes 2 us if the sample is already in memory
                 start = begin - begin % mmap.PAGESIZE
                 file.madvise(mmap.MADV_WILLNEED, start, begin + length - start)
                 items.append(self._sample(row, memoryview(file)[begin : begin + length]))
@@ -153,7 +153,7 @@ class PackedSource(ListedSource):
         return items
 
     def _locate(self, row: int) -> tuple[Size, int, int, int]:
-        """Size, shard, first byte and number of bytes of a row: its image, followed by its mask."""
+        """Size, shard, first byte and number of bytes of a row. Its bytes are the image, then the mask."""
         position, number = divmod(row, self.total)
         size, (shard, _) = self.used[position], locate(self._first, number)
         begin, length = int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
@@ -162,7 +162,7 @@ class PackedSource(ListedSource):
         return size, shard, begin, length
 
     def _sample(self, row: int, data: Any) -> Any:
-        """Bytes, label and extra, from all bytes of a row; an exception if the extra is damaged."""
+        """The sample of a row: bytes, label, extra; an exception if its extra is damaged. ``data``: the row's bytes."""
         label, (position, number) = self._label_of(row), divmod(row, self.total)
         try:
             extra = () if self._extras is None else (json.loads(self._extras[number]),)
@@ -175,7 +175,7 @@ class PackedSource(ListedSource):
         return view[:length], replace(label, mask=view[len(view) - int(mask.numpy()[number]) :]), *extra
 
     def _label_of(self, row: int) -> Any:
-        """Label or targets of ``row``, one of :class:`Rows`. Reads nothing."""
+        """Label or Target of a row of :class:`Rows`, without reading a file."""
         position, number = divmod(row, self.total)
         label = super()._label_of(number)
         if not self.target_kinds:
@@ -238,7 +238,7 @@ class PackedSource(ListedSource):
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
     def _places(self, offsets: str, lengths: str) -> tuple[dict[Size, Tensor], dict[Size, Tensor]]:
-        """First byte and number of bytes of each sample in its shard, for every size."""
+        """For every size, the first byte in the shard and the number of bytes of each sample's image or mask."""
         begins, sizes = dict[Size, Tensor](), dict[Size, Tensor]()
         for size in self.used:
             begin = self._array(f"index/{size}.{offsets}.npy", np.int64, self.total)
@@ -292,7 +292,7 @@ class PackedSource(ListedSource):
         return tables
 
     def _renumbered(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Objects' class numbers in `source.classes`, converted by name."""
+        """The class numbers of objects, converted by class name to the numbers in `source.classes`."""
         names, mapping = self.manifest["classes"], self.class_to_idx
         if self.labels is not None or names is None or mapping is None or names == [*mapping]:
             return labels
@@ -306,7 +306,7 @@ class PackedSource(ListedSource):
             names = self.manifest["classes"] if "targets" in self.manifest else None
             if classes is not None and names is None:
                 raise ConfigError("this packed source has no labels. Remove `source.classes`.")
-            if names is not None:  # of objects
+            if names is not None:  # the classes of objects
                 self._set_classes(class_mapping(names if classes is None else classes))
             return
         values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]))
@@ -321,7 +321,7 @@ class PackedSource(ListedSource):
         schedule: list[tuple[int, Size]] = []
         for epoch, chosen in size.items() if isinstance(size, Mapping) else [(0, size)]:
             if isinstance(epoch, bool) or not str(epoch).isascii() or not str(epoch).isdecimal():
-                raise ConfigError(f"the keys of a mapping `source.size` must be epochs 0, 1, .... Found: {epoch!r}.")
+                raise ConfigError(f"the keys of a mapping `source.size` must be epochs, from 0 on. Found: {epoch!r}.")
             if isinstance(chosen, bool) or chosen not in self.sizes:
                 known = ", ".join(map(str, self.sizes))
                 raise ConfigError(f"`source.size` must be one of the packed sizes: {known}. Found: {chosen!r}.")
@@ -335,9 +335,10 @@ class PackedSource(ListedSource):
 
 
 class Rows(SourceView):
-    """The samples of a packed source at several sizes: row = (position of the size) * N + sample number.
+    """The N samples of a packed source at several sizes. A row is one sample at one size.
 
-    The row numbers of an epoch already contain its size, so workers do not need to know the epoch.
+    The row number is (position of the size) * N + sample number. So workers learn the size from the row number, and do
+    not need to know the epoch.
     """
 
     def __init__(self, source: PackedSource) -> None:
@@ -358,7 +359,10 @@ class Rows(SourceView):
         return item
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """A function from the (indices, repeats, valid) of a batch of this epoch to its rows, int64 [B]."""
+        """Return a function that gives the row numbers of a batch of this epoch, int64 [B].
+
+        Its arguments are ``indices``, ``repeats`` and ``valid`` of the batch.
+        """
         first = self.sizes.index(self.source.size_of(epoch)) * self.total
         return lambda indices, repeats, valid: indices + first
 

@@ -31,24 +31,30 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # threads that read footers and labels
 OPEN_FILES = 64  # files whose footers a process keeps
-WAVE_BYTES = 64 << 20  # remote row groups are collected until they need more bytes, then requested together
+WAVE_BYTES = 64 << 20  # remote row groups are collected until they exceed these bytes, then requested together
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
-LARGEST_GROUP = 4 << 30  # bytes of a row group, uncompressed
+LARGEST_GROUP = 4 << 30  # bytes; limit for an uncompressed row group
 
 
 class ParquetSource(RowSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
-    In a shuffled order, large row groups are slow: with 100 photographs per group, each sample reads all 100. (A tar
-    shard reads only one.) A sequential epoch reads each group once. The first epoch with ``cache=ram`` does too,
-    because the cache stores all images of a group when it is read.
+    In a shuffled order, large row groups are slow: with 100 photographs per group, reading one sample reads all
+    100. (A tar shard reads only the sample.) A sequential epoch reads each group once. So does the first epoch with
+    ``cache=ram``, because the cache stores all images of a group when the group is read.
 
     With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. Objects and labels are read at the start. The column
-    of objects is a struct of lists or a list of structs, as in Hugging Face's COCO. It has ``bbox`` (or ``boxes``:
-    x1, y1, x2, y2) and perhaps ``category`` (or ``category_id``, ``label``: class numbers or names), ``keypoints`` (x,
-    y, visibility of each point), ``iscrowd`` (or ``crowd``), ``area`` and ``id``. Other fields are ignored. Columns
-    ``width`` and ``height`` are the size of the image that the objects belong to. A damaged row is a fault when it is
-    read.
+    of objects is a struct of lists or a list of structs, as in Hugging Face's COCO, with these fields:
+
+    - ``bbox``, or ``boxes`` (x1, y1, x2, y2); the only required field
+    - ``category_id``, ``category``, ``label`` or ``labels``: class numbers or class names
+    - ``keypoints``: x, y and visibility of each point
+    - ``iscrowd`` or ``crowd``
+    - ``area``
+    - ``id`` or ``ids``
+
+    Other fields are ignored. The columns ``width`` and ``height`` are the size of the image that the objects belong to.
+    A damaged row becomes a fault when it is read.
 
     Args:
         root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
@@ -56,12 +62,12 @@ class ParquetSource(RowSource):
             that is neither ``mask`` nor in ``extra``.
         label: column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
             only ClassLabel of ``datasets``; ``none``: no labels. Class names are read from the files' metadata. With
-            ``mask``, ``objects`` or ``extra``, ``auto`` is ``label`` or ``labels`` if there is such a column.
+            ``mask``, ``objects`` or ``extra``, ``auto`` is ``label`` or ``labels``, or no labels if both are missing.
         mask: column of the encoded masks, of the same types as images; None: no masks.
         objects: column of the objects; None: no objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
-        extra: a column, such as ``caption``, whose value is the extra of each sample; or a list of columns, then the
-            extra is a dict. A sample is then ``(bytes, label, extra)``. None: no extras.
+        extra: a column, such as ``caption``. Its value in a row is the extra of that sample, and a sample is
+            ``(bytes, label, extra)``. With a list of columns, the extra is a dict. None: no extras.
         classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects.
         subset, exclude: as in :class:`FolderSource`.
         row_groups: number of recently used row groups that each process keeps in memory.
@@ -152,7 +158,7 @@ class ParquetSource(RowSource):
 
     def _reset(self) -> None:
         self._footer = lru_cache(maxsize=OPEN_FILES)(partial(_metadata, storage=self._storage))
-        self._groups: OrderedDict[int, Any] = OrderedDict()  # columns by row group: images, masks, extras
+        self._groups: OrderedDict[int, Any] = OrderedDict()  # by row group: its columns of images, masks and extras
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         starts, rows = self._starts.numpy(), dict[int, list[int]]()
@@ -166,13 +172,13 @@ class ParquetSource(RowSource):
                 else:
                     at = numbers[row] - int(starts[group])
                     items[row] = self._sample(numbers[row], *(column[at].as_py() for column in columns))
-        # without this call, Arrow's pool keeps several times the size of a group: 90 MiB per worker instead of 20 for
-        # groups of 4 MiB
+        # without this call, Arrow's memory pool keeps several times the size of a group: with groups of 4 MiB, a worker
+        # keeps 90 MiB instead of 20 MiB
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
     def group_bytes(self) -> int:
-        """Bytes of the images (and masks and extras) in the largest of 16 evenly spread row groups."""
+        """Uncompressed bytes of the largest column of images, masks or extras, in 16 evenly spread row groups."""
         sizes = [0]
         for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
             place = self._locate(group)
@@ -181,7 +187,7 @@ class ParquetSource(RowSource):
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
-        """Active samples in the row group of sample ``index``, int64 ``[n]``; none if the group is not in memory."""
+        """Active samples in the row group of sample ``index``, int64 [n]; empty if the group is not in memory."""
         group, _ = locate(self._starts, index)
         if group not in self._groups:
             return np.zeros(0, dtype=np.int64)
@@ -192,7 +198,7 @@ class ParquetSource(RowSource):
         return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """The columns of each row group, or an error. Groups in memory come first, because reading may remove them."""
+        """Yield each group and its columns, or an error. Groups in memory come first, as reading may remove them."""
         missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:
@@ -237,19 +243,19 @@ class ParquetSource(RowSource):
         file = self._files[number]
         try:
             meta = self._footer(file)
-        except SourceError as error:  # only its samples fail: the file was readable at the start
+        except SourceError as error:  # the file was readable at the start, so only its samples fail
             raise ReadError(str(error)) from error
         parts = {part: None for column in self._columns for part in _ranges(file, meta, inside, column)}
         return _Group(meta, file, inside, joined(parts))
 
 
 class _Group(NamedTuple):
-    """A row group: the file's footer, the file, the group's number in the file, the byte ranges of its columns."""
+    """A row group of a file."""
 
-    meta: Any
+    meta: Any  # footer of the file
     file: FileInfo
-    number: int
-    parts: list[Range]
+    number: int  # of the group in the file
+    parts: list[Range]  # byte ranges of the columns to read
 
 
 class _RangeFile(io.RawIOBase):
@@ -334,7 +340,7 @@ def _columns(schema: Any) -> str:
 def _image_column(
     schema: Any, name: str | None, place: str, *, besides: Collection[str | None] = (), key: str = "source.image"
 ) -> str:
-    """Path of the image column, such as ``image.bytes``. It cannot be one of the columns ``besides``."""
+    """Path of the image column, such as ``image.bytes``. The columns in ``besides`` are not considered."""
     known = {field.name: path for field in schema if (path := _bytes_column(field)) and field.name not in besides}
     if name is None and len(known) != 1:
         text = f"set `source.image`: {len(known)} columns of {place!r} have bytes. All columns: {_columns(schema)}."
@@ -408,7 +414,7 @@ def plain_values(column: Any, place: str) -> Any:
 
 
 def _has(column: str, part: Any) -> bool:
-    """Whether a part of a row group belongs to a column. A column of lists or structs has several parts below it."""
+    """Whether a part of a row group belongs to a column. A column of lists or structs may have several parts."""
     return f"{part.path_in_schema}.".startswith(f"{column}.")
 
 
@@ -432,9 +438,9 @@ def _images(place: _Group, column: str, data: _RangeFile) -> Any:
     """The encoded images (or masks, or extra values) of a row group: an Arrow column."""
     images = _open(data, place.meta).read_row_group(place.number, columns=[column], use_threads=False).column(0)
     if len(images) != (rows := place.meta.row_group(place.number).num_rows):
-        raise ReadError(f"it has {len(images)} of {rows} rows")
+        raise ReadError(f"it has {len(images)} rows instead of {rows}")
     is_struct = column.endswith(".bytes") and str(images.type) not in BYTES
-    return images.flatten()[0] if is_struct else images  # the struct has only this field
+    return images.flatten()[0] if is_struct else images  # the field `bytes`, because only this field was read
 
 
 def _open(data: _RangeFile, meta: Any) -> Any:

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 from gpuaug.errors import ConfigError
 
-MOST_FILES = 1_000_000  # limit for one pattern with braces
+MOST_FILES = 1_000_000  # largest number of files that one pattern with braces may name
 
 
 def is_url(path: Any) -> bool:
@@ -44,7 +44,7 @@ def join(root: str, key: str) -> str:
     """The path or URL of a key below ``root``. Check untrusted keys with :func:`is_safe` first."""
     if not is_url(root):
         return os.path.join(root, key)
-    if root.startswith(("http://", "https://")):  # web URLs must be quoted, object stores take keys as they are
+    if root.startswith(("http://", "https://")):  # keys are quoted in web URLs, but not for object stores
         key = quote(os.fsencode(key))
     return f"{root}/{key}"
 

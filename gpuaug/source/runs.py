@@ -14,11 +14,17 @@ MAGIC = b"GPUAUGRL"
 def encode(objects: NDArray[Any]) -> bytes:
     """Run-length bytes of a map of object numbers.
 
-    The bytes are ``GPUAUGRL``, uint32 height, width and number of runs, then int32 values [runs], then uint32 lengths
-    [runs]. All numbers are little endian; runs go row by row and may continue into the next row.
+    The bytes are, in this order:
+
+    - ``GPUAUGRL``
+    - uint32 [3]: height, width, number of runs
+    - int32 [runs]: the object number of each run
+    - uint32 [runs]: the number of pixels of each run
+
+    All numbers are little endian. Runs go row by row, and a run may continue into the next row.
 
     Args:
-        objects: integers [H, W], at least one pixel; 0 is no object, k + 1 is object k.
+        objects: integers [H, W] with at least one pixel. 0 means no object, k + 1 means object k.
 
     >>> len(encode(np.zeros((480, 640), dtype=np.int32)))
     28

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
-MOST_PIXELS = 178_956_970  # of one map; Pillow refuses larger images too
-# the first packed number: run lengths as numbers, run lengths as COCO's text; any other is the number of polygons
+MOST_PIXELS = 178_956_970  # limit for a map; Pillow refuses larger images too
+# The first packed number. COUNTS: run lengths as numbers follow. TEXT: run lengths as COCO's text follow. Any other
+# value: the number of polygons that follow.
 COUNTS, TEXT = 2**32 - 1, 2**32 - 2
-LONGEST_OUTLINE = 1 << 22  # pixels: total length around all polygons of an object
-BLOCK = 4096  # objects whose packed bytes are Python objects at the same time
-LONGEST_CODE = 7  # characters of one number in COCO's text: 35 bits
+LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
+BLOCK = 4096  # number of objects that are packed at a time, to save memory
+LONGEST_CODE = 7  # largest number of characters of a number in COCO's text; they hold 35 bits
 
 
 def import_pycocotools() -> Any:
@@ -32,7 +33,7 @@ def import_pycocotools() -> Any:
 
 
 class Segmentations:
-    """Outlines of N objects, in the order of a table of objects.
+    """Outlines of N objects, in the order of their ``ObjectTable``.
 
     Args:
         values: the outline of each object, as parsed from JSON: a list of polygons [x, y, x, y, ...], run lengths
@@ -54,9 +55,9 @@ class Segmentations:
         Where objects overlap, the one with fewer pixels is on top. Crowds are below all others.
 
         Args:
-            begin, end: the image's objects.
+            begin, end: the image's objects are begin .. end - 1.
             size: (height, width) of the image.
-            crowd: [end - begin], whether an object is a crowd; None: none is.
+            crowd: [end - begin], whether an object is a crowd; None: no object is.
             ids: [end - begin], the annotations' ids, for messages.
 
         Returns:
@@ -85,7 +86,7 @@ class Segmentations:
 
 
 def _pack(value: Any) -> bytes:
-    """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text. b"": no outline."""
+    """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text; b"" for no outline."""
     try:
         if isinstance(value, dict):
             return _pack_runs(value)
@@ -121,7 +122,7 @@ def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], ND
         counts = _counts(_rasterize(packed, kind, height, width))
     else:
         if (size := struct.unpack_from("<2I", packed, 4)) != (height, width):
-            raise ValueError(f"is for an image of {size[0]} x {size[1]} pixels, but this has {height} x {width}")
+            raise ValueError(f"is for an image of {size[0]} x {size[1]} pixels, but this image has {height} x {width}")
         counts = (
             _counts(packed[12:]) if kind == TEXT else np.frombuffer(packed, dtype="<u4", offset=12).astype(np.int64)
         )
@@ -132,7 +133,7 @@ def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], ND
 
 
 def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
-    """COCO's text of the pixels inside any of the polygons."""
+    """Run lengths of the pixels inside any of the polygons, as COCO's text."""
     lengths = np.frombuffer(packed, dtype="<u4", count=rings, offset=4)
     points = np.frombuffer(packed, dtype="<f4", offset=4 + 4 * rings).astype(np.float64)
     if (lengths < 6).any() or (lengths % 2).any():
@@ -143,7 +144,7 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
     mask = import_pycocotools()
     polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
     around = sum(float(np.abs(ring - np.roll(ring, 2)).reshape(-1, 2).max(axis=1).sum()) for ring in polygons)
-    if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel, and crashes without memory
+    if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel, and crashes if memory runs out
         raise ValueError(f"must have outlines of at most {LONGEST_OUTLINE} pixels. Found: {around:.0f}")
     encoded = mask.frPyObjects(polygons, height, width)
     return bytes((encoded[0] if rings == 1 else mask.merge(encoded))["counts"])
@@ -152,8 +153,8 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
 def _counts(text: bytes) -> NDArray[np.int64]:
     """Run lengths from COCO's text, as ``rleFrString`` in pycocotools' maskApi.c reads it, but with checks.
 
-    Each character holds 5 bits of a number. From index 3 on, the text has the difference to the number two places
-    before.
+    Each character holds 5 bits of a number. From index 3 on, the text has the difference of a number from the
+    number two places before it.
     """
     codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64) - 48
     if not len(codes) or (codes < 0).any() or (codes > 63).any() or codes[-1] & 32:

@@ -1,4 +1,4 @@
-"""WebDataset tar shards with random access. An index stores each image's position, so a sample is one range read."""
+"""WebDataset tar shards with random access. An index stores each image's position, so a sample takes one read."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ log = logging.getLogger("gpuaug")
 
 _ADJACENT = "Members of a sample must stand next to each other, with the same name up to its first dot."
 INDEX_THREADS = 8  # shards that are indexed at the same time
-PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing: one request per small member would be slow
-LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard: large pieces would read much more than the headers
+PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing, because a request per member would be slow
+LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard, because large pieces would read much besides headers
 
 
 class ShardSource(ListedSource):
@@ -50,23 +50,30 @@ class ShardSource(ListedSource):
     are read again. Hidden members are ignored. Samples without image or label are left out, with one warning. Members
     with equal names that are not adjacent are different samples, with the keys ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
 
-    With ``masks`` or ``objects``, a sample is ``(bytes, Target)``. Its members are read together if they lie next to
-    each other. The member with the objects is JSON. It is a list of annotations as in COCO, or a mapping that has this
-    list in the field ``objects`` or ``annotations``::
+    With ``masks`` or ``objects``, a sample is ``(bytes, Target)``. Members of a sample that lie next to each
+    other are read together. The member with the objects is JSON: a list of annotations as in COCO, or a mapping that
+    has such a list in the field ``objects`` or ``annotations``::
 
         {"width": 640, "height": 480, "objects": [{"bbox": [x, y, width, height], "category_id": 3}]}
 
-    Columns may replace the list, alone or in such a field::
+    Instead of the list, the JSON or this field may hold columns::
 
         {"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}
 
-    Fields of an object are ``bbox`` (or ``boxes``: x1, y1, x2, y2), ``category_id`` (or ``category``, ``label``,
-    ``labels``: numbers, or names in ``classes``), ``keypoints`` (x, y, visibility of each point), ``iscrowd`` (or
-    ``crowd``), ``area``, and ``id`` (or ``ids``). Only boxes are required, and other fields are ignored. Any other JSON
-    makes its sample a fault when it is read. Coordinates are pixels of an image of ``width`` and ``height``.
+    An object has these fields:
+
+    - ``bbox``, or ``boxes`` (x1, y1, x2, y2); the only required field
+    - ``category_id``, ``category``, ``label`` or ``labels``: numbers, or names in ``classes``
+    - ``keypoints``: x, y and visibility of each point
+    - ``iscrowd`` or ``crowd``
+    - ``area``
+    - ``id`` or ``ids``
+
+    Other fields are ignored. Coordinates are pixels of an image of ``width`` and ``height``. A sample whose JSON cannot
+    be used becomes a fault when it is read.
 
     Args:
-        root: the shards: a path or URL, with braces (``data/train-{000..099}.tar``) or without; a list; or a folder.
+        root: a shard's path or URL, possibly with braces (``data/train-{000..099}.tar``), a list of them, or a folder.
         labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. ``json`` also finds
             ``a.meta.json``. ``auto`` is ``none`` if ``masks`` or ``objects`` is set, else ``cls``.
         label_key: field of a .json label, with dots for nested fields: ``a.b``.
@@ -163,7 +170,7 @@ class ShardSource(ListedSource):
             self.target_kinds = frozenset(name for name, value in kinds.items() if value is not None)
         self.extra = fields_of(extra)
         self._extras = tuple(name.lower().lstrip(".") for name in self.extra.names) if self.extra else ()
-        self._count = 1 + len(self._members) + len(self._extras)  # of members that are read
+        self._count = 1 + len(self._members) + len(self._extras)  # number of members of a sample that are read
 
     def _check_samples(self, parts: list[_Part], rule: _Rule, extensions: Sequence[str]) -> None:
         """Raise SourceError if there are no samples, or none has the member of an extra. Warn of incomplete samples."""
@@ -179,7 +186,7 @@ class ShardSource(ListedSource):
                 reason = "only samples have that are left out" if name in other else "no sample has"
                 raise SourceError(
                     f"`source.extra` must name members beside the images of {place!r}. "
-                    f"Found: {name!r}, which {reason}. {_ADJACENT} Extensions there: {some(other)}."
+                    f"Found: {name!r}, which {reason}. {_ADJACENT} Extensions found: {some(other)}."
                 )
 
     def _label_of(self, index: int) -> Any:
@@ -203,7 +210,7 @@ class ShardSource(ListedSource):
         images = places[: 1 if self.masks is None else 2]  # only these are checked for an image's first bytes
         ranges = (
             Range(shard.path, *place, shard.version, image=0 if place in images else None)
-            for place in {*places}  # one member may be an extra and the objects
+            for place in {*places}  # a set, because one member may be an extra and the objects
             if place[1]
         )
         return joined(ranges, most=LARGE)
@@ -248,7 +255,7 @@ class ShardSource(ListedSource):
 
 
 def _member(data: list[tuple[int, bytes]], begin: int, size: int) -> bytes | None:
-    """A member's bytes. ``data``: the sample's bytes, with their positions. None: the sample lacks the member."""
+    """A member's bytes; None if the sample lacks the member. ``data``: positions and bytes that were read."""
     if not size:
         return b"" if begin else None
     at, piece = next((at, piece) for at, piece in data if at <= begin and begin + size <= at + len(piece))
@@ -274,15 +281,15 @@ class _Part(NamedTuple):
 
     line: bytes  # this shard's line in the index file
     keys: Names
-    offsets: NDArray[np.int64]  # per sample: those of its image, its mask, its objects and its extras; 0: no extra
+    offsets: NDArray[np.int64]  # per sample: image, then mask, objects and extras; 0 for a missing extra
     sizes: NDArray[np.int32]
     labels: Names
     dropped: int  # number of samples without image, label, mask or objects
-    left_out: list[str]  # the first of these samples
-    other: list[str]  # extensions of the members of these samples, and of samples without an extra
+    left_out: list[str]  # names of the first few dropped samples
+    other: list[str]  # extensions of the members of dropped samples, and of samples without an extra
 
 
-# -- the index file: first a line with its checksum, then one line of JSON per shard
+# -- the index file: the first line is a checksum of the rest, which has one line of JSON per shard
 
 
 def _index(
@@ -294,7 +301,8 @@ def _index(
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    if folder is None and not is_url(root):  # beside the shards. The name has no root, so the folder can be moved
+    # store it beside local shards. The name does not depend on the root, so the folder can be moved
+    if folder is None and not is_url(root):
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
     storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
     versions = [(name, shard.size, shard.version) for name, shard in zip(names, shards, strict=True)]
@@ -305,7 +313,7 @@ def _index(
                 os.makedirs(cache, exist_ok=True)
                 stack.enter_context(locked(os.path.join(cache, "index.lock")))
             except OSError as error:
-                log.debug("index: cannot lock it, so every process builds its own: %s", error)
+                log.debug("index: its lock file cannot be used, so every process builds the index: %s", error)
             known |= _load(paths, rule)
             new = [(shard, version) for shard, version in zip(shards, versions, strict=True) if version not in known]
             if new:
@@ -362,7 +370,7 @@ def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
     texts, numbers = [entry[c] for c in ("keys", "labels", "left_out", "other")], [entry["offsets"], entry["sizes"]]
     are_texts = all(isinstance(column, list) and set(map(type, column)) <= {str} for column in texts)
     if not are_texts or not all(set(map(type, column)) <= {int} for column in [*numbers, [entry["dropped"]]]):
-        raise ValueError("a field has another type")
+        raise ValueError("a field has the wrong type")
     keys, labels = texts[:2]
     # not shared: shared memory would need a file descriptor for each shard
     names = (Names.of([[text.encode(errors="surrogateescape") for text in x]], shared=False) for x in (keys, labels))
@@ -404,7 +412,7 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
             if member is not None and member.size > most:
                 raise SourceError(
                     f"shard {place!r}: {os.fsdecode(member.name)!r} has {member.size} bytes. Members must have at most "
-                    f"{LARGEST_FILE} bytes, and labels at most {PIECE_BYTES}. Write it smaller, or leave it out."
+                    f"{LARGEST_FILE} bytes, and labels at most {PIECE_BYTES}. Write a smaller member, or leave it out."
                 )
         entry["keys"].append(os.fsdecode(_unique(wanted[0].name, times)))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]

@@ -32,7 +32,7 @@ _ERROR_TEXT = re.compile(rb'<(?:Code|Message)>([^<]*)<|"message":\s*"([^"]*)"')
 
 
 class StatusError(Exception):
-    """A request that failed. ``status`` is the HTTP status of the answer, or 0 without a usable answer."""
+    """A request that failed. ``status`` is the HTTP status of the answer, or 0 if there was no usable answer."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -40,13 +40,13 @@ class StatusError(Exception):
 
 
 class Get(NamedTuple):
-    """A request: quoted URL, first byte, number of bytes (None: to the end), maximum bytes, seconds for one try."""
+    """A GET request for a file, or for a range of it."""
 
-    url: str
-    begin: int
-    size: int | None
-    limit: int
-    seconds: float
+    url: str  # quoted
+    begin: int  # first byte
+    size: int | None  # number of bytes; None: up to the end of the file
+    limit: int  # maximum number of bytes of the answer
+    seconds: float  # time limit
 
 
 class Login(NamedTuple):
@@ -61,10 +61,11 @@ class Curl:
     """Sends GET requests with one login over connections that stay open. A forked process must create its own Curl.
 
     Args:
-        connections: maximum number of open connections, and so of requests at a time.
+        connections: maximum number of open connections. Each serves one request at a time.
         login: returns the credentials; called before every request.
-        options: libcurl's options, as pycurl's option numbers and their values.
-        encoded: whether to accept answers with a ``Content-Encoding``. S3 stores this header with an object.
+        options: libcurl's options: a mapping from pycurl's option number to the value.
+        encoded: whether to accept answers with a ``Content-Encoding``. With object stores, this header may be part of
+            the stored object and is no reason to refuse it.
 
     Raises:
         ImportError: if pycurl is not installed.
@@ -89,8 +90,9 @@ class Curl:
     def read(self, now: Sequence[Get], then: Sequence[Get] = ()) -> list[bytes | Exception]:
         """Return the body of each request in ``now``, or an exception. Also start ``then`` on free connections.
 
-        The next call returns the answers to ``then``. If a file ends inside a range, the body is shorter. The exception
-        is a FileNotFoundError, PermissionError, TimeoutError, ReadError, StatusError, or an OSError with errno EFBIG.
+        The answers to ``then`` are kept for the next call. If a file ends inside a range, the body is shorter. The
+        exception is a FileNotFoundError, PermissionError, TimeoutError, ReadError or StatusError, or an OSError with
+        errno EFBIG or EINVAL.
         """
         with self._lock:
             try:
@@ -123,7 +125,7 @@ class Curl:
         self._done = {get: answer for get, answer in self._done.items() if get in wanted}
         begun = time.monotonic()
         for get, transfer in self._busy.items():
-            if get in wanted:  # a request that was prefetched: its timeout begins now
+            if get in wanted:  # the request was prefetched, so its timeout begins now
                 transfer.deadline = begun + get.seconds
         todo = deque(get for get in wanted if get not in self._busy and get not in self._done)
         missing = set(now)
@@ -205,7 +207,7 @@ class _Transfer:
         self.easy = easy = c.Curl()
         easy.transfer = self
         easy.setopt(c.NOSIGNAL, 1)
-        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # one request per connection: none waits for another
+        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # a connection has one request at a time, so none waits
         easy.setopt(c.PROTOCOLS, c.PROTO_HTTP | c.PROTO_HTTPS)
         easy.setopt(c.BUFFERSIZE, BUFFER_BYTES)
         easy.setopt(c.USERAGENT, "gpuaug")

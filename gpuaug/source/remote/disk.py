@@ -51,7 +51,7 @@ class Disk:
             ) from error
 
     def get(self, name: str) -> bytes | None:
-        """The bytes stored by this name; None if they are missing or damaged."""
+        """The bytes stored under this name; None if they are missing or damaged."""
         path = self._path(name)
         try:
             with open(path, "rb") as file:
@@ -60,23 +60,23 @@ class Disk:
             return None
         data = entry[_HEAD.size :]
         if len(entry) < _HEAD.size or _HEAD.unpack_from(entry) != (_MAGIC, len(data), zlib.crc32(data)):
-            with suppress(OSError):  # the machine lost power, or another program wrote the file
+            with suppress(OSError):  # damaged, because the machine lost power or another program wrote the file
                 os.unlink(path)
             return None
         with suppress(OSError):
-            os.utime(path)  # for eviction, because most disks are mounted without access times
+            os.utime(path)  # eviction uses this time, because most disks are mounted without access times
         return data
 
     def has(self, name: str) -> bool:
-        """Whether bytes are stored by this name. Does not read them."""
+        """Whether bytes are stored under this name. Does not read them."""
         return os.path.exists(self._path(name))
 
     def put(self, entries: Sequence[tuple[str, bytes]]) -> None:
-        """Store entries that fit. If the disk cannot be written, log one warning."""
+        """Store pairs (name, bytes), except those above the limit. If the disk cannot be written, log one warning."""
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 known = os.pread(lock, 9, 0)
-                os.pwrite(lock, b"?", 0)  # if this process is killed, the next one sees 1 byte and recounts
+                os.pwrite(lock, b"?", 0)  # if this process is killed, the next one finds 1 byte here and counts again
                 os.ftruncate(lock, 1)
                 used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
                 for name, data in entries:
@@ -98,7 +98,7 @@ class Disk:
         entries = []
         for path in glob.iglob(os.path.join(glob.escape(self.folder), "*", "*"), include_hidden=True):
             with suppress(OSError):
-                if path.endswith(".part"):  # left by a killed writer: only this process may write now
+                if path.endswith(".part"):  # a killed process left it; no other process writes now
                     os.unlink(path)
                     continue
                 status = os.lstat(path)
@@ -113,7 +113,7 @@ class Disk:
         return used
 
     def _path(self, name: str) -> str:
-        # the file's name is a hash, because no entry may be outside the folder
+        # the file's name is a hash, so that no entry can be outside the folder
         word = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
         return os.path.join(self.folder, word[:2], word[2:])
 

@@ -19,7 +19,7 @@ from gpuaug.source.remote.curl import StatusError
 
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "az": "adlfs", "abfs": "adlfs"}  # package by protocol
 VERSIONS = ["ETag", "etag", "generation", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified"]
-VERSIONS += ["mtime", "modified", "updated"]  # fields that show the version of a file, in any store
+VERSIONS += ["mtime", "modified", "updated"]  # fields, in any store, that change when a file changes
 # fsspec settings that do not change which bytes are read
 UNUSED = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"}
 UNUSED |= {"default_block_size", "default_fill_cache", "default_cache_type", "cache_regions", "max_concurrency"}
@@ -33,9 +33,10 @@ class Range(NamedTuple):
         path: local path or URL.
         begin: first byte.
         size: number of bytes; None: the whole file.
-        version: from a listing. A local file must still have this version. The disk cache stores versions separately.
-        image: expected size in bytes if this is an encoded image (0: unknown), None if it is not an image.
-        most: largest size in bytes; 0: 512 MiB for an image, 1 GiB for another file.
+        version: version of the file in a listing; "": not known. A local file must still have this version. The disk
+            cache stores each version separately.
+        image: for an encoded image, its expected size in bytes (0: not known); None: the range is not an image.
+        most: limit for the size in bytes; 0: 512 MiB for an image, 1 GiB for other data.
     """
 
     path: str
@@ -63,7 +64,7 @@ def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -
 
     protocol, settings = url.split("://", 1)[0], dict(options)
     if protocol in ("s3", "s3a"):
-        # botocore's default is ten connections. It must not retry: its pauses take seconds, and gpuaug retries itself
+        # botocore's default is ten connections. It must not retry, because its pauses take seconds and gpuaug retries
         config = {"max_pool_connections": max(10, connections), "retries": {"max_attempts": 0}}
         settings["config_kwargs"] = {**config, **(settings.get("config_kwargs") or {})}
     if protocol not in fsspec.available_protocols():
@@ -118,11 +119,11 @@ async def read(system: Any, threads: Executor | None, url: str, *, part: Range) 
         return await _read_http(system, part)
     end = None if part.size is None else part.begin + part.size
     if end is None and url.startswith(("s3:", "s3a:", "gs:", "gcs:")):
-        end = part.limit + 1  # limits the answer; without an end s3fs first requests the size
+        end = part.limit + 1  # the end limits the answer. Without it, s3fs would first request the size
     try:
         data = await _call(system, threads, "cat_file", system._strip_protocol(url), start=part.begin, end=end)
     except OSError as error:
-        if part.size is None and "range" in str(error).lower():  # the object is empty
+        if part.size is None and "range" in str(error).lower():  # the object is empty, so it has no such range
             return b""
         raise
     return check_size(data, part)

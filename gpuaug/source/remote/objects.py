@@ -1,7 +1,7 @@
 """Opens buckets of S3 and Google Cloud Storage, and web servers, for libcurl (:mod:`gpuaug.source.remote.curl`).
 
 Endpoint and credentials come from the fsspec file system. The file system also lists folders. If an option is set that
-libcurl does not support, the file system reads the files too.
+libcurl does not support, the file system also reads the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpuaug.source.remote.filesystem import UNUSED
 log = logging.getLogger("gpuaug")
 
 TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
-LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # longest use of a login; time between renewal and expiry
+LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # a login is used for at most 60 s, and renewed 300 s before it expires
 LOGIN_RETRY_S = 5.0  # pause after a failed login
 # options that libcurl supports, or that make no difference to it
 S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}
@@ -66,7 +66,8 @@ def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | Non
 def open_objects(system: Any, url: str, *, connections: int) -> Objects | None:
     """Open the bucket of a URL for libcurl, with the endpoint and credentials of fsspec's ``system``.
 
-    Returns None if only fsspec can read it: another store, an option that libcurl does not support, or no pycurl.
+    Returns None if only fsspec can read the bucket: libcurl does not support the store or an option, or pycurl is
+    missing.
     """
     scheme, rest = url.split("://", 1)
     bucket = rest.split("/", 1)[0]
@@ -125,7 +126,7 @@ def _check(options: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _s3(system: Any, bucket: str, connections: int) -> Objects:
-    """Open a bucket as s3fs and botocore do: with options, fsspec's configuration, environment, AWS's files, roles."""
+    """Open a bucket with the settings of s3fs (options, fsspec's configuration, environment, AWS's files, roles)."""
     import pycurl
 
     if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or SPECIAL.search(bucket):
@@ -146,7 +147,8 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
         endpoint = f"https://s3.{region}.amazonaws.com{amazon[1] or ''}"
     elif "amazonaws.com" in endpoint:
         raise _UnfitError(f"unsupported endpoint {endpoint}")
-    # as in botocore: certificates do not match a bucket with dots, and an IP address has no subdomains
+    # Like botocore, make the bucket a subdomain only if its name has no dots, because certificates would not match, and
+    # if the endpoint is not an IP address, because an IP address has no subdomains.
     virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
     root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
     lines = ("x-amz-request-payer: requester",) if system.requester_pays else ()
@@ -155,9 +157,9 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
     if system.anon:
         curl = Curl(connections=connections, login=lambda: Login(lines), options=options)
     else:
-        credentials = client._request_signer._credentials  # from options, or botocore's usual places
+        credentials = client._request_signer._credentials  # botocore found them in the options or its usual places
         if credentials is None:
-            raise _UnfitError("no credentials")  # the error of s3fs will list the places it searched
+            raise _UnfitError("no credentials")  # s3fs will raise an error that lists where it searched
 
         def ask() -> tuple[Login, datetime | None]:
             frozen = wait(credentials.get_frozen_credentials())
@@ -181,7 +183,7 @@ def _trust(verify: Any) -> dict[int, Any]:
 
 
 def _system_trust() -> dict[int, Any]:
-    """Options to trust this system's certificates. By default pycurl's own OpenSSL looks in other places."""
+    """Options to trust this system's certificates. Without them, pycurl's own OpenSSL looks elsewhere."""
     import pycurl
 
     known = ssl.get_default_verify_paths()
@@ -197,7 +199,7 @@ def _system_trust() -> dict[int, Any]:
 
 
 def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
-    """Region of a bucket. The server sends it even if it denies access."""
+    """Region of a bucket. The server sends the region even if it denies access."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -210,7 +212,7 @@ def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
 
 
 def _gcs(system: Any, bucket: str, connections: int) -> Objects:
-    """Open a bucket as gcsfs and google.auth do: with options, fsspec's configuration, environment, Google's files."""
+    """Open a bucket with the settings of gcsfs (options, fsspec's configuration, environment, Google's files)."""
     from google.auth.credentials import AnonymousCredentials
 
     _check(system.storage_options, GCS)

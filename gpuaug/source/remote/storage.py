@@ -1,4 +1,4 @@
-"""Reads ranges of local files and of URLs: many at a time, with retries, timeouts and a disk cache."""
+"""Reads ranges of local files and of URLs. Reads many URLs at a time, with retries, timeouts and a disk cache."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from gpuaug.source.remote.objects import Objects, open_objects
 
 log = logging.getLogger("gpuaug")
 
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try, doubled before each further try; its maximum
-GAP_BYTES = 1 << 16  # two ranges with a smaller gap are one request, because two requests take longer
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try; it doubles for each further try, up to the maximum
+GAP_BYTES = 1 << 16  # ranges with at most this gap become one request, because two requests take longer
 BYTES_PER_S = 1e6  # assumed speed of a slow connection, for timeouts
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # levels of folders; without a limit, a server that lists a folder in itself would never end
 BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
-_ABANDONED: list[Any] = []  # the parent's clients: closing them would wait for threads that do not exist after a fork
+_ABANDONED: list[Any] = []  # the parent's clients; closing them after a fork would wait for threads that do not exist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,11 @@ class Remote:
 
 
 class FileInfo(NamedTuple):
-    """A file of a listing: path, URL or key relative to the listed folder; size in bytes (-1: unknown); version."""
+    """A file of a listing."""
 
-    path: str
-    size: int
-    version: str
+    path: str  # path or URL; in a listing by :meth:`Storage.find`, relative to the listed folder
+    size: int  # bytes; -1: not known
+    version: str  # changes when the file changes
 
 
 class _Request(NamedTuple):
@@ -101,7 +101,7 @@ class _Request(NamedTuple):
 class Storage:
     """Reads and lists files, local or behind URLs.
 
-    A pickle holds the settings only. Every process opens its own connections, also after a fork.
+    A pickled Storage holds only the settings. Every process opens its own connections, also after a fork.
     """
 
     _next: list[Range]  # prefetch hints for the read after next
@@ -134,7 +134,7 @@ class Storage:
         return results
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Hint: small ranges that the read after next will need. Object stores send them in the background."""
+        """Announce ranges that the read after next will need. libcurl fetches small ones during the next read."""
         self._reset_after_fork()
         self._next = [
             x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
@@ -259,7 +259,7 @@ class Storage:
     # -- local files
 
     def _read_local(self, ranges: Sequence[Range]) -> tuple[list[Any], list[int]]:
-        """Results of local and of refused ranges, and the positions of the other ranges, which are remote."""
+        """Read local ranges. Returns the results (None for remote ranges), and the positions of remote ranges."""
         results: list[Any] = [None] * len(ranges)
         remote: list[int] = []
         held = 0  # bytes of large images so far
@@ -347,7 +347,8 @@ class Storage:
                     answers[i] = answer if i in rows else self._final(answer, requests[i], attempt)
                 if not rows:
                     break
-                # a random pause, because workers should not all retry at once; the global generator belongs to the user
+                # The pause is random, so that workers do not all retry at once. It does not use the global generator,
+                # because that belongs to the user.
                 pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
                 time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers
@@ -359,7 +360,7 @@ class Storage:
         return [x if isinstance(x, Exception) else filesystem.check_size(x, r.part) for r, x in replies if r.part]
 
     def _by_fsspec(self, requests: list[_Request]) -> list[Any]:
-        """Answers on fsspec's event loop. File systems without coroutines, such as HDFS, answer in threads."""
+        """Send requests on fsspec's event loop. File systems without coroutines, such as HDFS, run in threads."""
         from fsspec.asyn import get_loop
 
         system = requests[0].client
@@ -390,7 +391,10 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer, or the exception to return. ReadError after the last try, because the reader retries OSErrors."""
+        """The answer, or the exception to return after the last try.
+
+        An exception that a retry might avoid becomes a ReadError, because the reader would retry an OSError.
+        """
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):
@@ -406,7 +410,7 @@ class Storage:
 
 
 def joined(ranges: Iterable[Range], *, most: int = sys.maxsize) -> list[Range]:
-    """Ranges of one file by position. Neighbours become one range of at most ``most`` bytes."""
+    """Sort ranges of one file by position, and join neighbours into ranges of at most ``most`` bytes."""
     parts: list[Range] = []
     for part in sorted(ranges, key=lambda part: part.begin):
         if parts:
