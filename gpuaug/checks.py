@@ -1,7 +1,7 @@
 """Checks of arguments.
 
-Each function returns the value if it is valid. Otherwise the function raises ConfigError. The message of the error names
-the argument, the requirement and the value that was given.
+Each function returns the value if it is valid, and raises ConfigError if not. The message names the argument, the
+requirement and the value that was given.
 """
 
 from __future__ import annotations
