@@ -278,8 +278,8 @@ class RandomIoUCrop(Crop):
     """Zooms out, crops a part that overlaps an object, and resizes the crop, as SSD does (arXiv:1512.02325).
 
     Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``, applied in this order. Zooming out
-    places the image on a larger canvas, whose border has the value ``fill``. The aspect ratio is not kept. Objects
-    whose centre is outside the crop do not count, and the target stage removes them.
+    places the image on a larger canvas, whose border has the value ``fill``; otherwise the canvas is the image. The
+    aspect ratio is not kept. Objects whose centre is outside the crop do not count, and the target stage removes them.
 
     torchvision repeats until it finds a crop. Here, a sample has at most 16 rounds of ``trials`` crops. If no crop fits
     (0.03 % of images), the sample's image is not cropped. An image without boxes is not cropped either.

@@ -202,7 +202,7 @@ class Decoder:
             windows: one entry per view, B rows each; rows of bad samples are not used.
 
         Returns:
-            The views, uint8 [B, H, W, 3] each, on the device; a row that cannot be decoded is zero. And the faults.
+            The views and the faults. A view is uint8 [B, H, W, 3] on the device; rows that cannot be decoded are zero.
 
         Raises:
             ConfigError: if a box is not inside its image.

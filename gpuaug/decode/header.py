@@ -44,7 +44,7 @@ class HeaderError(ValueError):
 
 
 class TruncatedError(HeaderError):
-    """A JPEG with a complete header but no end marker. If one is added, decoders decode the part that exists."""
+    """A JPEG with a complete header but no end marker. Once a marker is added, decoders decode what exists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,8 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
 def values(png: bytes) -> tuple[NDArray[Any], str]:
     """The stored values of a PNG, [h, w] or [h, w, channels], and Pillow's mode, before EXIF orientation is applied.
 
-    Values are not turned into colours: a palette image gives the indices of its colours. The exception are gray values
-    of 2 and 4 bits, which Pillow scales to 0..255. The caller must check the image's size before.
+    Values are not turned into colours: a palette image gives the indices of its colours. Gray values of 2 and 4
+    bits are an exception: Pillow scales them to 0..255. The caller must check the image's size first.
 
     Raises:
         HeaderError: if the image cannot be decoded.

@@ -77,7 +77,7 @@ class Style:
     rules: Targets | None = None
     classes: Sequence[str] | None = None
     skeleton: Sequence[tuple[int, int]] = ()  # keypoints that a line connects
-    numbers: Mapping[int, int] | None = None  # color number of each annotation id; None: of each object's row
+    numbers: Mapping[int, int] | None = None  # annotation id to color number; None: number by row
 
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
