@@ -68,8 +68,8 @@ def accepts(data: bytes, header: Header) -> bool:
     """Whether DALI's own parser reads the same size from ``data`` as ``header`` has. This takes 3 µs.
 
     If DALI refuses a sample before decoding the batch, DALI's error does not name the sample. If a sample has an
-    unknown pixel type, DALI's threads crash (SIGSEGV). This check and `Header.dali_safe` keep both kinds of samples away
-    from DALI.
+    unknown pixel type, DALI's threads crash (SIGSEGV). This check and `Header.dali_safe` keep both kinds of samples
+    away from DALI.
     """
     try:
         stream = _code_stream()(data)
