@@ -21,7 +21,12 @@ Fill = int | tuple[int, int, int]  # 0..255, the same for all channels or (red, 
 class Fault:
     """One sample of a batch that could not be read or decoded.
 
-    ``row`` is the sample's row in the batch, ``size`` the number of its encoded bytes, and ``head`` the first of them.
+    Attributes:
+        row: the sample's row in the batch.
+        stage: ``read`` or ``decode``.
+        reason: the cause of the failure.
+        size: number of encoded bytes of the sample.
+        head: the first of these bytes.
     """
 
     row: int
@@ -35,14 +40,15 @@ class Fault:
 class Target:
     """The annotations of one image: a mask, objects, or a label of the whole image.
 
-    Coordinates are pixels of an image of ``size``. An image spans 0..W x 0..H, and pixel i covers i..i+1.
+    Coordinates are in pixels, unless ``fractions`` is True. In an image, x is from 0 to W and y is from 0 to H. Pixel i
+    covers i..i+1.
 
     Attributes:
         mask: the encoded mask, as in its file.
         boxes: [n, 4], (x1, y1, x2, y2) of each object.
         labels: [n], class number of each object.
         keypoints: [n, K, 3], (x, y, visibility 0..2) of each object.
-        crowd: [n], True for an annotation of many objects at once.
+        crowd: [n], True if one annotation covers many objects.
         area: [n], area of each object in pixels.
         ids: [n], number of each annotation in its file.
         size: (height, width) of the image that the annotations were made for; None: not known.
@@ -70,7 +76,7 @@ class EncodedTargets:
     """The targets of a batch as a worker sends them. All objects of all samples are in one table.
 
     Attributes:
-        offsets: int64 [B + 1]; sample i has the objects ``offsets[i]`` to ``offsets[i + 1]``.
+        offsets: int64 [B + 1]; sample i has the rows ``offsets[i]:offsets[i + 1]`` of the table.
         boxes: float32 [N, 4], (x1, y1, x2, y2); None if the source has no boxes.
         labels: int64 [N].
         keypoints: float32 [N, K, 3]; None if the source has none.
@@ -78,7 +84,7 @@ class EncodedTargets:
         area: float32 [N].
         ids: int64 [N], number of each annotation in its file; -1: not known.
         sizes: int32 [B, 2], (height, width) that the annotations were made for; 0: not known.
-        masks: whether ``data`` of the batch also holds a mask for each image.
+        masks: whether ``EncodedBatch.data`` also holds a mask for each image.
         fractions: bool [B], True if the sample's boxes and keypoints are fractions of the upright image's width and
             height; None: False for all samples.
     """
@@ -97,9 +103,9 @@ class EncodedTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
-    """The encoded images of a batch, packed one after the other. A worker makes it; all tensors are on the CPU.
+    """The encoded images of a batch, packed one after the other by a worker. All tensors are on the CPU.
 
-    All images share one buffer: a batch needs one shared-memory segment instead of one per image.
+    All images share one buffer, so that a batch needs one shared-memory segment instead of one per image.
 
     Attributes:
         data: uint8 ``[bytes of all images]``.
@@ -110,8 +116,8 @@ class EncodedBatch:
         repeats: int64 ``[B]``, how often the sample occurred earlier in the epoch.
         valid: bool ``[B]``; False for a repeated sample that only fills the last batch.
         faults: samples that could not be read; their images have no bytes.
-        views: each image as a read-only uint8 ``[n]`` view of a memory-mapped file. Then ``data`` is empty, and
-            ``offsets`` only give the lengths. Empty if the images are in ``data``.
+        views: empty if the images are in ``data``. Otherwise each image (then each mask) is a read-only uint8 ``[n]``
+            view of the source's memory, such as a mapped file; ``data`` is empty, and ``offsets`` give only lengths.
         targets: annotations of the samples; None if the run has no targets.
         extra: B extra values, as the source gave them; None if no sample of the batch has one.
 
@@ -164,12 +170,14 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class CropWindows:
-    """The window that one view cuts from each image, and its place in the output. Images are upright, as EXIF says.
+    """The window that one view cuts from each image, and the place of the window on the canvas, the view's output.
 
     Attributes:
-        window: int32 [B, 4], (top, left, height, width), inside the image, with sides of at least 1.
+        window: int32 [B, 4], (top, left, height, width) in the image after EXIF orientation. The window is inside the
+            image, and its sides are at least 1.
         resized: int32 [B, 2], the size (h, w) after resizing the window.
-        offset: int32 [B, 2], (y, x) of the resized window's top left corner in the canvas; pixels outside are cropped.
+        offset: int32 [B, 2], (y, x) of the resized window's top left corner on the canvas. Pixels outside the canvas
+            are cut off.
         size: (H, W) of the canvas.
         interpolation: ``bilinear`` or ``bicubic``, both antialiased.
         fill: 0..255 or (red, green, blue), the value of canvas pixels that the resized window does not cover.

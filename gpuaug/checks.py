@@ -1,5 +1,8 @@
-"""Checks of arguments. Each returns the value, or raises ConfigError with the argument's name, what it must be, and the
-value that was given."""
+"""Checks of arguments.
+
+Each function returns the value if it is valid, and raises ConfigError if not. The message names the argument, the
+requirement and the value that was given.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """:func:`compose` makes a configuration from YAML and override strings; :func:`build` makes objects from it.
 
 Hydra is imported inside functions, because every Hydra application imports this file through our search-path plugin.
-``hydra.utils.instantiate`` makes the same objects. :func:`build` does not use it, for three reasons. It copies the
-objects passed in (a source may hold a large index). It does not name the full key of an unknown argument. It imports
-any module that a target names.
+``hydra.utils.instantiate`` makes the same objects, but :func:`build` does not use it, for three reasons:
+
+- ``instantiate`` copies the objects passed in, and a source may hold a large index.
+- It does not name the full key of an unknown argument.
+- It imports any module that a target names.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-_PACKAGE = sys.modules["gpuaug"]  # whose public names a `_target_` may name
+_PACKAGE = sys.modules["gpuaug"]  # a `_target_` may be one of its public names
 
-Target = type | FunctionType  # what a `_target_` may name
+Target = type | FunctionType  # the kinds of objects that a `_target_` may name
 TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
@@ -39,7 +41,7 @@ _TIMM = re.compile(r"^(\+{0,2}augment)=(['\"]?)timm:(.*)\2$")
 
 
 def conf_folder() -> Path:
-    """The folder that holds ``gpuaug/train.yaml``: ``gpuaug/conf`` if installed, ``conf`` in a checkout."""
+    """The folder of ``gpuaug/train.yaml``: ``gpuaug/conf`` in an installed package, ``conf`` in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
@@ -58,10 +60,11 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
             ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
         config_dir: folder with your own configurations, and with your own recipes in ``gpuaug/augment/``, as in a Hydra
-            application. They replace gpuaug's of the same name.
+            application. Your files replace gpuaug's files of the same name.
 
     Raises:
-        ConfigError: names the full key, the expected and the given value, and the nearest valid name.
+        ConfigError: the configuration is invalid. The message names the full key, the expected and the given value, and
+            the nearest valid name.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment=simclr", "augment.crop.size=96"])
@@ -105,9 +108,9 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
     try:
         with initialize_config_dir(str(first), version_base="1.3", job_name="gpuaug"):
             loader: Any = GlobalHydra.instance().config_loader()
-            if first != ours:  # hydra.searchpath finds no primary configuration
+            if first != ours:  # not by `hydra.searchpath`: it finds no primary configuration
                 path = loader.get_search_path()
-                for folder in (first / "gpuaug", ours):  # a Hydra application has its own recipes in the first folder
+                for folder in (first / "gpuaug", ours):  # the first folder holds the application's own recipes
                     path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
                 loader.repository.initialize_sources(path)
             yield loader
@@ -119,7 +122,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
 
 
 def _expand(override: str) -> list[str]:
-    """Replace an override of gpuaug's own by those that Hydra can read."""
+    """Replace ``augment=timm:...``, which only gpuaug knows, by overrides that Hydra can read."""
     if not (timm := _TIMM.match(override)):
         return [override]
     from gpuaug.augment.auto_timm import parse  # needs torch
@@ -149,7 +152,7 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
 
 
 def _explain(error: Exception, name: str, overrides: list[Override], loader: ConfigLoader) -> str:
-    """Name the override that failed and the valid values; if there is none, return Hydra's own message."""
+    """A message that names the wrong override and the valid values; Hydra's own message if none is found."""
     import hydra
     from hydra.core.object_type import ObjectType
     from hydra.errors import HydraException
@@ -172,7 +175,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
     if named and "delete" in named[0]:
         lines = [str(o.input_line) for o in overrides if o.key_or_group != named[1]]
         try:
-            hydra.compose(name, [*lines, f"{named[1]}=null"])  # this also fails, and its error holds the valid keys
+            hydra.compose(name, [*lines, f"{named[1]}=null"])  # this fails too, and the error holds the valid keys
         except HydraException as other:
             error = other
     unknown: Any = error.__cause__
@@ -194,7 +197,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
 
 
 def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
-    """A sentence that says where the key ``word`` is, which the mapping ``node`` lacks; "" if it is nowhere."""
+    """A sentence that says where the key ``word`` belongs if the mapping ``node`` lacks it; "" if not known."""
     if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
         return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
     for name in ("views", "stages"):
@@ -202,12 +205,12 @@ def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
         inner = inner if isinstance(inner, Mapping) else {}
         places = [f"`{_join(key, name)}.{k}.{word}`" for k, v in inner.items() if isinstance(v, Mapping) and word in v]
         if places:
-            return f" Each of its {name} has its own: {', '.join(places)}."
+            return f" Set it in the {name}: {', '.join(places)}."
     return ""
 
 
 def _takes(target: Any, argument: str) -> bool:
-    """Whether the class that ``target`` names takes the argument. True if there is no such class."""
+    """Whether the class that ``target`` names takes the argument. True if the class is not known."""
     try:
         parameters = inspect.signature(_resolve(target, key="", prefixes=TRUSTED)).parameters.values()
     except (ConfigError, TypeError, ValueError):
@@ -263,20 +266,20 @@ def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
 def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (), **objects: Any) -> Any:
     """Build the loader (or another object that ``_target_`` names) from a configuration.
 
-    ``hydra.utils.instantiate(cfg)`` makes the same object without these checks and messages, and imports any module.
-
     The whole tree is checked before any object is created. Every ``_target_`` must name a public class of gpuaug, or a
     class defined in ``kornia.augmentation``. The class must accept all given arguments.
 
+    ``hydra.utils.instantiate(cfg)`` makes the same object, but without these checks, and it imports any module that a
+    ``_target_`` names.
+
     Args:
         cfg: from :func:`compose`, or a part of your own Hydra application's configuration, such as ``cfg.train_data``.
-        trust: prefixes of further modules that targets may come from, such as ``["my_pkg."]``. Of these modules,
-            functions are allowed too.
+        trust: prefixes of other modules whose classes and functions a ``_target_`` may name, such as ``["my_pkg."]``.
         **objects: existing objects that replace arguments of the outermost target, such as ``source=my_source``.
 
     Raises:
-        ConfigError: names the full key, the expected and the given value, and the nearest valid name. If a constructor
-            failed, its error is the ``__cause__``.
+        ConfigError: the configuration is invalid. The message names the full key, the expected and the given value, and
+            the nearest valid name. If a constructor failed, the constructor's error is the ``__cause__``.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment.crop.size=32", "batch_size=8"])
@@ -284,7 +287,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
     ...     images, labels = next(iter(loader))
     >>> images.shape
     torch.Size([8, 3, 32, 32])
-    >>> gpuaug.build(cfg.augment).crop.size  # a part of it
+    >>> gpuaug.build(cfg.augment).crop.size  # a part of the configuration
     (32, 32)
     """
     trusted = [trust] if isinstance(trust, str) else list(trust)
@@ -298,7 +301,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
 
 
 def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Convert to plain containers with every interpolation resolved; also return the full key."""
+    """Convert ``cfg`` to plain containers with resolved interpolations; also return the full key of ``cfg``."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -315,7 +318,7 @@ def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], s
     tree: dict[str, Any] = {}
     for key in cfg:
         if key in leave_out:
-            continue  # an object replaces it
+            continue  # an object replaces this value
         try:
             value = "???" if OmegaConf.is_missing(cfg, key) else cfg[key]
             tree[str(key)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -342,7 +345,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
         return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    plain = [k for k in value if k != "_convert_"]  # Hydra's word for plain containers, which `build` always makes
+    plain = [k for k in value if k != "_convert_"]  # `build` always makes plain containers, as this key asks
     if special := [k for k in plain if k in ("_args_", "_partial_", "_recursive_")]:
         raise ConfigError(
             f"`{_join(key, special[0])}` is not supported: objects are built from named arguments. Remove this key."
@@ -370,7 +373,7 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
 
     The path alone proves nothing: ``kornia.augmentation._2d.base.torch.load`` resolves to a function of torch. So the
     resolved object is checked. Importing a module runs the module's code. So only modules below an allowed prefix and
-    their parent packages are imported, and only the public names of gpuaug.
+    their parent packages are imported. Of gpuaug, only public names are looked up.
     """
     own_modules = prefixes[len(TRUSTED) :]
     expected = (
@@ -391,7 +394,7 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
     else:
         found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
     if not isinstance(found, Target):
-        raise ConfigError(f"{expected}, a {type(found).__name__}. Write a function that calls it.")
+        raise ConfigError(f"{expected}, a {type(found).__name__}. Write a function that calls this object.")
     own, name = f"{found.__module__}.{found.__qualname__}", found.__name__
     is_class = isinstance(found, type)
     public = is_class and own.startswith("gpuaug.") and name in _PACKAGE.__all__ and getattr(_PACKAGE, name) is found
@@ -457,13 +460,13 @@ def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, tar
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
-        return  # classes written in C may have no signature; their constructor checks
+        return  # classes written in C may have no signature; their constructors check the arguments
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name in kwargs:
         if name not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             near = _nearest(str(name), named) or _elsewhere(str(name), {**kwargs, "_target_": target}, key=key)
             if not near and key:
-                near = f" If it belongs to the previous target, remove that first: ~{key}."
+                near = f" If this argument belongs to the previous target, first remove the whole entry: ~{key}."
             raise ConfigError(
                 f"`{_join(key, name)}`: {target} takes no argument {name!r}.{near} It takes: {', '.join(named)}."
             )
@@ -489,7 +492,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value matches an annotation; a list matches any sequence. True if unknown."""
+    """Whether a value matches an annotation; True if this cannot be checked. A list matches any sequence."""
     members = _members(hint)
     if len(members) > 1:
         return any(_fits(value, member) for member in members)
@@ -524,7 +527,7 @@ def _words(hint: Any) -> str:
 
 
 def _make(plan: Any) -> Any:
-    """Create the objects of a checked tree, innermost first. Only here does a configuration call code."""
+    """Create the objects of a checked tree, innermost first. Only here are the targets called."""
     if isinstance(plan, list):
         return [_make(v) for v in plan]
     if isinstance(plan, dict):
@@ -542,7 +545,7 @@ def _make(plan: Any) -> Any:
         raise
     except Exception as error:
         hints = _hints(plan.target)
-        for name, value in kwargs.items():  # the error may not name the argument; find it by annotation
+        for name, value in kwargs.items():  # the error may not name the argument: find a wrong type
             if name in hints and not _fits(value, hints[name]):
                 wrong = f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
                 raise ConfigError(wrong + _as_number(wrong)) from error
@@ -551,7 +554,7 @@ def _make(plan: Any) -> Any:
 
 
 def _as_number(message: str) -> str:
-    """What to write if a message ends with a number that is text, as environment variables are."""
+    """A remedy if the message ends with a number in quotes, such as text from an environment variable; else ""."""
     if not re.search(r"number|int|true or false", message) or not re.search(r"Found: '[-+.\deE]+'\.$", message):
         return ""
     return " In quotes it is text. For an environment variable, write '${oc.decode:${oc.env:NAME}}'."

@@ -16,7 +16,7 @@ class GpuaugError(Exception):
 
 
 class ConfigError(GpuaugError, ValueError):
-    """An invalid configuration, or an invalid argument of a constructor or method. Names the full key.
+    """An invalid configuration, or an invalid argument of a constructor or method. The message names the full key.
 
     >>> import gpuaug
     >>> gpuaug.RandomResizedCrop(224, scale=(1.2, 0.5))
@@ -27,7 +27,7 @@ class ConfigError(GpuaugError, ValueError):
 
 
 class ReadOnlyError(ConfigError, AttributeError):
-    """A setting that cannot be changed was assigned. Says how to get an object with another value."""
+    """A setting that cannot be changed was assigned. The message says how to get an object with another value."""
 
 
 class SourceError(GpuaugError, ValueError):
@@ -56,7 +56,7 @@ class StateError(GpuaugError, ValueError):
 
 
 class ReadError(GpuaugError, RuntimeError):
-    """A reading worker died or did not answer in time. Says what to change.
+    """A reading worker died or did not answer in time. The message says what to change.
 
     >>> import gpuaug
     >>> recipe = gpuaug.Augment(crop=gpuaug.Resize((8, 8)))
@@ -77,7 +77,7 @@ class DataError(GpuaugError, RuntimeError):
 
     Attributes:
         key: relative path or name of the sample.
-        index: its number in the source.
+        index: the sample's number in the source.
         stage: ``read`` or ``decode``.
         reason: the cause of the failure.
 

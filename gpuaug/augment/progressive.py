@@ -1,4 +1,4 @@
-"""Recipes that change during a training: the epoch decides which one is used."""
+"""Recipes that change during training: the epoch selects the recipe."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from gpuaug.random.keyed import EPOCHS
 class Progressive(ReadOnly):
     """Uses another recipe from certain epochs on, for example larger images and stronger operations.
 
-    Training with growing images is known from EfficientNetV2 (arXiv:2104.00298), as progressive learning. The stages
-    may differ in everything except their views' names and number.
+    Training with growing images is known from EfficientNetV2 (arXiv:2104.00298), as progressive learning. All
+    stages must have the same views: equal names, in the same order, with equal ``copies``. All other settings may
+    differ.
 
     Args:
-        stages: mapping of the first epoch of each stage to its :class:`Augment` or :class:`MultiView`. The first stage
-            begins with epoch 0. Epochs may be text, as in YAML. None skips an entry.
+        stages: maps the first epoch of each stage to the recipe of the stage, an :class:`Augment` or
+            :class:`MultiView`. One stage must begin with epoch 0. An epoch may be a string of digits, as in YAML. An
+            entry whose recipe is None is skipped.
         backend: ``fused`` or ``kornia`` for all stages; None: each stage keeps its own backend.
 
     >>> import gpuaug
@@ -64,13 +66,13 @@ class Progressive(ReadOnly):
             names = {first: [name or copy for name, copy in found] for first, found in views.items()}
             raise ConfigError(f"`augment.stages` must all have the same views, in one order. Found, by epoch: {names}.")
         self._firsts = sorted(given)
-        self._recipes = nn.ModuleList(given[first] for first in self._firsts)  # because `.to()` must reach them
+        self._recipes = nn.ModuleList(given[first] for first in self._firsts)  # so that `.to()` reaches them
         self.backend = backend
         self._made = True
 
     @property
     def stages(self) -> Mapping[int, Augment | MultiView]:
-        """The first epochs of the stages, in order, and their recipes."""
+        """Maps the first epoch of each stage to the recipe of the stage, in the order of epochs."""
         stages = dict(zip(self._firsts, self._recipes, strict=True))
         return MappingProxyType(stages)  # type: ignore[arg-type]
 
@@ -106,10 +108,11 @@ class Progressive(ReadOnly):
         Args:
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
             epoch: number of the epoch.
-            given: the other arguments of a call of :class:`Augment`, such as ``seed``, ``indices`` and ``masks``.
+            given: other arguments of :class:`Augment`'s ``forward``, such as ``seed``, ``indices`` and ``masks``.
 
         Returns:
-            what the stage returns: [B, 3, h, w], or a list of such tensors if it has several views.
+            what the stage's recipe returns: [B, 3, h, w], or a list of such tensors if the recipe has several views.
+            With masks, boxes or keypoints, the recipe also returns the moved targets.
         """
         return self.at(epoch)(images, epoch=epoch, **given)
 

@@ -1,12 +1,16 @@
-"""Recipes: objects that augment images. ``Augment`` makes one view (or copies of it), ``MultiView`` several views.
+"""Recipes: objects that augment images.
+
+``Augment`` has one set of settings and makes one or more random views of each image with them. ``MultiView`` combines
+several ``Augment`` objects.
 
 takes: uint8 images [B, H, W, 3] per view on the device, and (seed, epoch, indices, repeats) for the random numbers.
-does: draws the random numbers of all operations and views in one call and computes the windows for decoding. Then the
-chosen backend applies the operations and the normalization, and casts once.
+does: draws the random numbers of all operations and views in one call, and computes the crop windows that the decoder
+uses. Then the chosen backend applies the operations and the normalization, and casts the result once.
 gives: float [B, 3, H, W] per view.
 
-A sample's random numbers and pixels do not depend on other samples of the batch, other views or other operations. The
-pixels are bit-identical in every batch; with ``backend="kornia"`` on CUDA they differ by up to 2e-6.
+A sample's random numbers and pixels do not depend on other samples of the batch, other views or other operations. A
+sample's pixels are bit-identical in every batch. The exception is ``backend="kornia"`` on CUDA, where they differ by up
+to 2e-6.
 """
 
 from __future__ import annotations
@@ -50,23 +54,25 @@ _READ_ONCE = (
     "a recipe reads its settings only when it is created. Create a new recipe, as `Augment.replace` does; "
     "`loader.replace(augment=...)` makes a loader use the new recipe."
 )
-LARGEST_COPIES = 1000  # views of one Augment; each view is cropped and augmented separately
+LARGEST_COPIES = 1000  # maximum of `copies`; each copy is cropped and augmented separately
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One output image per sample: the view's name in a MultiView (otherwise ""), the copy's number, the recipe."""
+    """One of the views that a recipe makes of each sample."""
 
-    name: str
-    copy: int
+    name: str  # name of the view in a MultiView; "" in an Augment
+    copy: int  # number of the copy, from 0 to `copies` - 1
     augment: Augment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """All random numbers of a batch, for all views. Per stream: uniforms float32 [B, n] and keys int64 [B, 2].
+    """All random numbers of a batch, for all views.
 
-    ``seed``, ``epoch``, ``indices`` and ``repeats`` are the arguments of ``draw``, for crops that draw again.
+    The keys of both mappings are (view, copy, operation or "crop"). The values of ``uniforms`` are float32 [B, n], and
+    those of ``keys`` are int64 [B, 2]. ``seed``, ``epoch``, ``indices`` and ``repeats`` are the arguments of ``draw``;
+    crops need them if they draw again.
     """
 
     uniforms: Mapping[tuple[str, int, str], Float]
@@ -77,9 +83,10 @@ class Drawn:
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
-        """Uniforms of round ``number`` for the crop of a view: float32 [n, count] for ``rows``, from their own stream.
+        """Draw the uniforms of round ``number`` for the crop of a view: float32 [n, count], a row for each of ``rows``.
 
-        Operations cannot have the stream's name, because no name contains a null character.
+        Each round has its own stream. No operation has the name of this stream, because operation names contain no null
+        character.
         """
         assert self.indices is not None
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
@@ -110,12 +117,12 @@ class RecipeBase(ReadOnly):
     views: list[View]
 
     def at(self, epoch: int) -> Self:
-        """The recipe of ``epoch``: always this one. A :class:`~gpuaug.Progressive` has others."""
+        """The recipe of ``epoch``: always this object. Only a :class:`~gpuaug.Progressive` changes its recipe."""
         return self
 
     @property
     def stages(self) -> Mapping[int, Self]:
-        """First epochs and their recipes: only this one."""
+        """Maps the first epoch of each stage to its recipe. Here, one stage begins at epoch 0: this recipe."""
         return {0: self}
 
     def check_unchanged(self, *, quick: bool = False, key: str = "augment") -> None:
@@ -160,13 +167,15 @@ class RecipeBase(ReadOnly):
     def draw(
         self, *, seed: int, epoch: int, indices: Int | Tensor | Sequence[int], repeats: Int | None = None
     ) -> Drawn:
-        """Draw the random numbers of a batch, from (seed, epoch, index, repeat, view, operation) for each sample.
+        """Draw the random numbers of a batch.
+
+        The numbers of a sample depend only on (seed, epoch, index, repeat, view, operation).
 
         Args:
             seed: any integer.
             epoch: 0 <= epoch < 2**32.
             indices: int64 [B], sample numbers in the source.
-            repeats: int64 [B], how many times the epoch has already yielded the index; None: 0.
+            repeats: int64 [B], how many times the epoch has already yielded the index; None: 0 for all samples.
         """
         numbers = np.asarray(indices, dtype=np.int64)
         values = uniforms(self.streams, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
@@ -221,8 +230,10 @@ class RecipeBase(ReadOnly):
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
         ``drawn``: the batch's random numbers; ``chosen``: the result of :meth:`choose`, if it is already known;
-        ``memory_format``: of the result. If a function is the only argument, ``nn.Module.apply`` runs instead: a model
-        that contains the recipe calls it.
+        ``memory_format``: the memory format of the result.
+
+        ``nn.Module.apply`` has the same name, and a model that contains the recipe calls it with one function as the
+        only argument. So without ``drawn``, this method calls ``nn.Module.apply``.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
@@ -267,11 +278,11 @@ class RecipeBase(ReadOnly):
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
             masks: integers [B, H, W], one class number per pixel.
             boxes: for each image [n, 4], (x1, y1, x2, y2) in pixels.
-            labels: for each image [n], class numbers of the objects; None: 0.
+            labels: for each image [n], class numbers of the objects; None: 0 for all objects.
             keypoints: for each image [n, K, 3], (x, y, visibility).
             targets: rules for masks, boxes and keypoints; None: the defaults of :class:`~gpuaug.Targets`.
-            seed: any integer. None with ``indices``: 0. None without ``indices``: a new seed from torch's default CPU
-                generator (as for torch's random operations), the rank and the DataLoader worker's number.
+            seed: any integer. None: 0 if ``indices`` are given. Otherwise each call makes a new seed from torch's
+                default CPU generator, the rank and the number of the DataLoader worker.
             epoch: number of the epoch.
             indices: [B], sample numbers. None: 0 .. B-1, so calls with the same ``seed`` give the same result.
             dtype: float32, bfloat16 or float16.
@@ -287,7 +298,7 @@ class RecipeBase(ReadOnly):
         """
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
         call = partial(RecipeBase._call, self)
-        if torch.compiler.is_compiling():  # torch.compile cannot trace numpy and our kernels
+        if torch.compiler.is_compiling():  # torch.compile cannot trace numpy code and gpuaug's kernels
             call = torch.compiler.disable(call)
         return call(
             images, given, seed=seed, epoch=epoch, indices=indices, dtype=_dtype(dtype), memory_format=memory_format
@@ -328,7 +339,7 @@ class RecipeBase(ReadOnly):
         else:
             for name in ("targets", "labels"):
                 if given[name] is not None:
-                    raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give them too.")
+                    raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give one, too.")
             windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T)
         cut = [_cut(images, each) for each in windows]
         made = self.apply(cut, drawn, chosen=chosen, dtype=dtype, memory_format=memory_format)
@@ -395,7 +406,7 @@ class Augment(RecipeBase):
         return [View("", copy, self) for copy in range(self.copies)]
 
     def fingerprint(self) -> dict[str, Any]:
-        """All settings that decide random numbers and pixels, as JSON. Backend and results of calls do not count."""
+        """All settings that decide random numbers and pixels, as JSON; the backend is not one of them."""
         return {**self._made, "ops": named(self._made["ops"]), "copies": self.copies}
 
     def replace(self, **changes: Any) -> Augment:
@@ -429,9 +440,10 @@ class Augment(RecipeBase):
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
-        """Apply operations and normalization to one view: cropped uint8 images [B, H, W, 3] to [B, 3, H, W].
+        """Apply operations and normalization to one view.
 
-        ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
+        ``images`` are cropped, uint8 [B, H, W, 3]; the result is [B, 3, H, W]. ``chosen`` holds the choices of every
+        operation; ``output`` holds ``dtype`` and ``memory_format``.
         """
         if self._executor is None:
             kind = ReferenceBackend if self.backend == "kornia" else FusedBackend
@@ -442,18 +454,22 @@ class Augment(RecipeBase):
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
+        # the copy makes its own executor, with its own compiled functions, and checks all settings once more
         return {
             **self.__dict__,
             "_executor": None,
             "_seen": [],
-        }  # they hold compiled functions; the copy makes new ones
+        }
 
 
 class MultiView(RecipeBase):
-    """Applies several recipes to each image, which is decoded once. Views keep their order; copies are adjacent.
+    """Applies several recipes to each image.
+
+    Each image is decoded once. The results have the order of ``views``, and the copies of one view are adjacent.
 
     Args:
-        views: mapping of names to :class:`Augment`. The name selects the random numbers. None skips an entry.
+        views: mapping of names to :class:`Augment`. The random numbers of a view depend on its name. An entry that is
+            None is skipped.
         backend: ``fused`` or ``kornia`` for all views; None: each view keeps its own backend.
 
     >>> import gpuaug
@@ -462,7 +478,7 @@ class MultiView(RecipeBase):
     4
     """
 
-    _of_views = ("crop", "ops", "normalize", "copies")  # settings that only each view has
+    _of_views = ("crop", "ops", "normalize", "copies")  # a MultiView has no such settings; its views have them
     _read_once = ("views", "augments", "backend", *_of_views)
 
     def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
@@ -501,7 +517,7 @@ class MultiView(RecipeBase):
 
 
 def _whole_images(heights: Int, widths: Int) -> CropWindows:
-    """Windows of whole images, if the recipe has no crop."""
+    """Windows that hold the whole images, for a view without a crop."""
     sizes = np.stack([heights, widths], axis=1).astype(np.int32)
     known = sizes[:, 0] > 0  # a sample that cannot be decoded has size 0
     sizes[~known] = sizes[known.argmax()] if known.any() else 1
@@ -540,21 +556,22 @@ def _channels_last(images: Any) -> Tensor:
 
 
 def _conversion(images: Any) -> str:
-    """How other images become a uint8 batch, as a sentence; an empty string if that is not known."""
+    """A sentence that says how to convert ``images`` to a uint8 batch; an empty string if no way is known."""
     if isinstance(images, Tensor) and images.is_floating_point():
-        return " If they are in 0..1: `images.mul(255).round().to(torch.uint8)`. Normalize later."
+        return " If pixels are in 0..1, use `images.mul(255).round().to(torch.uint8)`. Normalize later."
     if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 3:
-        return " One image is a batch of one: `images[None]`."
+        return " For a single image, use `images[None]`."
     if isinstance(images, np.ndarray):
         return " Use `torch.from_numpy(images)`."
     kinds = {type(each) for each in images} if isinstance(images, list | tuple) else {type(images)}
     if any(kind.__module__.startswith("PIL.") for kind in kinds):
         return (
-            " Images of Pillow: `torch.stack([torch.from_numpy(np.array(im.convert('RGB'))) for im in images])`, if "
-            "all have one size. A gpuaug.Loader reads files of any size."
+            " If all Pillow images have the same size, use "
+            "`torch.stack([torch.from_numpy(np.array(im.convert('RGB'))) for im in images])`. "
+            "A gpuaug.Loader reads files of any size."
         )
     if kinds and all(issubclass(kind, Tensor) for kind in kinds):
-        return " Use `torch.stack(images)`, if all have one size. A gpuaug.Loader reads files of any size."
+        return " If all images have the same size, use `torch.stack(images)`. A gpuaug.Loader reads files of any size."
     return ""
 
 
@@ -576,7 +593,7 @@ def _cut(images: Tensor, windows: CropWindows) -> Tensor:
 
 
 def _resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    x = image.contiguous().permute(2, 0, 1)[None]  # one layout: same kernel and pixels for all inputs
+    x = image.contiguous().permute(2, 0, 1)[None]  # torch's kernel and its rounding depend on the layout
     x = x.float() if x.is_cuda else x  # torch resizes uint8 on the CPU only
     y = F.interpolate(x, size=size, mode=interpolation, antialias=True)
     return (y.round_().clamp_(0, 255) if x.is_cuda else y)[0].permute(1, 2, 0).to(torch.uint8)

@@ -1,14 +1,15 @@
 """``backend="kornia"``: applies Kornia's own modules to the chosen samples, with gpuaug's parameters.
 
 takes: uint8 [B, H, W, 3] on the device, and one :class:`Chosen` per operation.
-does: converts to float32 [B, 3, H, W] in 0..1. For each operation, slot and alternative, gathers the chosen rows, runs
-the module on them and writes them back. Then normalizes and casts once.
+does: converts to float32 [B, 3, H, W] in 0..1. An operation has slots, which run one after the other, and each slot has
+alternative modules. For each module, this backend gathers the rows that chose it, runs the module on them and writes
+the results back. Then it normalizes and casts once.
 gives: [B, 3, H, W].
 
 This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. For this, a
-single row is duplicated before the module runs: torch splits the mean of one image across threads, and convolves one
-small image with another kernel, so the last bits would differ. Operations whose entry says ``one_by_one`` run row by
-row instead.
+single row is duplicated before the module runs. Without the duplicate, torch would split the mean of a single image
+across threads and would use another convolution kernel for a single small image, so the last bits would differ.
+Operations whose :class:`~gpuaug.augment.ops.entry.Entry` has ``one_by_one`` run row by row instead.
 
 On CUDA, a sample's results in different batches differ by up to 2e-6, because torch sums an image's mean in an order
 that depends on the number of images. Matrix products and convolutions run in float64 there. In float32, torch's
@@ -75,7 +76,7 @@ def unit(images: Tensor) -> Tensor:
 
 
 def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
-    """Apply one operation to float32 [B, 3, H, W]. It may overwrite ``x``.
+    """Apply one operation to ``x``, float32 [B, 3, H, W], which may be overwritten.
 
     Raises:
         ConfigError: Kornia's operation rejects the images, for example if a blur's kernel is larger than the images.
@@ -142,7 +143,9 @@ class _Float64Products(TorchFunctionMode):
         return y.float() if narrow else y
 
 
-CACHED_BYTES = 4 << 20  # of images per call on the CPU; with more, the temporary results do not fit into the cache
+# On the CPU, a module gets at most this many bytes of images per call (but at least two images). With more, temporary
+# results do not fit into the CPU's cache.
+CACHED_BYTES = 4 << 20
 
 
 def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
@@ -164,27 +167,28 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
         key, size = torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3])
         values |= fields(module, values, key, size)
     at = torch.from_numpy(group).to(x.device, non_blocking=True)
-    y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some return the default dtype
+    y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some modules return another dtype
     forget(module)
     return y.contiguous() if whole else x.index_copy_(0, at[:count], y[:count])
 
 
 def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
-    """Kornia's parameters of the given rows, with ``batch_prob`` 1: the module changes every row."""
+    """Kornia's parameters of the given rows. ``batch_prob`` is 1, so that the module changes every row."""
     return {**tensors(params, rows), "batch_prob": torch.ones(len(rows), dtype=torch.float32, device="cpu")}
 
 
 def _apply_users(x: Tensor, op: Prepared, module: Any, rows: Int, params: Params) -> Tensor:
     """Run a user's module once on all chosen rows, with the random numbers of each row."""
     number = _batches[module] = _batches.get(module, 0) + 1
-    group = np.repeat(rows, 2) if len(rows) == 1 else rows  # as for Kornia's modules
-    images = x.index_select(0, torch.from_numpy(group).to(x.device, non_blocking=True))  # a copy: it may be modified
+    group = np.repeat(rows, 2) if len(rows) == 1 else rows  # duplicate a single row, as for Kornia's modules
+    # a copy, which the module may modify
+    images = x.index_select(0, torch.from_numpy(group).to(x.device, non_blocking=True))
     uniforms = [u.to(x.device, non_blocking=True) for u in tensors(params, group).values()]
     some = slice(min(CHECKED_SAMPLES, len(group)))
     given = images[some].clone() if number <= CHECKED_BATCHES else None
     y = _checked(op, module(images, *uniforms), list(images.shape)).to(x.dtype)
     if given is not None:
-        turned = module(given.flip(0), *(u[some].flip(0) for u in uniforms)).to(x.dtype)  # another batch
+        turned = module(given.flip(0), *(u[some].flip(0) for u in uniforms)).to(x.dtype)  # as another batch
         _check_pixels(op, given, y[some], turned.flip(0), batched=True)
     at = torch.from_numpy(rows).to(x.device, non_blocking=True)
     return x.index_copy_(0, at, y[: len(rows)])
@@ -221,7 +225,7 @@ def _seeded(op: Prepared, image: Tensor, seed: int) -> Tensor:
 
 
 def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
-    """What a user's module returned, if it is a float tensor of this shape."""
+    """Return ``y``, the result of a user's module. Raise ConfigError unless it has this shape and is floating-point."""
     if not isinstance(y, Tensor) or list(y.shape) != shape or not y.is_floating_point():
         given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ConfigError(
@@ -231,20 +235,22 @@ def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
     return y
 
 
-CHECKED_BATCHES = 3  # the first ones of each process and operation; not all, because a check waits for the device
-CHECKED_SAMPLES = 8  # that run twice in each of these batches; finds 99 of 100 wrong operations with p = 0.1
+CHECKED_BATCHES = 3  # only an operation's first batches in each process, because a check waits for the device
+# Number of samples that run twice in each checked batch. This finds 99 of 100 operations that change a sample with
+# probability 0.1 and do not repeat their random numbers.
+CHECKED_SAMPLES = 8
 _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str, str]] = set()
 
 _IMPURE = (
     "gives different pixels for the same sample and seed",
-    ": it has its own generator or state, so a run cannot be repeated or resumed. Use the global generators of "
-    "torch, numpy or Python instead: gpuaug seeds them for every sample.",
+    ": the operation has its own generator or state, so a run cannot be repeated or resumed. Use the global generators "
+    "of torch, numpy or Python instead: gpuaug seeds them for every sample.",
 )
 _IMPURE_BATCH = (
     "gives different pixels for the same sample in another batch",
-    ": they depend on other samples, or on random numbers that gpuaug does not know. Use only the random numbers of "
-    "the second argument, or remove the attribute `uniforms`: then each image runs alone.",
+    ": the pixels depend on other samples, or on random numbers that gpuaug does not know. Use only the random numbers "
+    "of the second argument, or remove the attribute `uniforms`: then the operation gets one image at a time.",
 )
 
 

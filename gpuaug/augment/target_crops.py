@@ -1,9 +1,10 @@
 """Crops for segmentation and detection: random scale, letterbox, and the IoU crop of SSD.
 
-takes: uniforms float32 [B, count], heights and widths int64 [B] after EXIF orientation; some need boxes or masks too.
-does: the algorithms of torchvision, mmsegmentation and YOLO, vectorized over the batch.
-gives: :class:`CropWindows`, as the crops of crop.py. The matrix made from a row's integers maps boxes and keypoints
-exactly.
+takes: uniforms float32 [B, count], heights and widths int64 [B] after EXIF orientation. Some crops also need boxes
+or masks.
+does: computes the crops of torchvision, mmsegmentation and YOLO, for the whole batch at once.
+gives: :class:`CropWindows`, like the crops in crop.py. Its integers describe the crop exactly, so boxes and keypoints
+move exactly as the pixels do.
 
 torchvision's formulas are computed in float32, as in torchvision. So the same uniforms give the same integers.
 """
@@ -36,7 +37,7 @@ from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, pick, scale
 
-LARGEST_SCALE = 100.0  # of a random scale or a zoom; a larger value is a mistake
+LARGEST_SCALE = 100.0  # maximum of `scale` and `zoom_out`; a larger value is surely a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
 _Mask = NDArray[Any] | None
 
@@ -52,15 +53,15 @@ def _missing(crop: Crop, target: str, remedy: str) -> ConfigError:
 
 
 class RandomScaleCrop(Crop):
-    """Resizes the image by a random factor and crops it at a random position; the aspect ratio is kept.
+    """Resizes the image by a random factor, keeps its aspect ratio, and crops it at a random position.
 
     A side that is smaller than ``size`` is padded with ``fill`` at the right or at the bottom. Three recipes:
 
     - torchvision's segmentation references: ``RandomScaleCrop(480, base=520)``. The shorter side is a random whole
       number from ``int(scale[0] * base)`` to ``int(scale[1] * base)``; the longer side is rounded down.
-    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. ``base`` times a
-      random factor, rounded down, limits the longer and the shorter side. The image gets the largest size within
-      these limits; its sides are rounded to nearest.
+    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. Both numbers
+      of ``base`` are multiplied by the same random factor and rounded down. They limit the longer and the shorter side
+      of the image. The image gets the largest size within these limits; its sides are rounded to nearest.
     - large scale jitter (arXiv:2012.07177; torchvision's ``ScaleJitter`` and ``FixedSizeCrop``):
       ``RandomScaleCrop(1024, scale=(0.1, 2.0), base=None, anchor="diagonal")``. The image is fitted into ``size``
       and multiplied by a random factor; its sides are rounded down.
@@ -71,19 +72,20 @@ class RandomScaleCrop(Crop):
         base: size at a factor of 1. An int: the shorter side. Two ints: limits of the longer and the shorter side.
             None: the largest size that fits into ``size``.
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
-        anchor: position of the crop. ``random``: row and column are independent. ``diagonal``: both are the same
-            fraction of the free pixels.
+        anchor: position of the crop. The resized image has free rows and columns if it is larger than ``size``.
+            ``random``: the crop's top row and left column are drawn independently. ``diagonal``: one fraction is drawn;
+            the top row is this fraction of the free rows, the left column is this fraction of the free columns.
         cat_max_ratio: mmsegmentation's rule, 0 < cat_max_ratio <= 1. If a class covers at least this share of the
-            crop (without ``ignore``), or if the crop has only one class, another position is drawn, up to 10 times.
-            1: no rule, and the crop needs no masks.
-        ignore: label that the rule does not count.
+            crop's pixels, or if the crop has only one class, another position is drawn, up to 10 times. Pixels with
+            the label ``ignore`` do not count. 1 switches the rule off; the crop then needs no masks.
+        ignore: the label of the pixels that do not count for ``cat_max_ratio``.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> RandomScaleCrop(480, base=520).size
     (480, 480)
     """
 
-    REDRAWS = 10  # of mmsegmentation; the last position is taken without a check
+    REDRAWS = 10  # as in mmsegmentation, which takes the last position without a check
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class RandomScaleCrop(Crop):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Number of uniforms: the factor, then row and column of each position."""
+        """Number of uniforms: one for the factor, then two for each position (row and column)."""
         return 3 + 2 * self.REDRAWS * (self.cat_max_ratio < 1)
 
     @property
@@ -153,7 +155,7 @@ class RandomScaleCrop(Crop):
         """Top left corner of the crop in the resized image, int64 [B, 2]."""
         if self.anchor == "random":
             return integers(u, free)
-        return (free.astype(np.float32) * u[:, :1].astype(np.float32)).astype(np.int64)  # as FixedSizeCrop
+        return (free.astype(np.float32) * u[:, :1].astype(np.float32)).astype(np.int64)  # like FixedSizeCrop
 
     def _mixed(self, mask: NDArray[Any], sides: list[int], corners: list[Int64]) -> Int64:
         """The first corner whose crop satisfies ``cat_max_ratio``; if there is none, the last."""
@@ -171,9 +173,10 @@ class RandomScaleCrop(Crop):
 
 
 def _labels(part: NDArray[Any]) -> tuple[NDArray[Any], Int64]:
-    """Labels of a part of a mask, and how many pixels have each of them."""
+    """The labels that occur in a part of a mask, and the number of pixels of each label."""
     flat = part.reshape(-1)
-    start = np.concatenate([[0], np.flatnonzero(flat[1:] != flat[:-1]) + 1])  # of runs: counting pixels takes longer
+    # starts of the runs of equal labels, because counting every pixel takes longer
+    start = np.concatenate([[0], np.flatnonzero(flat[1:] != flat[:-1]) + 1])
     labels, which = np.unique(flat[start], return_inverse=True)
     return labels, np.bincount(which, weights=np.diff(start, append=len(flat))).astype(np.int64)
 
@@ -184,7 +187,7 @@ def _base(value: Any, scales: tuple[float, float]) -> int | tuple[int, int] | No
     whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST_SIDE for n in sides)
     if not whole or len(sides) > 2 or (several and len(sides) != 2):
         raise ConfigError(
-            f"`base` must be the shorter side, two ints (longer and shorter side), or null; from 1 to {LARGEST_SIDE}. "
+            f"`base` must be the shorter side, or [longer side, shorter side], or null. Sides: 1 to {LARGEST_SIDE}. "
             f"Found: {value!r}."
         )
     if sides and not (scales[0] * min(sides) >= 1 and scales[1] * max(sides) <= LARGEST_SIDE):
@@ -200,8 +203,9 @@ def _base(value: Any, scales: tuple[float, float]) -> int | tuple[int, int] | No
 class Letterbox(Crop):
     """Fits the whole image into ``size``, keeps its aspect ratio and pads the rest, as YOLO does.
 
-    The image is resized by ``r = min(H / h, W / w)`` to ``round(h * r)`` and ``round(w * r)`` pixels (half to even, at
-    least 1). If it is centred and the padding is odd, the extra pixel is at the bottom or at the right.
+    The image is resized by ``r = min(H / h, W / w)`` to ``round(h * r)`` and ``round(w * r)`` pixels. A half is
+    rounded to the even number, and each side is at least 1. If the image is centred and the number of added rows or
+    columns is odd, the extra row is at the bottom, and the extra column at the right.
 
     With ``shorter``, this crop equals the resizing inside torchvision's detectors: both sides are rounded down, and
     ``r = min(shorter / min(h, w), H / h, W / w)``.
@@ -209,10 +213,11 @@ class Letterbox(Crop):
     Args:
         size: output (H, W); an int is a square.
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
-        centre: whether the image lies in the middle. False: at the top left.
+        centre: True: the image lies in the middle of the output. False: the image lies at the top left.
         upscale: whether an image that is smaller than ``size`` is enlarged.
-        shorter: the shorter side after resizing, unless the image would not fit into ``size``. Several values: one is
-            drawn for each sample. None: the image is as large as fits.
+        shorter: length of the shorter side after resizing. If the image would then not fit into ``size``, the image is
+            made smaller until it fits. A list: one of its values is drawn for each sample. None: the image is made as
+            large as ``size`` allows.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> Letterbox(640)
@@ -270,30 +275,33 @@ def _shorter(value: Any) -> int | tuple[int, ...] | None:
 
 
 class RandomIoUCrop(Crop):
-    """Zooms out, crops a part that overlaps an object, and resizes it, as SSD does (arXiv:1512.02325).
+    """Zooms out, crops a part that overlaps an object, and resizes the crop, as SSD does (arXiv:1512.02325).
 
-    Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``. The aspect ratio is not kept.
-    Objects whose centre is outside the crop do not count, and the target stage removes them.
+    Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``, applied in this order. Zooming out
+    places the image on a larger canvas, whose border has the value ``fill``; otherwise the canvas is the image. The
+    aspect ratio is not kept. Objects whose centre is outside the crop do not count, and the target stage removes them.
 
-    torchvision repeats until a crop is found. Here a sample has at most 16 rounds of ``trials`` crops. If none of
-    them fits, its image is not cropped (0.03 % of images). An image without boxes is not cropped.
+    torchvision repeats until it finds a crop. Here, a sample has at most 16 rounds of ``trials`` crops. If no crop fits
+    (0.03 % of images), the sample's image is not cropped. An image without boxes is not cropped either.
 
-    If the crop contains parts of the zoomed-out border, the edges of the image are rounded to whole pixels. So they
-    are at most half a pixel off torchvision's (one pixel, if the image is smaller than a pixel).
+    If the crop contains a part of the border, gpuaug rounds the edges of the image in the output to whole pixels. So
+    these edges differ from torchvision's by at most half a pixel. If the image would be smaller than one pixel, they
+    differ by at most one pixel.
 
     Args:
         size: output (H, W); an int is a square.
-        min_scale: smallest height and width of the crop, as a fraction of the image's, 0 < min_scale <= max_scale.
-        max_scale: largest height and width of the crop, at most 1.
+        min_scale: smallest height and width of the crop, as fractions of the canvas's height and width,
+            0 < min_scale <= max_scale.
+        max_scale: largest height and width of the crop, as fractions of the canvas's height and width, at most 1.
         min_aspect_ratio: smallest width / height of the crop in pixels.
         max_aspect_ratio: largest width / height of the crop in pixels.
-        sampler_options: minimum IoUs of the crop and one object; each round draws one of them. 1 or more: no crop.
-            None: 0, 0.1, 0.3, 0.5, 0.7, 0.9 and 1.
+        sampler_options: list of minimum IoUs. Each round draws one of them, and the IoU of the crop and at least one
+            object must reach it. If 1 or more is drawn, the image is not cropped. None: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops per round, 1..1000.
-        zoom_out: smallest and largest height and width of the zoomed-out image, as a factor from 1 to 100. None: no
-            zoom.
-        zoom_p: probability of the zoom.
-        fill: value of the zoomed-out border, 0..255; a list of three is (red, green, blue).
+        zoom_out: smallest and largest random factor from the image's height and width to the canvas's,
+            1 <= min <= max <= 100. None: no zooming out.
+        zoom_p: probability of zooming out.
+        fill: value of the border, 0..255; a list of three is (red, green, blue).
         p: probability of the IoU crop.
         interpolation: ``bilinear`` or ``bicubic``.
 
@@ -303,7 +311,7 @@ class RandomIoUCrop(Crop):
 
     ROUNDS = 16
     needs = frozenset({"boxes"})
-    centres = True  # remove objects whose centre is outside the window
+    centres = True  # tells the target stage to remove objects whose centre is outside the window
 
     def __init__(
         self,
@@ -339,7 +347,11 @@ class RandomIoUCrop(Crop):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Number of uniforms of a round: two gates, zoom, its column and row, option, and four of each trial."""
+        """Number of uniforms of a round.
+
+        These are: the gates of crop and zoom, the zoom's factor, the image's column and row on the canvas, the option,
+        and then four for each trial.
+        """
         return 6 + 4 * self.trials
 
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
@@ -356,7 +368,7 @@ class RandomIoUCrop(Crop):
         waiting = np.flatnonzero(known & (np.diff(first) > 0) & (draws[:, 0] < np.float32(self.p)))
         start, rounds = 0, 1 if redraw is None else self.ROUNDS
         while len(waiting) and start < rounds:
-            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once, because few rows are left
+            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once: few rows are left
             stack = [draws[waiting] if redraw is None or not n else redraw(n, waiting) for n in numbers]
             rows = np.tile(waiting, len(stack))
             done, found = self._rounds(np.concatenate(stack)[:, 5:], canvas[rows], boxes, first[rows], first[rows + 1])
@@ -367,7 +379,7 @@ class RandomIoUCrop(Crop):
         return self._placed(crop, corner, np.stack([heights, widths], axis=1))
 
     def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:
-        """Position (top, left) of the image on the zoomed-out canvas, and the canvas' size; int64 [B, 2] each."""
+        """Position (top, left) of the image on the canvas, and the canvas's (height, width): int64 [B, 2] each."""
         if self.zoom_out is None:
             return np.zeros_like(sizes), sizes
         factor = scale(u[:, 2:3], *self.zoom_out)
@@ -379,9 +391,12 @@ class RandomIoUCrop(Crop):
     def _rounds(
         self, u: Float, canvas: Int64, boxes: Float64, first: Int64, last: Int64
     ) -> tuple[NDArray[np.bool_], Int64]:
-        """:meth:`_round` for rows that have the boxes ``first`` to ``last``, a few rows at a time to limit memory."""
+        """Call :meth:`_round` for a few rows at a time, to limit memory.
+
+        Row i has the boxes ``first[i]:last[i]``.
+        """
         counts = last - first
-        group = np.cumsum(counts) * self.trials // 2**18  # 2 MB per matrix of boxes and trials, or a single row
+        group = np.cumsum(counts) * self.trials // 2**18  # 2 MB per matrix [boxes, trials], or a single row
         edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(counts)]
         made = []
         for part in itertools.starmap(slice, itertools.pairwise(edges)):
@@ -392,7 +407,7 @@ class RandomIoUCrop(Crop):
         return np.concatenate(done), np.concatenate(crops)
 
     def _round(self, u: Float, canvas: Int64, boxes: Float64, counts: Int64) -> tuple[NDArray[np.bool_], Int64]:
-        """One round: whether each row is done, bool [n], and its crop (top, left, height, width), int64 [n, 4].
+        """Run one round: whether each row is done, bool [n], and its crop (top, left, height, width), int64 [n, 4].
 
         ``u`` is float32 [n, 1 + 4 * trials], ``boxes`` [m, 4] are on the canvas, and each row has ``counts >= 1``.
         """
@@ -429,7 +444,7 @@ class RandomIoUCrop(Crop):
 
 
 def _overlaps(boxes: Float64, start: Int64, stop: Int64) -> Float64:
-    """IoU of boxes [m, 4] with crops [m, trials, 2]: float64 [m, trials], -1 if the box's centre is outside."""
+    """IoU of boxes [m, 4] with crops [m, trials, 2]: float64 [m, trials]; -1 if the box's centre is outside."""
     inside = np.ones(start.shape[:2], dtype=bool)
     shared, box, crop = np.ones(start.shape[:2]), np.ones((len(boxes), 1)), np.ones(start.shape[:2])
     with np.errstate(invalid="ignore", over="ignore"):  # annotations may hold NaN or infinity

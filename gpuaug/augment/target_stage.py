@@ -39,14 +39,14 @@ _LARGEST_BYTE = 255
 
 @dataclass(frozen=True, slots=True)
 class Upright:
-    """Targets of a batch on upright images, before the crop. A sample with a fault cannot be used."""
+    """Targets of a batch on upright images, before the crop. Rows that have a fault must not be used."""
 
     table: EncodedTargets  # the worker's table, converted to pixels
     objects: Objects  # in pixels of the annotated images; `ids` are rows of `table`
     boxed: Objects  # the same objects in pixels of the upright images, for crops
     matrices: Float64  # [B, 3, 3], from the annotated to the upright image
     sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
-    masks: list[NDArray[Any] | None] | None  # decoded, if a crop needs them; None in a row with a fault
+    masks: list[NDArray[Any] | None] | None  # decoded, with None for a row with a fault; None if no crop needs masks
     faults: list[Fault]
 
 
@@ -167,7 +167,11 @@ class TargetStage:
         threads: int = 1,
         each: Callable[..., None] = one_by_one,
     ) -> None:
-        """Crop and resize upright masks for every view of ``batch``. On a CPU, the operations move them too."""
+        """Crop and resize upright masks for every view of ``batch``.
+
+        For a CPU device, and for masks of object numbers, this also applies the view's first move, if it is a matrix.
+        :meth:`finish` applies the other moves.
+        """
         small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances
         for view in batch.views:
@@ -252,14 +256,14 @@ class TargetStage:
             made = made.index_fill(0, buffers.to_device(torch.tensor(list(bad)), device), self.fill)
         if len(rows) < len(made):
             made = made.index_select(0, buffers.to_device(torch.from_numpy(rows), device))
-        if made.dtype != self._dtype and device.type == "cpu":  # new memory would take longer than the conversion
+        if made.dtype != self._dtype and device.type == "cpu":  # reuse memory: new memory takes longer than converting
             return buffers.outputs.take((len(made), 1, *made.shape[1:]), self._dtype, False)[:, 0].copy_(made)
         return made.to(self._dtype)
 
     def _decode(
         self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Upright masks [h, w] per sample, with the values of the table; None for a sample with a fault."""
+        """Upright masks [h, w] per sample, with the values that ``map`` gives; None for a sample with a fault."""
         data = encoded.masks
         found: list[NDArray[Any] | None] = [None] * len(data)
         faults: list[Fault] = []
@@ -281,7 +285,7 @@ class TargetStage:
         decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
         if self.panoptic and encoded.targets is not None:
             _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-            if self._table is not None:  # the table maps classes
+            if self._table is not None:  # applied now, because `map` names classes and not annotation ids
                 found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
         for row, largest in self._too_large(found):
             reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
@@ -290,7 +294,7 @@ class TargetStage:
         return found, sorted(faults, key=lambda fault: fault.row)
 
     def _too_large(self, found: list[NDArray[Any] | None]) -> list[tuple[int, int]]:
-        """Row and largest value of masks that the wanted dtype cannot hold."""
+        """Row and largest value of each mask that ``targets.masks.dtype`` cannot hold."""
         if self._dtype != torch.uint8:
             return []
         wide = ((row, int(m.max(initial=0))) for row, m in enumerate(found) if m is not None and m.dtype != np.uint8)
@@ -306,7 +310,7 @@ def augment_targets(
     indices: Int64,
     device: torch.device,
 ) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
-    """Move the targets of images that are already decoded; returns crop windows, choices and targets of every view.
+    """Move the targets of images that are already decoded. Returns crop windows, choices and targets of every view.
 
     ``recipe``, ``size`` (H, W), ``indices`` and ``device`` are those of the images; ``drawn`` are their random numbers.
 
@@ -355,7 +359,7 @@ class Given:
         )
 
     def encoded(self, count: int, size: tuple[int, int]) -> tuple[EncodedTargets, list[NDArray[Any] | None] | None]:
-        """The objects of ``count`` images as one table, and the masks as arrays."""
+        """The objects of ``count`` images as one table, and their masks as arrays; None if there are no masks."""
         names = [name for name in self.rules.names if name != "masks"]
         columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}
         for name in dict.fromkeys([*self.rules.names, *columns]):
@@ -397,7 +401,7 @@ class Given:
 
 
 def _array(value: Any) -> NDArray[Any]:
-    """The value as an array. Lists of different lengths may become an array of objects, which a later check refuses."""
+    """The value as an array. numpy may make an array of Python objects from nested lists; a later check refuses it."""
     try:
         return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors
@@ -405,7 +409,7 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
-    """Convert annotations in fractions of the upright image to pixels. ``sizes`` [B, 2]: of the images."""
+    """Convert annotations from fractions to pixels. ``sizes``: int64 [B, 2], (H, W) of the upright images."""
     rows = table.fractions
     if rows is None:
         return table
@@ -420,7 +424,7 @@ def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
 
 
 def _drop_vanished(view: Placed, table: EncodedTargets) -> None:
-    """Drop objects without a pixel in the view's object masks, and number the others 1, 2, ... in each mask."""
+    """Drop objects that have no pixel in the view's masks, and number the other objects 1, 2, ... in each mask."""
     assert view.masks is not None
     objects, made = view.objects, view.masks.numpy()
     counts = objects.counts(len(made))
@@ -428,7 +432,7 @@ def _drop_vanished(view: Placed, table: EncodedTargets) -> None:
     keep = np.zeros(len(objects.labels), dtype=bool)
     for row, mask in enumerate(made):
         own = objects.ids[begins[row] : begins[row + 1]]
-        numbers = own - table.offsets[row] + 1  # values in the mask, ascending
+        numbers = own - table.offsets[row] + 1  # the objects' values in the mask, ascending
         present = np.zeros(max(int(mask.max(initial=0)), int(numbers.max(initial=0))) + 1, dtype=bool)
         present[mask.reshape(-1)] = True
         kept = present[numbers]

@@ -1,6 +1,6 @@
 """DALI's pipelines for the CPU and for CUDA. Only this file imports DALI and nvImageCodec.
 
-Both pipelines decode in stored coordinates. The caller applies EXIF orientation.
+Both pipelines decode images as they are stored. The caller applies EXIF orientation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ log = logging.getLogger("gpuaug")
 
 Backend = Literal["auto", "dali", "pillow"]
 
-# Not PNG: DALI decompresses all data in the file. 1 MB can become 1 GiB, and then 3 GiB of memory are needed. Pillow
-# stops when the image is complete, but needs 1.5 times the CPU time (500 x 375, crop to 224).
+# The codecs that DALI decodes. PNG is not one of them, because DALI decompresses all data in the file: 1 MB can become
+# 1 GiB, and decoding it takes 3 GiB of memory. Pillow stops when the image is complete. It takes 1.5 times the CPU time
+# of DALI (500 x 375, crop to 224).
 CODECS = frozenset({"jpeg", "webp", "bmp"})
-# nvJPEG's buffers in bytes, which DALI allocates at the start per thread and pipeline. These are DALI's defaults. DALI
-# pins 2 x PINNED_PADDING.
+# Sizes of nvJPEG's buffers in bytes; these are DALI's defaults. DALI allocates the buffers at the start, for each
+# thread of each pipeline. A thread has two pinned buffers of PINNED_PADDING bytes.
 DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 _loading = threading.Lock()  # held while codecs load, because an environment variable selects them
@@ -64,10 +65,11 @@ def choose_backend(wanted: Backend) -> str:
 
 
 def accepts(data: bytes, header: Header) -> bool:
-    """Whether DALI's own parser finds the same size in ``data`` as ``header``; 3 µs.
+    """Whether DALI's own parser reads the same size from ``data`` as ``header`` has. This takes 3 µs.
 
-    DALI's error does not name a sample that DALI refuses before it decodes the batch. DALI's threads crash (SIGSEGV) on
-    unknown pixel types. This check and `Header.dali_safe` keep both kinds of images away from DALI.
+    If DALI refuses a sample before decoding the batch, DALI's error does not name the sample. If a sample has an
+    unknown pixel type, DALI's threads crash (SIGSEGV). This check and `Header.dali_safe` keep both kinds of samples
+    away from DALI.
     """
     try:
         stream = _code_stream()(data)
@@ -78,7 +80,7 @@ def accepts(data: bytes, header: Header) -> bool:
 
 
 def failed_sample(message: str) -> tuple[bool, int | None]:
-    """Whether an error message is about decoding, and the sample's number in the batch if the message has it."""
+    """Whether an error message is about decoding, and the sample's number in the batch (None: not named)."""
     match = _FAILED_SAMPLE.search(message)
     return match is not None or "decoders.image" in message, int(match[1]) if match else None
 
@@ -94,7 +96,7 @@ class CpuPipeline:
         self._capacity = 0
 
     def run(self, plan: Plan) -> list[Pixels]:
-        """Per row, the pixels of its ``plan.union`` box: uint8 [height, width, 3]. The arrays keep DALI's memory."""
+        """Decode each row's ``plan.union`` box to uint8 [height, width, 3]. The arrays keep DALI's memory alive."""
         if len(plan) > self._capacity:
             self._capacity = _capacity(plan)
             self._pipeline = self._build()
@@ -136,7 +138,10 @@ class CudaPipeline:
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def run(self, plan: Plan) -> list[Tensor]:
-        """Per view uint8 [n, H, W, 3] in torch's memory, on its current stream, before EXIF orientation is applied."""
+        """Make each view: uint8 [n, H, W, 3] in torch's memory, before EXIF orientation is applied.
+
+        The work is queued on torch's current stream.
+        """
         key = tuple((b.interpolation, b.fill) for b in plan.windows)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:
@@ -155,8 +160,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        # No DLPack here: DALI would free the shared memory in its own thread after a cudaDeviceSynchronize, which spins
-        # while training keeps the device busy.
+        # Copy instead of using DLPack. With DLPack, a thread of DALI would free the shared memory after a
+        # cudaDeviceSynchronize, which keeps a CPU core busy as long as training keeps the device busy.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)
@@ -173,7 +178,7 @@ class CudaPipeline:
             def slice_of(image: Any, start: str, shape: str, **more: Any) -> Any:
                 return fn.slice(image, start=fed(start), shape=fed(shape), axes=[0, 1], **more)
 
-            # fancy upsampling: pixels differ from the CPU by at most 1; without it, by at most 4
+            # with fancy upsampling, pixels differ from the CPU's by at most 1; without it, by at most 4
             settings = {"device": self._operators, "jpeg_fancy_upsampling": True, **_rgb(types), **only_cuda}
             image = fn.decoders.image(fed("encoded", types.UINT8), **settings)
             interpolations = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
@@ -241,7 +246,7 @@ def _code_stream() -> Any:
 
 @contextmanager
 def _host_codecs() -> Iterator[None]:
-    """Load nvImageCodec without GPU codecs: they open a CUDA context, which parser and ``device=cpu`` do not need."""
+    """Load nvImageCodec without GPU codecs. They would open a CUDA context, which the CPU pipeline does not need."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     spec = find_spec("nvidia.nvimgcodec")
     with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:

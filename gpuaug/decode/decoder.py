@@ -1,14 +1,14 @@
 """Encoded images to uint8 views on the device.
 
 takes: :class:`EncodedBatch`, then one :class:`CropWindows` per view.
-does: reads headers (true shapes, faults), decodes each image once for all its views, then crops and resizes.
+does: reads headers for image sizes and faults, decodes each image once for all its views, then crops and resizes.
 gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded are zero and have a :class:`Fault`.
 
-On the CPU, DALI decodes the smallest box that holds all views of an image, and `resize` makes each view, because DALI's
-own CPU resize is several times slower. On CUDA, one DALI pipeline decodes (`mixed`), slices and resizes; then every
-view is copied into torch's memory. Pillow decodes the images that DALI does not decode, or all if DALI is not
-installed. With `Decode.reduced`, Pillow also decodes JPEGs at a part of their size and resizes their views. For every
-codec, `header` reads the orientation and `plan` applies it.
+On the CPU, DALI decodes the smallest box that holds all views of an image. Then `resize` makes each view, because
+DALI's own CPU resize is several times slower. On CUDA, one DALI pipeline decodes, slices and resizes; then every view
+is copied into torch's memory. Pillow decodes the images that DALI does not decode, or all images if DALI is not
+installed. With `Decode.reduced`, Pillow also decodes JPEGs at a fraction of their size and resizes their views. For
+every codec, `header` reads the orientation and `plan` applies the orientation.
 
 A sample's pixels never depend on the other samples of its batch. Nothing here is random.
 """
@@ -50,14 +50,14 @@ from gpuaug.native import buffers
 log = logging.getLogger("gpuaug")
 
 MAX_THREADS = 1024  # more is surely a typo; DALI starts all threads at once, and each has a stack
-_MAX_REBUILDS = 3  # of the pipeline, per batch; an error of the device itself would repeat for ever
+_MAX_REBUILDS = 3  # new pipelines per batch; if the device itself is broken, every new pipeline fails too
 
 _END_OF_JPEG = b"\xff\xd9"
-# A small file can claim many pixels. So an image with more than max(2**25, `max_pixels` / 4) pixels must have a byte
-# per 64 pixels, which even a JPEG of one colour has. Then no file below 1 MiB takes more than 2 s of a core. A pixel
-# counts `effort` times.
+# A small file can claim many pixels. So an image with more than max(2**25, `max_pixels` / 4) pixels must have at least
+# one byte per 64 pixels; even a JPEG of one colour has this. Then no file below 1 MiB takes more than 2 s of a core.
+# Before this comparison, the number of pixels is multiplied by `Header.effort`.
 _SPARSE_PIXELS, _PIXELS_PER_BYTE = 2**25, 64
-_MAX_SCANS = 12  # for an image of `max_pixels`; a scan costs 0.6 ns per pixel
+_MAX_SCANS = 12  # limit for an image of `max_pixels`; smaller images may have more. A scan costs 0.6 ns per pixel
 _ANCILLARY_BYTES = 65_536  # above this, PNG chunks that do not affect pixels are removed before decoding
 
 
@@ -67,23 +67,27 @@ class Decode:
 
     Args:
         num_threads: number of CPU threads. None: the CPUs of this process divided by the ranks on the machine, at most
-            8. On CUDA nvImageCodec's threads wait actively: each uses a core while it waits for a GPU that trains.
+            8. On CUDA, nvImageCodec's threads wait actively: while the GPU is busy with training, each waiting thread
+            uses a CPU core.
         backend: ``auto`` is DALI if it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. The engine's pixels differ slightly from those of
-            the CUDA cores, and the split depends on the batch. So above 0, results are no longer bit-identical.
-        max_pixels: an image whose header claims more pixels is a fault, before memory is allocated. An image with more
-            than a quarter of `max_pixels` is also a fault if it has less than one byte per 64 pixels.
+            the CUDA cores, and the batch decides which JPEGs the engine gets. So with a value above 0, results are not
+            bit-identical.
+        max_pixels: an image whose header claims more pixels becomes a fault before memory is allocated. An image with
+            more than a quarter of `max_pixels` (and more than 2**25 pixels) is also a fault if its file has less than
+            one byte per 64 pixels.
         max_bytes: memory limit for decoding, in bytes. If a batch needs more, it is decoded in chunks; an image that
             needs more is decoded alone.
-        codecs: which of jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw are decoded; other images are faults.
+        codecs: names from jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw. Images of other codecs are faults.
             `gpuaug pack` writes `raw`: a header with the size, then the pixels.
-        reduced: decode a JPEG at 1/2, 1/4 or 1/8 of its size if all views' crops are at least 2, 5 or 12 times as large
-            as the view, in both sides. The size depends only on the sample's own crops. Pillow decodes these images on
-            the CPU, with ``device=cuda`` too, and only the views are copied to the device. JPEGs that are lossless,
-            arithmetic-coded or of more than 8 bits are decoded fully. Pixels differ from full decoding by 0.6 levels of
-            255 on average, and by up to 2 levels on average in one image; `gpuaug parity` measures your images. With
-            photographs of 2 to 12 megapixels, this was 2.2 times as fast as ``backend=pillow`` alone, but only 1.1
-            times as fast as DALI on the CPU; `gpuaug profile` measures your images.
+        reduced: decode large JPEGs at a fraction of their size: at 1/2 if every view's crop is at least 2 times as high
+            and as wide as the view, at 1/4 from 5 times on, and at 1/8 from 12 times on. The fraction depends only on
+            the sample's own crops. Pillow decodes these images on the CPU, even with ``device=cuda``; then only the
+            views are copied to the device. JPEGs that are lossless, arithmetic-coded or of more than 8 bits are decoded
+            at full size. Pixels differ from decoding at full size by 0.6 levels of 255 on average over all images, and
+            by up to 2 levels on average over one image; `gpuaug parity` measures your images. With photographs of 2 to
+            12 megapixels, this was 2.2 times as fast as ``backend=pillow`` alone, but only 1.1 times as fast as DALI on
+            the CPU; `gpuaug profile` measures your images.
 
     Raises:
         ConfigError: if a setting is outside its range.
@@ -116,7 +120,7 @@ class Decode:
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
     ) -> Decoder:
-        """Open a decoder for ``cpu`` or ``cuda``. ``auto`` is CUDA if there is a device; the choice is logged.
+        """Open a decoder for ``cpu`` or ``cuda``. ``auto`` is CUDA if there is a CUDA device; the choice is logged.
 
         Args:
             device: the device of the views. ``cuda``: LOCAL_RANK's device if this variable is set, else torch's current
@@ -198,7 +202,7 @@ class Decoder:
             windows: one entry per view, B rows each; rows of bad samples are not used.
 
         Returns:
-            uint8 [B, H, W, 3] per view on the device, with bad rows zero; and the decoding faults.
+            The views and the faults. A view is uint8 [B, H, W, 3] on the device; rows that cannot be decoded are zero.
 
         Raises:
             ConfigError: if a box is not inside its image.
@@ -217,14 +221,14 @@ class Decoder:
         size = int((headers.height * headers.width).sum()) * 3
         if size > self.settings.max_bytes and len(batch) > 1:
             raise ConfigError(
-                f"`decode.max_bytes` must hold the {len(batch)} whole images, {size} bytes. Found: "
+                f"`decode.max_bytes` must hold the {len(batch)} whole images, which take {size} bytes. Found: "
                 f"{self.settings.max_bytes}. Raise `decode.max_bytes`, or take fewer samples."
             )
         zero = np.zeros((len(batch), 2), dtype=np.int32)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
         plan = Plan.of(batch, headers, [CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (0, 0))])
         images = [torch.zeros((0, 0, 3), dtype=torch.uint8, device=self.device)] * len(batch)
-        for k, row in enumerate(plan.rows.tolist()):  # one by one: all images of a plan get one output size
+        for k, row in enumerate(plan.rows.tolist()):  # one by one, because a plan has one output size
             alone = plan.take(np.array([k]))
             h, w = sizes[row].tolist()
             windows = [replace(alone.windows[0], size=(h, w))]
@@ -249,8 +253,8 @@ class Decoder:
     # -- headers --
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
-        """The header of an image, its route, and repaired bytes to decode instead of ``encoded``; None: no repair."""
-        if raw := header.read_raw(encoded.data):  # without a copy of the pixels
+        """The image's header and route, and repaired bytes to decode instead of ``encoded`` (None: no repair)."""
+        if raw := header.read_raw(encoded.data):  # this does not copy the pixels
             return *self._check_header(b"", raw), None
         data = original = encoded.tobytes()
         try:
@@ -266,7 +270,10 @@ class Decoder:
         return info, route, None if data is original else np.frombuffer(data, dtype=np.uint8)
 
     def _check_header(self, data: bytes, info: Header) -> tuple[Header, Route]:
-        """Check the limits. Return the header, completed by Pillow if needed, and the route; else HeaderError."""
+        """Check the limits. Return the header and the route.
+
+        For TIFF and JPEG 2000, Pillow reads the size. Raises HeaderError if the image is outside the limits.
+        """
         codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
         if codec not in codecs:
             raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
@@ -298,7 +305,7 @@ class Decoder:
     # -- pixels --
 
     def _decode(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
-        """Views and faults of a batch of ``count`` rows; rows outside the plan are zero."""
+        """Make the views and faults of a batch of ``count`` rows. Rows that are not in the plan are zero."""
         # DALI does not take the device from the stream, but uses the current device
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:
@@ -321,7 +328,7 @@ class Decoder:
         return faults
 
     def _on_host(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
-        """Resize views on the CPU, then move them to the device."""
+        """Decode and resize on the CPU, then copy the views to the device."""
         shapes = [(count, *b.size, 3) for b in plan.windows]
         if self.device.type == "cuda":
             images = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for shape in shapes]
@@ -368,7 +375,7 @@ class Decoder:
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
 
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
-        """Resize ``regions``, each row's pixels of ``plan.union``, into ``canvases[view][row]``.
+        """Resize ``regions``, the pixels of each row's ``plan.union`` box, into ``canvases[view][row]``.
 
         ``alone``: use only the calling thread, because other threads paint at the same time.
         """
@@ -422,7 +429,8 @@ class Decoder:
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
-                # DALI names only one sample. Use halves: a batch of bad samples then costs log2(B) decodes, not B.
+                # DALI names only one bad sample at a time. Splitting into halves makes a batch of B bad samples cost as
+                # much as log2(B) decodes of the batch; without halves, it would cost B decodes.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result
@@ -433,7 +441,7 @@ class Decoder:
         if self._dali is None:
             return []
         rows, pixels = np.flatnonzero(_for_dali(plan.route, plan)), plan.stored.prod(axis=1)
-        if isinstance(self._dali, dali.CudaPipeline):  # one output size per run; swapped rows need another
+        if isinstance(self._dali, dali.CudaPipeline):  # a run has one output size; swapped rows need another size
             groups = [rows[~plan.swapped[rows]], rows[plan.swapped[rows]]]
         else:
             groups = np.array_split(rows, num_parts(len(rows), 3 * int(pixels[rows].sum()), self.num_threads))
@@ -460,7 +468,7 @@ class Decoder:
         per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
         sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)
         for group in split_by_bytes(np.arange(len(plan)), sizes, self.settings.max_bytes):
-            self.each(group[np.argsort(-sizes[group])].tolist(), one)  # threads get shares of the same size
+            self.each(group[np.argsort(-sizes[group])].tolist(), one)  # largest first, so that threads get equal shares
         self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
 
@@ -492,7 +500,7 @@ def _threads() -> int:
 
 
 def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
-    """bool [n]: the rows that DALI decodes. It decodes only at full size."""
+    """bool [n]: the rows that DALI decodes. DALI decodes only at full size."""
     return (route == Route.DALI) & (plan.scale == 1)
 
 

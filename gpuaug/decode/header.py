@@ -1,7 +1,7 @@
 """Reads codec, stored size and orientation from image headers, in pure Python.
 
-So sizes are known before a decoder allocates memory, and orientation is read the same way for JPEG, PNG and WebP. A
-JPEG costs about 5 µs.
+So sizes are known before a decoder allocates memory, and orientation is read the same way for JPEG, PNG and WebP.
+Reading the header of a JPEG takes about 5 µs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SIGNATURES = re.compile(
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _JUNK = 65_536  # limit of marker bytes and bytes outside segments before the first scan of a JPEG
-_CHUNKS = 131_072  # limit for a PNG: 1 GB in the 8 kB chunks that libpng writes
-_BLOCKS = 64  # a multiple of the height of a JPEG's blocks, which is 8, 16 or 32 rows (subsampling)
-_SCANS = 256  # limit for a JPEG: encoders write about ten; each scan costs a pass over the whole image
+_CHUNKS = 131_072  # limit for the number of chunks: a PNG of 1 GB, in the 8 kB chunks that libpng writes
+_BLOCKS = 64  # rows; a multiple of the height of a JPEG's blocks (8, 16 or 32 rows, depending on subsampling)
+_SCANS = 256  # limit for the scans of a JPEG: encoders write about ten, and each is a pass over the whole image
 _PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
 _PROFILE = b"Raw profile type exif\0"  # ImageMagick stores EXIF in a PNG as hexadecimal text
 _PROFILE_BYTES = 65_536  # limit of the text that is read; orientation is near its start
@@ -44,7 +44,7 @@ class HeaderError(ValueError):
 
 
 class TruncatedError(HeaderError):
-    """A JPEG with a complete header but no end. With an end marker added, decoders decode the part that exists."""
+    """A JPEG with a complete header but no end marker. Once a marker is added, decoders decode what exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,15 @@ class Header:
         codec: one of `CODECS`.
         height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, whose headers only Pillow reads.
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
-        dali_safe: False if DALI may not decode the image as Pillow does. Animations: DALI chooses another first frame.
-            Chunks longer than the file: DALI allocates their claimed size. JPEGs: only baseline, extended and
-            progressive ones of 8 bits are safe. BMPs: compression, masks, 16 bits or missing bytes are unsafe.
-        scans: passes over the pixels; more than 1 for progressive JPEGs.
-        bits: bits per sample; for TIFF and JPEG 2000 only Pillow reads them.
+        dali_safe: False if DALI might not decode the image as Pillow does. Animations are unsafe, because DALI chooses
+            another first frame. Files with a chunk longer than the file are unsafe, because DALI allocates the size
+            that the chunk claims. JPEGs are safe only if they are baseline, extended or progressive, with 8 bits. BMPs
+            are unsafe if they have compression, masks, 16 bits or missing bytes.
+        scans: number of passes over the pixels; more than 1 for progressive JPEGs.
+        bits: bits per sample; 8 for TIFF and JPEG 2000, whose bits only Pillow reads.
         effort: CPU time per pixel, relative to an 8-bit PNG.
         ancillary: bytes of PNG chunks that do not affect pixels.
-        height_at: position of the height in the bytes of a JPEG with one scan; 0 for others.
+        height_at: for a JPEG with one scan, the byte position of the height; 0 for other images.
     """
 
     codec: str
@@ -102,7 +103,7 @@ def read(data: bytes) -> Header:
 
 
 def raw_header(height: int, width: int) -> bytes:
-    """The header of a "raw" image, `RAW_HEADER` bytes; the uint8 [height, width, 3] pixels follow."""
+    """The header of a "raw" image, `RAW_HEADER` bytes; the pixels, uint8 [height, width, 3], follow it."""
     return _RAW + struct.pack("<II", height, width)
 
 
@@ -186,7 +187,7 @@ def _jpeg(data: bytes) -> Header:
     if frame is None:
         raise HeaderError("jpeg without a frame header")
     marker, bits, height, width, parts = frame
-    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the box would not notice
+    if data.rfind(b"\xff\xd9", at) < 0:  # not noticed by a decoder that stops below the crop
         raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
     scans = 1
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time
@@ -202,10 +203,10 @@ def _jpeg(data: bytes) -> Header:
 
 
 def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
-    """A copy of a JPEG that ends soon after its first ``rows`` rows, and its height. Several scans stay as they are.
+    """A copy of a JPEG with its first ``rows`` rows and a few more, and the height of the copy.
 
-    Only the height in the header changes, because decoders skip the bytes that are left over. At least one row of
-    blocks more than needed stays, because decoders interpolate colours from it.
+    Only the height in the header changes; decoders skip the bytes of the other rows. The copy has at least one more row
+    of blocks than needed, because decoders interpolate colours from it. A JPEG with several scans is not cut.
     """
     info, rows = read(jpeg), (rows + 2 * _BLOCKS - 1) // _BLOCKS * _BLOCKS
     if not info.height_at or rows >= info.height:
@@ -257,7 +258,7 @@ def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int,
 
 
 def png_pixels(data: bytes) -> bytes:
-    """Remove PNG chunks that do not affect pixels: readers inflate texts and profiles to 1,000 times their size."""
+    """Remove PNG chunks that do not affect pixels, because readers may inflate texts to 1,000 times their size."""
     pieces = (data[at - 8 : end] for kind, at, _, end in _chunks(data, "png", 8) if kind in _PIECES)
     return data[:8] + b"".join(pieces)
 

@@ -1,4 +1,4 @@
-"""Pillow decodes masks, and the images that DALI does not decode. Only this file imports Pillow for decoding."""
+"""Decodes masks, and the images that DALI does not decode, with Pillow. Only this file uses Pillow for decoding."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gpuaug.decode.plan import Pixels
 # one view of an image: box (top, left, height, width), size (height, width) after resizing, and the filter
 View = tuple[list[int], list[int], Interpolation]
 
-# codec to the name of Pillow's plugin, if that is not the capitalised codec
+# maps a codec to the name of Pillow's plugin; other plugins have the capitalised name of the codec
 _PLUGINS = {"webp": "WebP", "jpeg2000": "Jpeg2K"}
 
 
 def bytes_per_pixel(data: bytes) -> int:
-    """Peak decoding memory per pixel; WebP needs several canvases. ``data``: at least the first 12 bytes."""
+    """Peak memory for decoding, in bytes per pixel. ``data``: at least the first 12 bytes of the image."""
     return 21 if header.sniff(data) == "webp" else 13
 
 
@@ -44,7 +44,7 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
         max_pixels: limit for the whole image.
 
     Returns:
-        uint8 [h, w, 3], RGB, not oriented.
+        uint8 [h, w, 3], RGB, before EXIF orientation is applied.
 
     Raises:
         HeaderError: if the whole image does not decode, or its size differs from ``size``.
@@ -53,11 +53,11 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
     with _faults(codec):
         image = _load(data, codec, size, max_pixels)
         y, x, h, w = box.tolist()
-        # Drop transparency, like DALI. Otherwise Pillow warns.
+        # Drop transparency, as DALI does. Otherwise Pillow warns.
         image.info.pop("transparency", None)
         if (h, w) != tuple(size):
             image = image.crop((x, y, x + w, y + h))
-        if image.mode.startswith("I"):  # 16 bits; Pillow's conversion clips values above 255
+        if image.mode.startswith("I"):  # 16 bits are scaled here: Pillow would clip values above 255
             white = (1 << _bits(image)) - 1
             gray = (np.asarray(image).astype(np.uint32) * 255 + white // 2) // white
             return np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
@@ -67,9 +67,9 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
 def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pixels: int) -> list[Pixels]:
     """Decode a JPEG at 1/``scale`` of its size (2, 4 or 8), and resize a box of it for each view.
 
-    libjpeg then makes fewer, larger pixels of each block, and stops below the boxes. A box may begin and end inside
-    such a pixel, so that the views do not shift. Arguments and errors are those of `decode`, but damage below the boxes
-    is not noticed.
+    libjpeg then makes fewer pixels of each block, and does not decode the rows below the boxes. The edges of a box may
+    lie between the pixels of the smaller image; resizing takes such edges exactly, so views are not shifted. Arguments
+    and errors are those of `decode`, but damage below the boxes is not noticed.
     """
     from PIL import Image
 
@@ -77,7 +77,7 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
         upper, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
         try:
             image = _load(upper, "jpeg", np.array([height, size[1]]), max_pixels, scale)
-        except Exception:  # an unknown marker below the boxes, which decoding all rows steps over
+        except Exception:  # for example, a marker below the boxes that only decoding all rows can skip
             if upper is data:
                 raise
             image = _load(data, "jpeg", size, max_pixels, scale)
@@ -92,10 +92,10 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
 
 
 def values(png: bytes) -> tuple[NDArray[Any], str]:
-    """The stored values of a PNG, [h, w] or [h, w, channels], and Pillow's mode; not oriented.
+    """The stored values of a PNG, [h, w] or [h, w, channels], and Pillow's mode, before EXIF orientation is applied.
 
-    Values are not turned into colours: a palette image gives the indices of its colours. But Pillow scales gray values
-    of 2 and 4 bits to 0..255. The caller limits the size.
+    Values are not turned into colours: a palette image gives the indices of its colours. Gray values of 2 and 4
+    bits are an exception: Pillow scales them to 0..255. The caller must check the image's size first.
 
     Raises:
         HeaderError: if the image cannot be decoded.
@@ -123,12 +123,12 @@ def _faults(codec: str) -> Iterator[None]:
 
 
 def _load(data: bytes, codec: str, size: Int64, max_pixels: int, scale: int = 1) -> Any:
-    """Decode an image, a JPEG also at 1/``scale``. Raise HeaderError if its size differs from ``size``."""
+    """Decode an image; a JPEG at 1/``scale`` of its size. HeaderError if the image does not have ``size``."""
     image = _open(data, codec)
     if image.width * image.height > max_pixels:
         raise HeaderError(f"{codec} of {image.height}x{image.width} is larger than `decode.max_pixels` ({max_pixels})")
     if codec == "jpeg":
-        image.decodermaxblock = len(data)  # Pillow's blocks of 64 KiB take a fifth more time
+        image.decodermaxblock = len(data)  # reading in Pillow's blocks of 64 KiB takes a fifth more time
     if scale > 1:
         image.draft(None, (image.width // scale, image.height // scale))
     image.load()
@@ -139,9 +139,10 @@ def _load(data: bytes, codec: str, size: Int64, max_pixels: int, scale: int = 1)
 
 
 def _open(data: bytes, codec: str) -> Any:
-    """Open an image without decoding it. HeaderError if it cannot be read, or its samples are not supported."""
-    # Not `Image.open`, which tries every codec that Pillow knows, and applies a size limit of the process instead of a
-    # decoder's `max_pixels`. GIF, WebP and TIFF still apply that limit, 179 million pixels.
+    """Open an image without decoding it. HeaderError if it cannot be opened, or its pixel type is not supported."""
+    # `Image.open` is not used, because it tries every codec that Pillow knows, and because it applies Pillow's own size
+    # limit instead of the decoder's `max_pixels`. For GIF, WebP and TIFF, Pillow's limit still applies: 179 million
+    # pixels.
     plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
         image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))

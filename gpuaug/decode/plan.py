@@ -22,8 +22,9 @@ Pixels = NDArray[np.uint8]
 # chunks hold 60 to 90 MiB. The CPU time is the same.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
 # A JPEG is decoded at 1/2, 1/4 or 1/8 if every view's window is at least this many times as large as the view, in both
-# sides. Photographs then differ from full decoding by 0.6 levels on average. With 2, 4 and 8, it would be 1.1 levels in
-# nearly the same time, because most of the time is Huffman decoding, which is equal at every scale.
+# sides. Photographs then differ from full decoding by 0.6 levels of 255 on average. If these numbers were 2, 4 and 8,
+# the difference would be 1.1 levels. The time would be nearly the same, because most of it is Huffman decoding, which
+# takes the same time at every scale.
 _REDUCED_FROM = (2.0, 5.0, 12.0)
 
 
@@ -44,11 +45,11 @@ class HeaderInfo:
     Attributes:
         height, width: int64 [B], after orientation; 0 if the sample cannot be decoded.
         orientation: int64 [B], EXIF's 1..8.
-        faults: rows that cannot be decoded. Rows that could not be read are not listed here.
+        faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
         route: int8 [B], the :class:`Route` of each row.
         replaced: maps a row number to repaired bytes, which are decoded instead of the sample's bytes: a JPEG whose
             missing end marker was added, or a PNG without long texts and profiles.
-        reducible: bool [B], whether the image may be decoded at a part of its size; all False unless `Decode.reduced`.
+        reducible: bool [B], whether the image may be decoded at a fraction of its size (see `Decode.reduced`).
     """
 
     height: Int64
@@ -70,9 +71,9 @@ class Plan:
         encoded: n uint8 arrays, views into the packed buffer or into mapped files.
         orientation: int64 [n].
         stored: int64 [n, 2], height and width before orientation.
-        scale: int64 [n]; 2, 4 or 8: the image is decoded at a half, a quarter or an eighth of its size. 1: fully.
+        scale: int64 [n], 1, 2, 4 or 8: the image is decoded at 1/``scale`` of its size.
         union: int32 [n, 4], the smallest box that holds the windows of all views, before orientation.
-        windows: one entry per view, each with n rows, after orientation.
+        windows: one entry per view, each with n rows: the view's windows after orientation.
         parts: one entry per view, int32 [n, 4]: the view's windows before orientation.
     """
 
@@ -141,7 +142,7 @@ class Plan:
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
-        """Of the first row, per view: window and resized size, both before orientation, and the resize filter."""
+        """For the first row and each view: window, resized size (both before orientation) and resize filter."""
         turn = -1 if self.swapped[0] else 1
         views = zip(self.parts, self.windows, strict=True)
         return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]
@@ -155,7 +156,7 @@ class Plan:
 
 
 def _scales(windows: Sequence[CropWindows], reducible: NDArray[np.bool_]) -> Int64:
-    """How many times smaller each image is decoded, int64 [n]. The view that needs most pixels decides."""
+    """How many times smaller each image is decoded, int64 [n]. The view that needs the most pixels decides."""
     if not reducible.any():
         return np.ones(len(reducible), dtype=np.int64)
     ratio = np.min([(b.window[:, 2:] / b.resized).min(axis=1) for b in windows], axis=0)
@@ -168,7 +169,7 @@ def num_parts(samples: int, size: float, threads: int) -> int:
 
 
 def split_by_bytes(rows: Int64, sizes: Int64, max_bytes: int) -> list[Int64]:
-    """Split rows into groups of at most `max_bytes`. A row has ``sizes[row]`` bytes; a larger row is a group alone."""
+    """Split rows into groups of at most `max_bytes`. Row k has ``sizes[k]`` bytes; a larger row is its own group."""
     groups: list[Int64] = []
     while len(rows):
         count = max(1, int(np.searchsorted(np.cumsum(sizes[rows]), max_bytes, side="right")))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpuaug.display.sheet import STRIPE, STRIPED, Color, drawable, fitting, font, scaled
 
-if TYPE_CHECKING:  # loaders import this module, and draw nothing
+if TYPE_CHECKING:  # loaders import this module but do not draw
     from PIL import Image
 
     from gpuaug.targets.batch import BatchTargets
@@ -35,7 +35,7 @@ PERSON = (
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
-    """Mask and objects of one picture, in its pixels. Pixel i covers i..i+1.
+    """Mask and objects of one picture. Coordinates are in pixels of the picture; pixel i covers i..i+1.
 
     Attributes:
         mask: integers [H, W]; None: no mask.
@@ -55,7 +55,7 @@ class Annotations:
 
     @classmethod
     def of(cls, targets: BatchTargets, row: int, rules: Targets | None) -> Annotations:
-        """The annotations of one row of a batch. ``rules``: how targets were made; None: the default."""
+        """The annotations of one row of a batch. ``rules``: how targets were made; None: the default rules."""
         own = (targets.sample == row).cpu().numpy()
         boxes, keypoints = (None if x is None else x.cpu().numpy()[own] for x in (targets.boxes, targets.keypoints))
         points = None if rules is None else rules.keypoints
@@ -77,17 +77,17 @@ class Style:
     rules: Targets | None = None
     classes: Sequence[str] | None = None
     skeleton: Sequence[tuple[int, int]] = ()  # keypoints that a line connects
-    numbers: Mapping[int, int] | None = None  # color number of each annotation; None: colors show classes
+    numbers: Mapping[int, int] | None = None  # annotation id to color number; None: number by row
 
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
-        """The style for the samples of a source. ``rules``: those of the targets; None: there are no targets."""
+        """The style for the samples of a source. ``rules``: rules of the targets; None: there are no targets."""
         lines = getattr(source, "skeleton", None) or (PERSON if getattr(source, "num_keypoints", None) == 17 else ())
         return cls(rules, source.classes, tuple(lines))
 
     @property
     def masks(self) -> Any:
-        """The rules of masks; None: there are none."""
+        """The rules of masks; None: there are no masks."""
         return None if self.rules is None else self.rules.masks
 
     @property
@@ -168,7 +168,8 @@ def drawn(
 ) -> Image.Image:
     """The picture, scaled as :func:`gpuaug.display.sheet.scaled` does, with its annotations on it.
 
-    ``crops`` are boxes (x1, y1, x2, y2) of the picture, and their colors. They are dashed if there are annotations.
+    ``crops``: boxes (x1, y1, x2, y2) in pixels of the picture, each with a color. Their lines are dashed if there are
+    annotations.
     """
     from PIL import ImageDraw
 
@@ -253,13 +254,13 @@ def _labels(
     annotations: Annotations,
     style: Style,
 ) -> None:
-    """Write each box's class at the first free place. No text if no place is free, or if the box is smaller."""
+    """Write each box's class at the first free place, unless no place is free or the text is larger than the box."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
         crowd = ", crowd" if annotations.crowd[number] else ""
         label = int(annotations.labels[number])
         name = style.name(label)
-        name = name if drawable(name) == name else f"{label}: {name}"  # names could look the same
+        name = name if drawable(name) == name else f"{label}: {name}"  # otherwise two names could look the same
         text = fitting(name + crowd, face, min(120, size[0] - 4))
         width, height = round(face.getlength(text)) + 4, TEXT + 3
         if width * height > (x2 - x1) * (y2 - y1):  # the text would hide more than the box
@@ -277,7 +278,7 @@ def _labels(
 
 
 def _points(pen: Any, points: NDArray[Any], color: Color, skeleton: Sequence[tuple[int, int]]) -> None:
-    """Lines in the object's color and dots in the points' colors; a ring is a point that is marked as hidden."""
+    """Draw lines in the object's color, and a dot of its own color for each point; a hidden point is a ring."""
     places = [(x, y) for x, y, _ in points.tolist()]
     visible = points[:, 2] > 0
     for width, tone in ((4, (*_contrast(color), 150)), (2, color)):

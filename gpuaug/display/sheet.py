@@ -1,4 +1,4 @@
-"""Pages: rows of captioned pictures as a PNG or HTML page, text fitting, image scaling."""
+"""Draws rows of captioned pictures as one picture or as an HTML page, and fits texts and pictures into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuaug.errors import ConfigError
 
-if TYPE_CHECKING:  # loaders import this module, and draw nothing
+if TYPE_CHECKING:  # loaders import this module but do not draw
     from PIL import Image
 
 Color = tuple[int, int, int]
@@ -61,9 +61,10 @@ class Row(NamedTuple):
 def sheet(
     rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Sequence[tuple[Color | None, str]] = ()
 ) -> Image.Image:
-    """Draw rows of pictures below a heading, lines of text and a legend. ConfigError above ``MOST_PIXELS``.
+    """Draw rows of pictures below a heading, lines of text and a legend.
 
-    ``legend``: color and name of each class. A color of None is drawn striped.
+    ``legend``: color and name of each class. A color of None is drawn striped. Raises ConfigError if the result would
+    have more than ``MOST_PIXELS`` pixels.
     """
     from PIL import Image, ImageDraw
 
@@ -135,7 +136,7 @@ def grid(
 def _draw_legend(
     page: Image.Image, pen: Any, legend: Sequence[tuple[Color | None, str]], places: Sequence[tuple[int, int]]
 ) -> None:
-    """A swatch and a name at each place."""
+    """Draw the color and the name of each class, one class at each place."""
     small = font(12)
     for (color, name), (x, top) in zip(legend, places, strict=True):
         page.paste(_swatch(color), (x, top))
@@ -145,7 +146,7 @@ def _draw_legend(
 def _flowing(
     texts: Sequence[str], face: Any, y: int, width: int, *, left: int = MARGIN
 ) -> tuple[list[tuple[int, int]], int]:
-    """Places for the entries of a legend in lines that start at ``y``, and the y below the last line."""
+    """The place (x, y) of each entry of a legend whose first line is at ``y``, and the y below the last line."""
     places, x = [], left
     for text in texts:
         needed = SWATCH + 5 + round(face.getlength(fitting(text, face, width / 2))) + 2 * GAP
@@ -171,7 +172,7 @@ def _swatch(color: Color | None) -> Image.Image:
 def page(
     rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Sequence[tuple[Color | None, str]] = ()
 ) -> str:
-    """Like :func:`sheet`, but as one HTML file, with lossless embedded pictures, no requests and no scripts."""
+    """Like :func:`sheet`, but one HTML file that embeds lossless pictures and uses no network and no scripts."""
     body = [f"<p>{html.escape(line)}</p>" for line in lines]
     if legend:
         body.append(f"<p>{' '.join(_chip(color, text) for color, text in legend)}</p>")
@@ -256,7 +257,7 @@ def wrapped(text: str, face: Any, width: float) -> list[str]:
 
 
 def _cut(text: str, width: float) -> str:
-    """The text without a middle that cannot fit into ``width`` pixels: a character needs at least one pixel."""
+    """Shorten the middle of a text with over two characters per pixel of ``width``, which cannot fit."""
     most = max(8, round(width))
     return text if len(text) <= 2 * most else text[:most] + text[-most:]
 

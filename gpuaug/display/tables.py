@@ -1,4 +1,4 @@
-"""Tables as a notebook shows them."""
+"""HTML tables for notebooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpuaug.display.sheet import printable
 
 
 def table(rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
-    """An HTML table of texts; line breaks stay. Without a ``head``, the first column is bold."""
+    """An HTML table of texts, which may have line breaks. Without a ``head``, the first column is bold."""
     lines = [f"<tr>{''.join(f'<th>{_cell(text)}</th>' for text in head)}</tr>"] if head else []
     for row in rows:
         kinds = ["td" if head else "th", *["td"] * (len(row) - 1)]
