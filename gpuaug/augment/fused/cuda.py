@@ -280,7 +280,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
         if number == _ERASE:
             erased = 1
     if place < last:
-        flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # without a box, a flip does not change the mean
+        flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # a flip changes the mean only if a box is erased
         r, g, b = _load(src, sample, block, flip, height, width, KIND, N)
         p = block * N + tl.arange(0, N)
         loose = 1 if KIND == 0 else 0
@@ -491,7 +491,7 @@ def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
             raise
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # raises a device error itself; Triton raises RuntimeError for it
+            torch.cuda.synchronize(device)  # raises the device's own error; Triton's is a RuntimeError
         raise CannotRunError(f"{type(error).__name__}: {error}") from error
 
 

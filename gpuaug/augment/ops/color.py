@@ -69,7 +69,8 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
     count, factors = _factors(op, hsv=hsv)
     steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
     idle = np.array(_idle(op))
-    orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)  # idle: only clamped
+    # If all steps are idle, they run nevertheless, because Kornia clamps the input.
+    orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)
 
