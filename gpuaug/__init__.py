@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # only for type checkers and editors; at run time the table below is used
+if TYPE_CHECKING:  # for type checkers and editors only; at run time, `__getattr__` uses `_NAMES`
     from gpuaug.augment.auto import AugMix as AugMix
     from gpuaug.augment.auto import AutoAugment as AutoAugment
     from gpuaug.augment.auto import RandAugment as RandAugment

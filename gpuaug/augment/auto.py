@@ -1,8 +1,8 @@
-"""RandAugment, TrivialAugmentWide, AutoAugment and AugMix of torchvision, drawn per sample, with Pillow's pixels.
+"""torchvision's RandAugment, TrivialAugmentWide, AutoAugment and AugMix, with separate choices for each sample.
 
 Operations, ranges, bins, signs and probabilities are those of ``torchvision.transforms.autoaugment`` on Pillow images.
-Each operation is a :class:`PillowOp` with one parameter, its magnitude. All choices come from uniforms, for the whole
-batch at once.
+Each operation is a :class:`PillowOp` with one parameter, its magnitude. Uniforms (random numbers in [0, 1)) determine
+all choices, and the choices of a whole batch are computed at once.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from gpuaug.random.keyed import Float, Int, pick
 GEOMETRIC = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
 FACTORS = ("brightness", "color", "contrast", "sharpness")
 _OTHERS = ("posterize", "solarize", "auto_contrast", "equalize")
-MOST = 100  # operations of an image or of a chain; chains
-_BINS = 1000  # magnitudes
-FREE_DEPTH = 3  # AugMix: most operations of a chain without a fixed depth
+MOST = 100  # largest number of operations per image, of operations per chain, and of chains
+_BINS = 1000  # largest `num_magnitude_bins`
+FREE_DEPTH = 3  # AugMix: largest number of operations in a chain whose depth is random
 
 Float64 = NDArray[np.float64]
 Fill = float | Sequence[float] | None
 
 
 class Policy(RecipeOp):
-    """Base of the policies: interpolation and fill of the operations that move pixels."""
+    """Base of the policies; it holds the interpolation and the fill colour of the operations that move pixels."""
 
     def __init__(self, interpolation: str, fill: Fill, *, also: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class Policy(RecipeOp):
         self.fill = _colour(fill)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe; ``name`` is the policy's key in ``ops``."""
+        """Prepare the policy as one operation of a recipe; ``name`` is the policy's key in ``ops``."""
         raise NotImplementedError
 
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
-        """One :class:`PillowOp` for each of ``names``. ``interpolation`` None: the policy's own."""
+        """Make one :class:`PillowOp` for each of ``names``; without ``interpolation``, it has that of the policy."""
         interpolation = interpolation or self.interpolation
         return tuple(PillowOp(name, interpolation=interpolation, fill=self.fill) for name in names)
 
@@ -57,12 +57,12 @@ class Policy(RecipeOp):
 class RandAugment(Policy):
     """RandAugment (arXiv:1909.13719) as ``torchvision.transforms.RandAugment`` runs it on Pillow images.
 
-    An image gets ``num_ops`` operations. Each is one of 14, all equally likely, and may come more than once. All have
-    the same magnitude. Use it as an entry of a recipe's ``ops``.
+    Each image gets ``num_ops`` of 14 operations. All 14 are equally likely, and an image can get the same operation
+    more than once. All operations have the same magnitude. Use the policy as an entry of a recipe's ``ops``.
 
     Args:
         num_ops: number of operations per image.
-        magnitude: of every operation, 0 to ``num_magnitude_bins - 1``.
+        magnitude: magnitude of every operation, 0 to ``num_magnitude_bins - 1``.
         num_magnitude_bins: number of magnitudes between an operation's weakest and strongest form.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
@@ -86,7 +86,7 @@ class RandAugment(Policy):
         self.magnitude = checks.whole_number("magnitude", magnitude, 0, num_magnitude_bins - 1)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy, whose key in ``ops`` is ``name``, with one slot per operation of an image."""
+        """Prepare the policy with ``num_ops`` slots; ``name`` is the policy's key in ``ops``."""
         space = _Space(names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS), bins=self.num_magnitude_bins)
         rule = partial(_layers, space=space, slots=self.num_ops, low=self.magnitude, high=self.magnitude + 1)
         return Prepared(name, self, (self.modules_of(space.names),) * self.num_ops, _EACH * self.num_ops, rule)
@@ -95,7 +95,8 @@ class RandAugment(Policy):
 class TrivialAugmentWide(Policy):
     """TrivialAugment with its wide ranges (arXiv:2103.10158), as torchvision's class runs it on Pillow images.
 
-    One of 14 operations with a random magnitude, all equally likely. Use it as an entry of a recipe's ``ops``.
+    Each image gets one of 14 operations with a random magnitude. All operations and all magnitudes are equally likely.
+    Use the policy as an entry of a recipe's ``ops``.
 
     Args:
         num_magnitude_bins: number of magnitudes between an operation's weakest and strongest form.
@@ -111,7 +112,7 @@ class TrivialAugmentWide(Policy):
         self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2, _BINS)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy, whose key in ``ops`` is ``name``, with one slot."""
+        """Prepare the policy with one slot; ``name`` is the policy's key in ``ops``."""
         space = _Space(
             names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS),
             bins=self.num_magnitude_bins,
@@ -129,11 +130,11 @@ class TrivialAugmentWide(Policy):
 class AutoAugment(Policy):
     """AutoAugment (arXiv:1805.09501) as ``torchvision.transforms.AutoAugment`` runs it on Pillow images.
 
-    Each image takes one of 25 pairs of operations. Each operation has its own probability and magnitude. Use it as an
-    entry of a recipe's ``ops``.
+    Each image gets one of 25 pairs of operations. Each operation of a pair has its own probability and magnitude. Use
+    the policy as an entry of a recipe's ``ops``.
 
     Args:
-        policy: ``imagenet``, ``cifar10`` or ``svhn``, the data on which the pairs were found.
+        policy: the dataset for which the pairs were found: ``imagenet``, ``cifar10`` or ``svhn``.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
 
@@ -146,7 +147,7 @@ class AutoAugment(Policy):
         self.policy = checks.one_of("policy", policy, ("imagenet", "cifar10", "svhn"))
 
     def prepare(self, name: str) -> Prepared:
-        """The policy, whose key in ``ops`` is ``name``, with one slot per operation of a pair."""
+        """Prepare the policy with two slots, one per operation of a pair; ``name`` is the policy's key in ``ops``."""
         table = auto_tables.read(self.policy)
         space = _Space(names=table.names, bins=10)
         slots = (self.modules_of(space.names),) * 2
@@ -154,19 +155,21 @@ class AutoAugment(Policy):
 
 
 class AugMix(Policy):
-    """AugMix (arXiv:1912.02781) as ``torchvision.transforms.AugMix`` draws it, with Pillow's pixels.
+    """AugMix (arXiv:1912.02781): draws as ``torchvision.transforms.AugMix`` does and computes pixels as Pillow does.
 
-    ``mixture_width`` copies of the image go through a chain of operations each. The results are mixed with each other
-    and with the image, by random weights. torchvision runs the operations on tensors: its pixels differ by 0.1
-    levels of 255 on average, mostly at the border of moved images. Not for masks, boxes or keypoints. Use it as an
-    entry of a recipe's ``ops``.
+    Each of ``mixture_width`` copies of the image goes through its own chain of operations. The results of the chains
+    are mixed with each other and with the unchanged image, with random weights. torchvision runs the operations on
+    tensors, so its pixels differ from those of gpuaug: by 0.1 levels (of 255) on average, mostly at the border of
+    moved images. AugMix cannot be used with masks, boxes or keypoints. Use the policy as an entry of a recipe's
+    ``ops``.
 
     Args:
         severity: largest magnitude of an operation, 1 to 10.
         mixture_width: number of chains.
-        chain_depth: operations per chain; below 1: 1 to 3 at random.
-        alpha: parameter of the weights' Dirichlet and Beta distributions. Only 1, the authors' value.
-        all_ops: also brightness, color, contrast and sharpness.
+        chain_depth: number of operations per chain. Below 1: each chain gets 1 to 3 operations, at random.
+        alpha: parameter of the Dirichlet and Beta distributions of the weights. It must be 1, the value of AugMix's
+            authors.
+        all_ops: whether chains also use brightness, color, contrast and sharpness.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
 
@@ -192,11 +195,11 @@ class AugMix(Policy):
         self.all_ops = checks.flag("all_ops", all_ops)
         if alpha != 1:
             raise ConfigError(
-                f"`alpha` must be 1, the value of AugMix's authors: gpuaug draws no other weights. Found: {alpha!r}."
+                f"`alpha` must be 1, the value of AugMix's authors. gpuaug supports no other value. Found: {alpha!r}."
             )
 
     def prepare(self, name: str) -> Prepared:
-        """The policy, whose key in ``ops`` is ``name``, with the slots of all chains, one chain after the other."""
+        """Prepare the policy with the slots of all chains, chain after chain; ``name`` is its key in ``ops``."""
         space = _Space(
             names=(*GEOMETRIC, *_OTHERS, *(FACTORS if self.all_ops else ())),
             bins=10,
@@ -213,7 +216,7 @@ class AugMix(Policy):
 
 
 def _colour(fill: Any) -> tuple[int, int, int]:
-    """Three levels of 255, from one number, three numbers or None."""
+    """Convert ``fill`` (one number, three numbers or None) to three levels 0..255."""
     given = 0 if fill is None else fill
     values: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * 3
     whole: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
@@ -230,10 +233,11 @@ def _colour(fill: Any) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _Space:
-    """The operations of a policy, and the strongest magnitude of each; the defaults are RandAugment's.
+    """The operations of a policy and their strongest magnitudes; the defaults are those of RandAugment.
 
-    The largest translation is ``shift`` pixels if ``per`` is None, else ``shift * width / per`` (vertical: height).
-    Posterize keeps ``bits`` bits in its weakest form, and ``dropped`` bits fewer in its strongest.
+    If ``per`` is None, the largest translation is ``shift`` pixels. Otherwise the largest horizontal translation is
+    ``shift * width / per``, and the largest vertical one is ``shift * height / per``. Posterize keeps ``bits`` bits in
+    its weakest form and ``bits - dropped`` bits in its strongest form.
     """
 
     names: tuple[str, ...]
@@ -247,7 +251,7 @@ class _Space:
     dropped: int = 4
 
     def magnitudes(self, bins: Int, negative: NDArray[np.bool_], size: Size) -> tuple[Alternatives, ...]:
-        """Parameters per slot and operation, for ``bins`` and ``negative`` [slots, B]."""
+        """Compute the parameters per slot and operation; ``bins`` and ``negative`` (the sign) are [slots, B]."""
         table = _table(self, size)
         params: list[Alternatives] = [()] * len(bins)
         for row, name in enumerate(self.names):
@@ -265,7 +269,7 @@ class _Space:
 
 @lru_cache(maxsize=64)
 def _table(space: _Space, size: Size) -> Float64:
-    """Magnitudes without sign, float64 [operations, bins]; computed by torch in float32, as in torchvision."""
+    """Magnitudes without sign, float64 [operations, bins]; torch computes them in float32, as in torchvision."""
     pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
     ends = dict.fromkeys(FACTORS, space.factor) | dict.fromkeys(("shear_x", "shear_y"), space.shear)
     ends |= {"rotate": space.rotate, "translate_x": pixels[1], "translate_y": pixels[0]}
@@ -284,28 +288,28 @@ _EACH = 3  # uniforms per slot: operation, sign, magnitude
 def _layers(
     u: Float, size: Size, *, space: _Space, slots: int, low: int, high: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """One operation per slot, with a magnitude from ``low`` to ``high - 1``."""
+    """Draw one operation per slot, with a magnitude bin from ``low`` to ``high - 1``."""
     which, sign, level = u.reshape(len(u), slots, _EACH).transpose(2, 0, 1)
     params = space.magnitudes(low + pick(level, high - low).T, (sign < 0.5).T, size)
     return pick(which, len(space.names)), params
 
 
 def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> tuple[Int, tuple[Alternatives, ...]]:
-    """One pair of operations per sample; each operation has its own gate."""
+    """Draw one pair of operations per sample, and whether each operation of the pair is applied."""
     pair = pick(u[:, 0], len(table.p))
     choice = np.where(u[:, 1:3] < table.p[pair], table.ops[pair], -1)
     return choice, space.magnitudes(table.magnitudes[pair].T, (u[:, 3:5] < 0.5).T, size)
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """Number of uniforms that :func:`chained` uses: for the part of the chains, and each chain's share and depth."""
+    """Uniforms that :func:`chained` needs: one for the part of all chains, two per chain for its share and depth."""
     return 1 + 2 * chains
 
 
 def chained(
     u: Float, size: Size, *, layers: Any, chains: int, free: bool
 ) -> tuple[Int, tuple[Alternatives, ...], Float]:
-    """Chains of ``layers``, with their weights. If ``free``, a chain has 1 to 3 operations.
+    """Draw the operations of all chains with ``layers``, and the weights; if ``free``, a chain has 1 to 3 operations.
 
     The shares are normalised exponential values, so their distribution is Dirichlet(1, ..., 1). The part of the mixture
     that comes from the chains has the distribution Beta(1, 1), which is uniform.

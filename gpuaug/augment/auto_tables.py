@@ -1,6 +1,7 @@
-"""The pairs of operations of AutoAugment's policies: torchvision's lists, and those of timm.
+"""The pairs of operations of AutoAugment's policies, from the lists of torchvision and timm.
 
-A line is a pair. Each operation has its name, its probability, and its magnitude if it has one.
+Each line of a list is one pair. An operation is written as its name, its probability and, if it has one, its
+magnitude.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ class Table:
     """A policy of K pairs.
 
     Attributes:
-        names: the operations that occur.
+        names: the operations that occur in the policy.
         ops: int64 [K, 2], indices into ``names``.
         p: float32 [K, 2], probabilities.
-        magnitudes: int64 [K, 2]; 0 for operations without one.
+        magnitudes: int64 [K, 2]; 0 for operations that have no magnitude.
     """
 
     names: tuple[str, ...]
@@ -33,7 +34,7 @@ class Table:
 
 @lru_cache(maxsize=8)
 def read(policy: str, posterize: str = "posterize") -> Table:
-    """The table of a policy; ``posterize`` is the name of the operation that its posterize stands for."""
+    """Read the table of a policy, and replace the operation name ``posterize`` by the given one."""
     words = [op.split() for line in _POLICIES[policy].strip().splitlines() for op in line.split(";")]
     found = [posterize if word[0] == "posterize" else word[0] for word in words]
     names = tuple(dict.fromkeys(found))

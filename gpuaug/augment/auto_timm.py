@@ -1,7 +1,7 @@
-"""timm's strings for RandAugment, AutoAugment and AugMix (timm/data/auto_augment.py), drawn per sample.
+"""timm's strings for RandAugment, AutoAugment and AugMix (timm/data/auto_augment.py), drawn for each sample.
 
-A level goes from 0 to 10; each operation turns it into its own parameter. Operations, levels, noise, signs and
-probabilities are timm's. The pixels are Pillow's.
+A level is the strength of an operation, usually from 0 to 10. Each operation turns the level into its own parameter,
+such as an angle. Operations, levels, noise, signs and probabilities are timm's. The pixels are Pillow's.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ALLOWED = (
     "with -mstdX; `augmix` with any of -mN -wN -dN -mstdX. N is a whole number of at most four digits, and at most "
     f"{MOST} for -n, -w and -d; P is from 0 to 1, X is at least 0"
 )
-_BLUR = " timm's 3-Augment blurs with a filter of Pillow that gpuaug does not have: augment=threeaugment is DeiT III's."
-_HIGHEST = 10.0  # level, unless the string has mmax
-_SHIFT, _AUGMIX_SHIFT = 0.45, 0.3  # largest translation, in parts of the image (timm's create_transform)
+_BLUR = " timm's 3-Augment uses a blur of Pillow that gpuaug lacks. Use augment=threeaugment, the recipe of DeiT III."
+_HIGHEST = 10.0  # largest level, if the string has no mmax
+_SHIFT, _AUGMIX_SHIFT = 0.45, 0.3  # largest translation, as a fraction of the image (from timm's create_transform)
 
 
 class TimmAugment(Policy):
@@ -47,13 +47,14 @@ class TimmAugment(Policy):
 
     Supported: ``rand`` with any of ``-m -n -p -mstd -mmax -inc -tweights``; ``original``, ``originalr``, ``v0`` and
     ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. Use it as an entry of a recipe's ``ops``.
-    High levels can posterize to 0 bits, which makes an image black. With Pillow 13, timm itself fails there.
+    At high levels, posterize can keep 0 bits, which makes an image black. With Pillow 13, timm fails for 0 bits.
 
     Args:
-        config: the string, timm's ``--aa``.
-        interpolation: ``nearest``, ``bilinear``, ``bicubic``, or ``random``: bilinear or bicubic for each operation,
-            timm's default. For operations that move pixels.
-        fill: colour of pixels from outside the image: 0..255, one number or three. timm uses the mean of ImageNet.
+        config: the string, as for timm's option ``--aa``.
+        interpolation: ``nearest``, ``bilinear``, ``bicubic`` or ``random``, for operations that move pixels. With
+            ``random``, timm's default, each operation uses bilinear or bicubic, at random.
+        fill: colour of pixels from outside the image: 0..255, one number or three. The default is the mean of ImageNet,
+            as in timm.
 
     >>> TimmAugment("rand-m7-n3-inc1").config
     'rand-m7-n3-inc1'
@@ -69,7 +70,7 @@ class TimmAugment(Policy):
         self.config, self._plan = config, parse(config)
 
     def prepare(self, name: str) -> Prepared:
-        """The policy as an operation of a recipe; ``name`` is the policy's key in ``ops``."""
+        """Prepare the policy as one operation of a recipe; ``name`` is the policy's key in ``ops``."""
         plan = self._plan
         rule: Any = partial(_layers, plan=plan, either=self.interpolation == "random")
         count = plan.leading + _EACH * plan.slots
@@ -92,18 +93,20 @@ class TimmAugment(Policy):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a string says.
+    """The settings that a string contains.
 
     Attributes:
-        names: the operations, keys of ``_ARGUMENTS``.
-        slots: largest number of operations of an image, in all chains together.
-        magnitude: the level, before noise.
-        std: standard deviation of the level's noise; infinite: uniform from 0 to ``magnitude``.
+        names: the operations, as keys of ``_ARGUMENTS``.
+        slots: largest number of operations that an image gets; for AugMix, the sum over all chains.
+        magnitude: the level before noise is added.
+        std: standard deviation of the level's normal noise. Infinite: the level is uniform from 0 to ``magnitude``.
         highest: largest level.
-        p: probability of each operation.
-        weights: of ``names``, for a choice without repetition; None: equally likely, with repetition.
-        pairs: AutoAugment's policy, and the name of its posterize. The policy's table replaces ``magnitude`` and ``p``.
-        chains: AugMix's number of chains; 0: none.
+        p: probability that a chosen operation is applied.
+        weights: one weight per name, to choose operations without repetition. None: all operations are equally likely,
+            and one operation can be chosen several times.
+        pairs: for a policy of AutoAugment, the arguments of :func:`auto_tables.read`. The policy's table replaces
+            ``magnitude`` and ``p``. None for other strings.
+        chains: number of AugMix's chains; 0 for other strings.
         free: whether chains have a random number of operations.
     """
 
@@ -128,10 +131,10 @@ def parse(config: str) -> Plan:
     """Read one of timm's strings.
 
     Args:
-        config: the string, timm's ``--aa``.
+        config: the string, as for timm's option ``--aa``.
 
     Raises:
-        ConfigError: names the part that is not supported, and what is.
+        ConfigError: a part of the string is not supported. The message names this part and lists the supported ones.
     """
     if not isinstance(config, str):
         raise _refused(config, f"a {type(config).__name__}")
@@ -141,7 +144,7 @@ def parse(config: str) -> Plan:
         raise _refused(config, f"{kind!r}", _BLUR if kind == "3a" else "")
     given: dict[str, Any] = {}
     for part in parts:
-        key = re.match("[a-z]*", part)[0]  # type: ignore[index]  # always matches
+        key = re.match("[a-z]*", part)[0]  # type: ignore[index]  # the pattern matches every text
         text = part[len(key) :]
         if part in ("tweights", "t3a", "t3aw"):
             key, text = "t", part[1:]
@@ -221,8 +224,8 @@ def _plan(kind: str, given: dict[str, Any]) -> Plan:
     return Plan(auto_tables.read(policy, posterize).names, std=std, pairs=(policy, posterize))
 
 
-# --- timm's operations: name of PillowOp, and its parameter from the level / 10, a sign and the largest translation in
-# pixels (horizontal, vertical)
+# --- timm's operations. A value is the name of the PillowOp, and the function that computes the PillowOp's parameter.
+# The function's arguments are: level / 10, sign, largest translation in pixels (horizontal, vertical).
 
 _Argument = Callable[[Float64, Float64, tuple[float, float]], Any]
 
@@ -263,14 +266,15 @@ _EACH = 6  # uniforms per slot: operation, gate, two for the level, sign, interp
 
 
 def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tuple[Alternatives, ...]]:
-    """One operation per slot. If ``either``, those that move pixels occur twice: with both interpolations."""
+    """Draw one operation per slot; if ``either``, operations that move pixels are bilinear or bicubic, at random."""
     slots = u[:, plan.leading :].reshape(len(u), plan.slots, _EACH).transpose(2, 0, 1)
     p, magnitude = np.full((1, 1), plan.p, dtype=np.float32), np.full((1, 1), plan.magnitude)
     if plan.pairs:
         table = auto_tables.read(*plan.pairs)
         pair = pick(u[:, 0], len(table.p))
         choice, p, magnitude = table.ops[pair], table.p[pair], table.magnitudes[pair].astype(np.float64)
-    elif plan.weights:  # exponential values with these rates: their order is a choice without repetition
+    elif plan.weights:
+        # The order of exponential values, with the weights as rates, is a weighted choice without repetition.
         first = -np.log1p(-u[:, : plan.leading].astype(np.float64)) / np.array(plan.weights)
         choice = np.argsort(first, axis=1, kind="stable")[:, : plan.slots].astype(np.int64)
     else:
@@ -287,7 +291,7 @@ def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tup
 
 
 def _noisy(magnitude: Float64, u: Float, v: Float, plan: Plan) -> Float64:
-    """Levels float64 [B, slots]: with normal noise, from the Box-Muller transform of two uniforms, or uniform."""
+    """Draw levels float64 [B, slots]: uniform below ``magnitude``, or with normal noise (Box-Muller transform)."""
     if plan.std == math.inf:
         return magnitude * u
     radius = np.sqrt(-2.0 * np.log1p(-u.astype(np.float64)))

@@ -1,12 +1,13 @@
-"""Crops: compute from random numbers and image sizes which part of an image is read, its new size and its position.
+"""Crops compute which part of an image is read, to which size it is resized, and where the output contains it.
 
 takes: uniforms float32 [B, count] (None if the crop is not random), heights and widths int64 [B] after EXIF
-orientation. Both sides of a sample that cannot be decoded are 0; its row then holds any valid box.
+orientation. For a sample that cannot be decoded, height and width are 0, and the result has some valid box.
 does: torchvision's algorithms, vectorized over the batch.
 gives: :class:`CropWindows`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
 
-All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``. Parts
-outside the canvas are cut off. The rest of the canvas is `fill`. No pixel outside the box is read.
+All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``. The
+canvas is the output, and the box is the part of the image on the right side. Parts of the resized box that lie outside
+the canvas are cut off. The other pixels of the canvas get the colour `fill`. No pixel outside the box is read.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
     from gpuaug.targets.objects import Objects
 
 LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger value is a mistake
-LARGEST_VIEW = 178_000_000  # pixels of a view; equals the default of `decode.max_pixels`
-_TRIES = 10  # of RandomResizedCrop before it falls back to a central crop, as in torchvision
+LARGEST_VIEW = 178_000_000  # largest number of pixels of a view; equals the default of `decode.max_pixels`
+_TRIES = 10  # tries of RandomResizedCrop before it takes a central crop, as in torchvision
 Float64 = NDArray[np.float64]
 Known = NDArray[np.bool_]  # [B], False for a sample that cannot be decoded
 Redraw = Callable[[int, Int64], Float]
 
 
 class Reads(NamedTuple):
-    """What some crops read besides sizes and uniforms; see :meth:`Crop.windows`."""
+    """Inputs that some crops need besides sizes and uniforms; see :meth:`Crop.windows`."""
 
     objects: Objects | None
     masks: Sequence[NDArray[Any] | None] | None
@@ -74,10 +75,12 @@ class Crop:
         Args:
             u: float32 [B, count] in [0, 1); None if the crop is not random.
             heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
-            objects: the boxes of all samples, in pixels of the upright images; used only if ``needs`` has ``boxes``.
+            objects: the boxes of all samples, in pixels of the images after EXIF orientation; used only if ``needs``
+                has ``boxes``.
             masks: B label arrays [h, w] after EXIF orientation, None for a sample that cannot be decoded; used only if
                 ``needs`` has ``masks``.
-            redraw: (round >= 1, rows int64 [n]) to further uniforms float32 [n, count]. None: one round.
+            redraw: function of (round, rows int64 [n]) that draws further uniforms float32 [n, count] for these rows;
+                round is at least 1. None: the crop uses only ``u``.
 
         Raises:
             ConfigError: ``u`` has another shape, the images do not fit the crop, or a target in ``needs`` is missing.
@@ -99,19 +102,20 @@ class Crop:
 class RandomResizedCrop(Crop):
     """Crops a random area with a random aspect ratio and resizes it, like torchvision's ``RandomResizedCrop``.
 
-    It tries ten random shapes. If no shape fits, it takes the central crop, with the ratio clamped to `ratio`.
+    The crop tries ten random shapes. If no shape fits into the image, it takes the largest central crop whose aspect
+    ratio is in the range `ratio`.
 
     Args:
         size: output (H, W); an int is a square.
         scale: minimum and maximum area of the crop as a fraction of the image's area, 0 < min <= max <= 1.
-        ratio: minimum and maximum of width / height, 0 < min <= max; its distribution is log-uniform.
+        ratio: minimum and maximum of width / height, 0 < min <= max. The logarithm of the ratio is uniform.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> RandomResizedCrop(224, scale=(0.2, 1)).size
     (224, 224)
     """
 
-    count = 2 + 2 * _TRIES  # fixed positions: row and column, then (area, ratio) of each try
+    count = 2 + 2 * _TRIES  # uniforms for top and left, then (area, ratio) of each try
 
     def __init__(
         self,
@@ -173,8 +177,8 @@ class RandomCrop(Crop):
         values: list[int] = list(padding) if isinstance(padding, Sequence) else [padding]
         if len(values) not in (1, 2, 4) or any(type(v) is not int or not 0 <= v <= LARGEST_SIDE for v in values):
             raise ConfigError(
-                f"`padding` must be an int from 0 to {LARGEST_SIDE}, two (left and right, top and bottom) or four "
-                f"(left, top, right, bottom). Found: {padding!r}."
+                f"`padding` must be an int from 0 to {LARGEST_SIDE}, two ints (left and right, top and bottom) or four "
+                f"ints (left, top, right, bottom). Found: {padding!r}."
             )
         self.padding = tuple(values * (4 // len(values)))
         self.fill = color(fill)
@@ -194,7 +198,7 @@ class RandomCrop(Crop):
         # top left corner of the crop window, which may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # If the window misses the image, one pixel is kept, at a place outside the canvas.
+        # If the window does not overlap the image, the box still has one pixel, which is placed outside the canvas.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
@@ -204,7 +208,8 @@ class ResizeCenterCrop(Crop):
     """Resizes the image and crops its center, like torchvision's ``Resize(resize)`` and ``CenterCrop(size)``.
 
     Args:
-        resize: an int is the new shorter side; the longer side keeps the aspect ratio, rounded down. (h, w) is exact.
+        resize: size before the crop. An int is the new shorter side; the longer side follows from the aspect ratio,
+            rounded down. (h, w) is the exact size.
         size: output (H, W); an int is a square. Pixels outside the resized image are black.
         interpolation: ``bilinear`` or ``bicubic``.
 
@@ -238,10 +243,11 @@ class Resize(Crop):
     """Resizes the whole image, like torchvision's ``Resize``.
 
     Args:
-        size: (H, W) is exact. An int is the new shorter side; the longer side keeps the aspect ratio, rounded down.
-            With an int, all resized images of a batch must have the same size; a batch of one image always has.
-        max_size: limit of the longer side; it must be above ``size``, which must be an int. If the longer side would
-            be longer, it gets this length, and the shorter side is rounded down. None: no limit.
+        size: (H, W) is the exact size. An int is the new shorter side; the longer side follows from the aspect ratio,
+            rounded down. With an int, all resized images of a batch must have the same size, which is always true for a
+            batch of one image.
+        max_size: limit of the longer side. It needs an int as ``size`` and must be above ``size``. If the longer side
+            would exceed the limit, it gets this length, and the shorter side shrinks too, rounded down. None: no limit.
         interpolation: ``bilinear`` or ``bicubic``.
 
     Raises:
@@ -335,7 +341,7 @@ def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
 
 
 def color(value: int | Sequence[int], name: str = "fill") -> Fill:
-    """Check a value of pixels: 0..255, or three of them for red, green and blue."""
+    """Check a colour: one number 0..255, or three numbers 0..255 for red, green and blue."""
     values = list(value) if isinstance(value, Sequence) else [value]
     if len(values) not in (1, 3) or any(type(v) is not int or not 0 <= v <= 255 for v in values):
         raise ConfigError(

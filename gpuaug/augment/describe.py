@@ -1,4 +1,4 @@
-"""Recipes as short texts and as tables. This module imports no recipe, because recipes import this module."""
+"""Describes recipes as short texts and as HTML tables. Recipes import this module, so it imports no recipe."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from gpuaug.display.tables import table
 
-LONGEST = 300  # characters of an operation's settings
-_USUAL = {"keepdim": False, "same_on_batch": False, "p_batch": 1}  # Kornia's defaults, which nobody needs to read
+LONGEST = 300  # largest number of characters of an operation's settings
+_USUAL = {"keepdim": False, "same_on_batch": False, "p_batch": 1}  # Kornia's defaults, which are left out
 
 
 def lines(recipe: Any, epoch: int) -> list[str]:
-    """The steps of an epoch's recipe, one line per named view."""
+    """List the steps of the recipe at ``epoch``, one line per view; copies of a view share one line."""
     made = []
     for view in recipe.at(epoch).views:
         augment = view.augment
@@ -49,7 +49,7 @@ def _steps(view: Any) -> list[tuple[str, str, str]]:
 
 
 def _text(step: dict[str, Any]) -> tuple[str, str]:
-    """The name of the class, and the settings that differ from what is usual."""
+    """The class name of a step, and the settings that are not None and differ from ``_USUAL``."""
     settings = {k.removesuffix("_sampler"): v for k, v in step.items() if k != "class"}
     parts = [f"{k}={_value(v)}" for k, v in settings.items() if v is not None and _USUAL.get(k, step) != v]
     text = ", ".join(parts)

@@ -1,4 +1,5 @@
-"""The settings of a recipe as compact JSON. A loader's state stores them, to detect and name changed settings.
+"""The settings of a recipe as compact JSON. A loader's state stores this JSON to detect changed settings
+and to name them.
 
 Only public names are used. A class is written as its shortest import path (``gpuaug.Resize``). A Kornia operation is
 written as its constructor arguments and random ranges. So the fingerprint does not change if a class moves to another
@@ -48,7 +49,10 @@ def _digest(data: bytes) -> str:
 
 
 def settings(value: Any) -> Any:
-    """The settings of an object as JSON: classes by name, tensors and ranges by value; without results of calls."""
+    """Convert the settings of an object to JSON.
+
+    Classes are stored by name, tensors and random ranges by value. Attributes that a call leaves behind are omitted.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Enum):
@@ -62,7 +66,8 @@ def settings(value: Any) -> Any:
         return _array(value)
     if isinstance(value, OneOf):
         ops = {k: settings(op) for k, op in value.ops.items() if op is not None}
-        return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}  # their order matters
+        # `named` gives a list, because the order of the operations matters.
+        return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}
     if isinstance(value, Mapping):
         return {str(k): settings(v) for k, v in value.items()}
     if isinstance(value, Sequence):  # also the lists of a Hydra configuration
@@ -87,7 +92,7 @@ def settings(value: Any) -> Any:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
-    """List differences of two JSON values: (path, value in a, value in b). Paths identify list entries by `name`."""
+    """List differences of two JSON values: (path, value in a, value in b). In a path, a list entry has its `name`."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = [*a, *(name for name in b if name not in a)]
         pairs = [(f"{where}.{name}" if where else name, a.get(name), b.get(name)) for name in names]
@@ -102,11 +107,11 @@ def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
-    """Constructor arguments of Kornia's class ``kind``, wherever ``op`` stores them, and its random ranges."""
+    """Collect from ``op`` the constructor arguments of Kornia's class ``kind``, and the random ranges."""
     import kornia.augmentation as K
 
     if not isinstance(op, K.AugmentationBase2D | K.RandomJigsaw):
-        magnitude = getattr(op, "magnitude", None)  # for operations of a policy
+        magnitude = getattr(op, "magnitude", None)  # operations of a Kornia policy have one
         return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
     names = inspect.signature(kind).parameters
     order = {"order": fixed_order(op)} if "order" in names else {}
@@ -114,7 +119,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     flags = {k: v for k, v in op.flags.items() if k in names}
     if kind is type(op):  # a user's subclass keeps all its public attributes
         public = {k: v for k, v in public.items() if k in names or k in op._buffers}
-    ranges |= {k: v for k, v in vars(op).items() if isinstance(v, Distribution)}  # RandomThinPlateSpline
+    ranges |= {k: v for k, v in vars(op).items() if isinstance(v, Distribution)}  # for RandomThinPlateSpline
     return ranges | order | flags | public
 
 

@@ -14,7 +14,8 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
 _LARGEST_ALPHA = 1e9  # far below this value, Beta(alpha, alpha) is already almost exactly 1/2
-# random values before those for the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the centre of the box
+# Number of random values before those for the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the centre of
+# the box.
 _FIXED = 6
 
 
@@ -23,7 +24,7 @@ class Mix:
     """Mixes the images and labels of sample pairs in a batch, with the semantics of timm's ``Mixup``.
 
     A batch is mixed with probability ``p``, by MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899). One lambda and
-    one pairing apply to the whole batch and all its views. The random numbers depend on seed, epoch and the number of
+    one pairing apply to the whole batch and all its views. The random numbers depend on seed, epoch and the index of
     the batch's first sample. The returned labels are always soft, even if the batch is not mixed.
 
     Args:
@@ -69,17 +70,18 @@ class Mix:
             labels: int64 [B], or float [B, C] (soft or multi-label), on the images' device.
             valid: bool [B], on the CPU. A sample with False is not mixed and is not used as a partner.
             num_classes: C, needed for int64 labels.
-            seed, epoch: of the batch.
-            first_index: sample number of the batch's first sample in the source.
+            seed, epoch: seed of the random numbers, and the batch's epoch.
+            first_index: index in the source of the batch's first sample.
 
         Returns:
-            The mixed views, and soft labels float32 [B, C]. CutMix's lambda is the area kept in the first view.
+            The mixed views, and soft labels float32 [B, C]. For CutMix, lambda is the fraction of the first view that
+            is kept.
 
         Raises:
             ConfigError: there are no labels, or their shape or dtype is not supported.
         """
         soft = self._soft(labels, num_classes)
-        stream = Stream("", -1, "mix", _FIXED + len(valid))  # no operation has copy -1: its numbers are its own
+        stream = Stream("", -1, "mix", _FIXED + len(valid))  # no operation uses copy -1, so `mix` has its own values
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
         both = self.cutmix_alpha and self.mixup_alpha
@@ -107,7 +109,7 @@ class Mix:
         if labels.ndim == 2 and labels.is_floating_point():
             soft = labels.float()
         elif labels.ndim == 1 and not labels.is_floating_point() and num_classes is not None:
-            # a comparison, because one_hot and scatter check the labels, and this check waits for the device
+            # one_hot and scatter would check the labels, and this check waits for the device; a comparison does not
             soft = (labels[:, None] == torch.arange(num_classes, device=labels.device)).float()
         else:
             classes = "" if num_classes is not None else ", and the source has no `num_classes`"
@@ -123,7 +125,7 @@ def _symmetric_beta(alpha: float, u: float, v: float) -> float:
     """A sample of Beta(alpha, alpha) from two uniforms, for any alpha > 0, without rejection."""
     # The polar method gives t of Student's t distribution with 2 alpha degrees of freedom (Bailey, Math. Comp. 62,
     # 1994). Then 1/2 + t / (2 sqrt(2 alpha + t^2)) has the distribution Beta(alpha, alpha).
-    half = 2.0**-25  # half a step of the uniforms, which are multiples of 2^-24, to avoid log(0)
+    half = 2.0**-25  # half a step of the uniforms (multiples of 2^-24); it avoids log(0)
     cos = math.cos(2.0 * math.pi * (v + half))
     power = -math.log(u + half) / alpha
     # square = t^2 / (2 alpha) = (u^(-1/alpha) - 1) cos^2. If square > e^700, square / (1 + square) is 1.

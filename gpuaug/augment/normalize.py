@@ -1,4 +1,4 @@
-"""Mean and standard deviation per channel: the last step of a recipe."""
+"""Normalization by mean and standard deviation per channel, the last step of a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError
 class Normalize(nn.Module):
     """Computes ``(x - mean) / std`` per channel, for float32 images [B, 3, H, W] in 0..1.
 
-    ``.to(device)`` moves the buffers. They stay float32 even if the module is cast.
+    ``.to(device)`` moves the buffers ``mean`` and ``std``. They stay float32 even if the module is cast.
 
     Args:
         mean: three values, for pixels in 0..1.
@@ -48,7 +48,11 @@ class Normalize(nn.Module):
         self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def values(self) -> dict[str, list[float]]:
-        """Mean and std: the buffers' values on the CPU; else the given values, because reading a GPU would wait."""
+        """Mean and std as lists.
+
+        Buffers on the CPU are read. For buffers on another device, these are the constructor's values, because reading
+        a GPU would wait.
+        """
         return {k: b.tolist() if (b := getattr(self, k)).device.type == "cpu" else v for k, v in self.settings.items()}
 
     def forward(self, images: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ class Normalize(nn.Module):
             found = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
             raise ConfigError(
                 f"`images` must be a float tensor [B, 3, H, W] or [3, H, W]. Found: {found}. "
-                "If they come from several views, give each view alone."
+                "If they come from several views, pass one view at a time."
             )
         mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
         return images.float() * std + mean
@@ -87,7 +91,7 @@ class Normalize(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalize:
         super()._apply(fn, recurse)
-        for name, values in self.settings.items():  # a cast to half has rounded the buffers: restore the given values
+        for name, values in self.settings.items():  # restore the given values, because a cast to half rounds
             device = getattr(self, name).device
             setattr(self, name, torch.tensor(values, dtype=torch.float32, device=device))
         return self

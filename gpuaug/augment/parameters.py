@@ -1,8 +1,9 @@
-"""Types for Kornia's parameters of a batch, shared by recipes, operations and backends.
+"""Types for a batch's parameters of Kornia's operations, shared by recipes, operations and backends.
 
 Parameters are numpy arrays on the host, float32 and vectorized over the batch. A sample's parameters depend only on its
-own uniforms. Both backends execute :class:`Chosen` and draw nothing. A slot is one position in an operation, where each
-sample takes one of several alternatives or none. The gate decides, with probability ``p``, whether a sample is changed.
+own uniforms. Both backends execute a :class:`Chosen` and draw no random numbers. A slot is one position in an
+operation, where each sample takes one of several alternatives or none. The gate decides, with probability ``p``,
+whether a sample is changed.
 """
 
 from __future__ import annotations
@@ -58,11 +59,13 @@ class Prepared:
         rule: function of uniforms [B, count] and (H, W) that returns ``choice`` and ``params`` (and ``weights``).
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
         seeded: None, or the reason why gpuaug has no rule. Without a rule, the module runs on one sample at a time and
-            keeps its own ``p``. It uses torch's global generator, seeded with the sample's key and restored afterwards.
+            keeps its own ``p``. It uses torch's global generator, which is seeded with the sample's key before and
+            restored afterwards.
         members: the operations that a OneOf chooses from, prepared; () for other operations.
-        chains: 0: the slots are applied one after the other. Otherwise the slots are those of this many chains, which
-            all start from the image; the results are mixed (chains.py), and the rule returns the weights too.
-        rounds_twice: how the mixture is rounded: as timm does, else as torchvision does.
+        chains: number of chains. 0: the slots are applied one after the other. Otherwise ``slots`` holds the slots of
+            all chains, chain after chain. Each chain starts from the unchanged image, the results are mixed
+            (chains.py), and the rule also returns the weights.
+        rounds_twice: True: the mixture is rounded twice, as in timm. False: it is rounded once, as in torchvision.
     """
 
     name: str
@@ -83,7 +86,7 @@ class Prepared:
 
 
 def always_applied(op: nn.Module) -> Any:
-    """Copy a Kornia operation with ``p = 1``, which skips Kornia's blending. The caller applies the gate."""
+    """Copy a Kornia operation and set ``p = 1``, so that Kornia skips its own blending; the caller applies the gate."""
     module = copy.deepcopy(op)
     module.p = 1.0  # type: ignore[assignment]
     return module

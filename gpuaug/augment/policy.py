@@ -37,7 +37,8 @@ class OneOf:
     """Chooses one of several operations for each sample, all equally likely. Use it as an entry of a recipe's ``ops``.
 
     Args:
-        ops: mapping of names to operations. A chosen operation still applies its own ``p``. None skips an entry.
+        ops: mapping of names to operations. A chosen operation still applies its own ``p``. Entries that are
+            None are skipped.
         p: probability that one of the operations is chosen for a sample.
 
     >>> import gpuaug, kornia.augmentation as K
@@ -58,7 +59,7 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
     if ops is not None and not isinstance(ops, Mapping):
         raise ConfigError(
             f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}. "
-            f"Found: a {type(ops).__name__}. The name selects the operation's random numbers; overrides use it too."
+            f"Found: a {type(ops).__name__}. The name selects the operation's random numbers. Overrides use it too."
         )
     for name in ops or {}:
         if not isinstance(name, str) or not name or "\0" in name:
@@ -106,7 +107,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
-    """Prepare a :class:`OneOf`. Each slot contains the alternatives of all its operations."""
+    """Prepare a :class:`OneOf`. Each slot contains the alternatives of all operations to choose from."""
     members = prepare_all(op.ops, path=f"{key}.ops")
     if not members:
         raise ConfigError(f"`{key}.ops` must have at least one operation. Found: none. Add one or remove `{key}`.")
@@ -132,13 +133,13 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
 
 
 def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
-    """The rule's parameters. A sample is chosen if its first uniform random number is below ``p``."""
+    """Draw the rule's parameters. The operation changes a sample if the sample's first uniform is below ``p``."""
     choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
     return choice, ((rule(u[:, 1:], size),),)
 
 
 def _given(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Every sample is chosen, and keeps its uniforms as they are, if it has any."""
+    """Choose every sample, and pass its uniforms unchanged, if the operation has uniforms."""
     return np.zeros((len(u), 1), dtype=np.int64), (({"uniforms": u} if u.shape[1] else {},),)
 
 
@@ -160,7 +161,7 @@ def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> t
 
 # --- policies
 
-Member = tuple[int, float, Rule]  # operation of a policy: number of uniforms (first: sign), p, rule
+Member = tuple[int, float, Rule]  # an operation of a policy: number of uniforms (the first is for the sign), p, rule
 
 
 def _member(operation: Any, key: str, magnitude: Any = None) -> Member:
@@ -184,7 +185,11 @@ def _member(operation: Any, key: str, magnitude: Any = None) -> Member:
 def _magnified(
     u: Float, size: Size, *, rule: Rule, factor: str | None, magnitude: Any, mapping: Any, symmetric: bool
 ) -> Params:
-    """The rule's parameters. ``factor`` gets ``magnitude`` (None: the rule's), Kornia's mapping and a random sign."""
+    """Draw the rule's parameters, and compute the parameter ``factor`` as Kornia's policies do.
+
+    Its value is ``magnitude`` or, if that is None, the value that the rule drew. Then Kornia's ``mapping`` and, if
+    ``symmetric``, a random sign are applied. If ``factor`` is None, no parameter is changed.
+    """
     params = rule(u[:, 1:], size)
     if factor is None:
         return params
@@ -201,7 +206,7 @@ def _magnified(
 
 
 def _prepare_distinct(name: str, op: Any, *, key: str, rand: bool) -> Prepared:
-    """RandAugment: ``n`` slots, one magnitude ``m`` for all operations. TrivialAugment: one slot, random magnitudes."""
+    """Prepare RandAugment (``n`` slots, the same ``m`` for all) or TrivialAugment (one slot, random magnitudes)."""
     operations = [operation for child in op.children() for operation in child.children()]
     members = tuple(_member(o, key, _magnitude(op, o) if rand else None) for o in operations)
     slots = op.n if rand else 1
@@ -228,7 +233,7 @@ def _distinct(
 
 
 def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
-    """AutoAugment: slot i contains the i-th operation of each sub-policy."""
+    """Prepare AutoAugment; slot i contains the i-th operation of each sub-policy."""
     policies = [list(child.children()) for child in op.children()]
     members = tuple(tuple(_member(operation, key) for operation in operations) for operations in policies)
     width = 1 + max(count for path in members for count, _, _ in path)  # the gate's uniform, then the member's
@@ -243,7 +248,7 @@ def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
 def _paths(
     u: Float, size: Size, *, members: Sequence[Sequence[Member]], slots: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose one path of ``members`` per sample. Each operation of a path has its own gate."""
+    """Choose one sub-policy of ``members`` per sample. Each operation of a sub-policy has its own gate."""
     taken = pick(u[:, 0], len(members))
     choice = np.full((len(u), slots), -1, dtype=np.int64)
     params: list[Alternatives] = [()] * slots
@@ -297,10 +302,10 @@ _REFUSED = {
             "keep pixels in 0..1 for later operations",
             "Use `normalize` instead.",
         ),
-        ("kornia.RandomJigsaw", None, None),  # allowed, although Kornia counts it among those that mix samples
+        ("kornia.RandomJigsaw", None, None),  # allowed, although for Kornia it is an operation that mixes samples
         ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
         ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
-        ("kornia.PolicyAugmentBase", None, None),  # allowed, although a subclass of ImageSequentialBase
+        ("kornia.PolicyAugmentBase", None, None),  # allowed, although it is a subclass of ImageSequentialBase
         (
             "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
             "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
@@ -323,7 +328,7 @@ def _check(key: str, op: Any) -> None:
         raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
         value = getattr(op, setting, wanted)
-        if value is not None and value != wanted:  # None in containers
+        if value is not None and value != wanted:  # containers have None
             raise ConfigError(
                 f"`{key}.{setting}` must be {wanted}, because each sample is augmented independently of its batch. "
                 f"Found: {value!r}. Remove the setting."

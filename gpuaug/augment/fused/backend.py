@@ -3,9 +3,10 @@
 takes: uint8 [B, H, W, 3] on the device, and the choices for each sample and operation.
 does: turns the choices into one short program per sample (lower.py) and runs the programs. On the CPU, one compiled
 call (cpu.cpp) runs them; each image stays in cache from its uint8 pixels to the normalised output. On CUDA, a few
-Triton kernels (cuda.py) run them. An operation without fused steps runs through Kornia, between two fused passes; the
-log says so once. Without a C++ compiler or Triton, the whole recipe runs through Kornia (reference.py).
-gives: [B, 3, H, W]. On each device, a sample's pixels are bit-identical in every batch, except through Kornia on CUDA.
+Triton kernels (cuda.py) run them. An operation without fused steps runs through Kornia, between two fused passes; this
+is logged once. Without a C++ compiler or Triton, the whole recipe runs through Kornia (reference.py).
+gives: [B, 3, H, W]. On each device, a sample's pixels are bit-identical in every batch. Operations that run through
+Kornia on CUDA are the exception.
 
 Programs are data, so another order, probability, policy or batch size needs no new compilation.
 """
@@ -42,7 +43,11 @@ _BETWEEN: _Output = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), torch.float32, False
 
 
 class _Part(NamedTuple):
-    """Consecutive operations that all have fused steps; or one with chains; or one that runs through Kornia."""
+    """Operations that run together.
+
+    A part is either consecutive operations with fused steps (``lowering`` is set), or one operation with chains
+    (``chain`` is set), or one operation that runs through Kornia.
+    """
 
     numbers: tuple[int, ...]
     lowering: Lowering | None = None
@@ -54,7 +59,8 @@ class FusedBackend:
 
     Args:
         ops: the prepared operations, in order.
-        normalize: a module with ``mean`` and ``std``, three values each in 0..1. It is applied last; None: not at all.
+        normalize: a module whose ``mean`` and ``std`` have three values each, for pixels in 0..1. The backend applies
+            the module last. None: pixels are not normalised.
     """
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
@@ -70,7 +76,7 @@ class FusedBackend:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
-        """uint8 [B, H, W, 3] to [B, 3, H, W]; computes in float32 and casts to ``dtype`` once, at the end."""
+        """Run the recipe on uint8 [B, H, W, 3] and return [B, 3, H, W]; only the final float32 result is cast."""
         library = native.library() if images.device.type == "cpu" else None
         kernels = _triton_kernels(images.device) if library is None else None
         if images.numel() and (library or kernels) is not None:
@@ -82,7 +88,7 @@ class FusedBackend:
                     x = images
                     for part, output in zip(self._parts, outputs, strict=True):
                         if output == _BETWEEN and not part.numbers and x.dtype == torch.float32:
-                            continue  # nothing is left to do
+                            continue  # no operation, normalization or cast is left
                         x = self._run(x, part, chosen, library or kernels, output)
                     return x
             except CannotRunError as error:
@@ -112,11 +118,11 @@ class FusedBackend:
         return compiled.launch(x, program, tables=tables, dtype=dtype, channels_last=channels_last)
 
 
-_no_triton: list[str] = []  # the reasons, after Triton has failed
+_no_triton: list[str] = []  # why Triton failed; empty if it did not
 
 
 def _triton_kernels(device: torch.device) -> Any:
-    """The module of CUDA kernels. None for another device, or if Triton cannot be imported or has failed."""
+    """Return the module of CUDA kernels, or None if the device is not CUDA or Triton is missing or has failed."""
     if device.type != "cuda" or _no_triton:
         return None
     try:
@@ -131,16 +137,16 @@ def _without_triton(why: str) -> None:
     """Stop using Triton in this process; logs a warning once."""
     if not _no_triton:
         logger.warning(
-            "augment on cuda runs operation by operation, many times slower, because Triton cannot run (%s). Triton "
-            "needs gcc (or CC), Python's headers (python3-dev), libcuda.so.1 in the list of `ldconfig -p`, a writable "
-            "folder (TRITON_CACHE_DIR), and a Triton release that supports this GPU.",
+            "augment on cuda runs operation by operation, which is many times slower, because Triton cannot run (%s). "
+            "Triton needs gcc (or CC), Python's headers (python3-dev), libcuda.so.1 in the list of `ldconfig -p`, a "
+            "writable folder (TRITON_CACHE_DIR), and a Triton release that supports this GPU.",
             textwrap.shorten(why, 500),
         )
     _no_triton.append(why)
 
 
 def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
-    """Split the operations into parts. The last part is always fused, because it also normalises and casts."""
+    """Split the operations into parts. The last part always has fused steps, because it also normalises and casts."""
     slots = [lowered_slots(one_chain(op) if op.chains else op) for op in ops]
     alone = [number for number, lowered in enumerate(slots) if isinstance(lowered, str) or ops[number].chains]
     parts, first = [], 0
@@ -159,14 +165,14 @@ def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
 
 @lru_cache(maxsize=1024)
 def say(name: str, kind: str, why: str) -> None:
-    """Log the reason once, even if several views or loaders have the operation."""
+    """Log once why an operation runs through Kornia, even if several views or loaders have the operation."""
     logger.info("`%s` (%s) runs through Kornia: %s", name, kind, why)
 
 
 def _tables(
     lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
 ) -> list[Table]:
-    """The tables of steps that have one, on the device."""
+    """Make the tables of all steps that need one (see :class:`Steps`), on the device."""
     tables = []
     for column in lowering.columns:
         c = chosen[column.op]
@@ -183,7 +189,7 @@ def _tables(
 
 
 def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
-    """The tables of blurs (per row, the weights in x, then in y) and of motion blurs (per row, a square)."""
+    """Make the weights of blurs (per row: weights in x, then in y) and of motion blurs (per row: a square kernel)."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []
@@ -200,7 +206,7 @@ def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
 
 
 def _affine(normalize: Any) -> tuple[Any, Any]:
-    """Scale and shift for which normalization is ``x * scale + shift``."""
+    """Scale and shift per channel, so that normalization is ``x * scale + shift``."""
     if normalize is None:
         return _BETWEEN[:2]
     mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))

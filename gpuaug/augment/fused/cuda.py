@@ -1,19 +1,26 @@
 """Runs the fused program on CUDA: hand-written Triton kernels, with a separate list of colour steps for each sample.
 
 takes: uint8 [B, H, W, 3] (or float32 [B, 3, H, W]) on the device, and the uploaded program (cuda_steps.py).
-does: runs one kernel per stretch of colour steps, which reads and writes the pixels once. A contrast step needs the
-mean gray before it, from a second kernel. A blur takes two kernels over its samples. torch runs the other steps, on the
-rows that have them. No code here waits for the device.
+does: runs one kernel for each stretch of consecutive colour steps. This kernel reads and writes the pixels once. A
+contrast step needs the image's mean gray before the step, which another kernel computes first. A blur takes two
+kernels, which run on the blurred samples only. torch runs the other steps, each on the rows that have the step. Only
+Kornia's check of the JPEG quality waits for the device.
 gives: [B, 3, H, W], normalised.
 
-A thread block works on one sample, so branches on the steps cause no divergence. The number of instructions limits the
-speed, not the memory: a pixel of `standard` needs about a hundred instructions, which take as long as the transfer of
-its bytes. So a thread handles 16 pixels and shares the work that is equal for all of them, a load has 8 bytes and a
-store 16, clamps are part of the arithmetic (``.sat``), and only the hue divides. test_triton_kernels.py compiles the
-kernels without a GPU and checks their instructions.
+A thread block works on one sample, so branches on the steps cause no divergence. The number of instructions matters
+as much as the memory: a pixel of the recipe `standard` needs about a hundred instructions, which take as long as the
+transfer of the pixel's bytes. These habits save instructions:
 
-CUDA graphs are not used. Copies into and out of their own memory would move four times the bytes of `standard`. They
-would save two or three kernel launches per batch: about 30 µs of host time, in a background thread.
+- A thread handles 16 pixels and does the work that is equal for all of them only once.
+- A load has 8 bytes, a store has 16 bytes.
+- Clamps are part of the arithmetic instructions (``.sat``).
+- The hue step uses an approximate reciprocal.
+
+test_triton_kernels.py compiles the kernels without a GPU and checks their instructions.
+
+CUDA graphs are not used. A graph has its own memory, and copies into and out of this memory would move four times the
+bytes that `standard` moves. A graph would save two or three kernel launches per batch: about 30 µs of host time, in a
+background thread.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_
 from gpuaug.augment.ops import entry
 from gpuaug.augment.ops.entry import ARGS, Code
 
-BLOCK = 1024  # pixels per Triton program: an image of 224 x 224 takes 49 programs, of 96 x 96 takes 9
+BLOCK = 1024  # pixels per Triton program: an image of 224 x 224 takes 49 programs, one of 96 x 96 takes 9
 WARPS = 2  # 64 threads, so 16 pixels per thread
 TILE = (64, 32)  # rows and columns per Triton program of a blur
 BLUR_WARPS = 8
@@ -53,7 +60,7 @@ _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
 _ARGS: tl.constexpr = tl.constexpr(ARGS)
 _PILLOW: tl.constexpr = tl.constexpr(entry.PILLOW)
 _REST: tl.constexpr = tl.constexpr(65536 / (255 * 257) - 1)
-_FIXED: tl.constexpr = tl.constexpr(2.0**24)  # sums of gray are integers, so their order does not matter
+_FIXED: tl.constexpr = tl.constexpr(2.0**24)  # sums of gray are integers in units of 2^-24, so order does not matter
 
 
 @triton.jit
@@ -137,7 +144,7 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
         loose = 0
     if pillow:
         r, g, b = pillow_step(code, a0, a1, a2, r, g, b, mean_level)
-    elif code <= _CONTRAST:  # all three are x * scale + shift
+    elif code <= _CONTRAST:  # MULTIPLY, ADD and CONTRAST are all x * scale + shift
         add, contrast = code == _ADD, code == _CONTRAST
         around = mean * (1.0 - a0)
         r = _unit(r * tl.where(add, 1.0, a0) + tl.where(add, a0, tl.where(contrast, around, 0.0)))
@@ -182,7 +189,7 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
 
 @triton.jit
 def _byte(low, high, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Byte ``K`` of 8 as a number in 0..1. Put into the low bits of the float 2^23, the byte gives 2^23 + byte."""
+    """Convert byte ``K`` of 8 to 0..1: as the low bits of the float 2^23, the byte makes the float 2^23 + byte."""
     word = low if K < 4 else high
     bits = ((word >> (8 * (K % 4))) & 255) | 0x4B000000
     return _value(bits.to(tl.float32, bitcast=True))
@@ -200,7 +207,7 @@ def _in_a_row(x0, x1, x2, x3, x4, x5, x6, x7, BACKWARDS: tl.constexpr):  # type:
 
 @triton.jit
 def _unpacked(low0, high0, low1, high1, low2, high2, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Red, green and blue of groups of 8 pixels: 24 bytes, in three words of two halves each."""
+    """Extract red, green and blue of groups of 8 pixels, from three words of 8 bytes, each given as two halves."""
     r = _in_a_row(
         _byte(low0, high0, 0), _byte(low0, high0, 3), _byte(low0, high0, 6), _byte(low1, high1, 1),
         _byte(low1, high1, 4), _byte(low1, high1, 7), _byte(low2, high2, 2), _byte(low2, high2, 5), BACKWARDS,
@@ -218,7 +225,7 @@ def _unpacked(low0, high0, low1, high1, low2, high2, BACKWARDS: tl.constexpr):  
 
 @triton.jit
 def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a block of the flipped image. KIND 0: float32 planes; 1: bytes; 2: words of 8 bytes, width % 8 == 0."""
+    """Load a block of the flipped image. KIND 0: float32 planes; 1: bytes; 2: words of 8 bytes (if width % 8 == 0)."""
     pixels = height * width
     if KIND == 2:
         group = block * (N // 8) + tl.arange(0, N // 8)
@@ -262,7 +269,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
     src, code, args, flips, sums, height, width, first, last, steps,
     KIND: tl.constexpr, PILLOW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Add the gray of each sample before its contrast step to ``sums``: int64 [B], in units of 2^-24."""
+    """Sum the grays that each sample has before its contrast step into ``sums`` (int64 [B], units of 2^-24)."""
     sample, block = tl.program_id(1), tl.program_id(0)
     place = last
     erased = 0
@@ -273,7 +280,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
         if number == _ERASE:
             erased = 1
     if place < last:
-        flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # a flip does not change the mean
+        flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # a flip changes the mean only if a box is erased
         r, g, b = _load(src, sample, block, flip, height, width, KIND, N)
         p = block * N + tl.arange(0, N)
         loose = 1 if KIND == 0 else 0
@@ -288,7 +295,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
         if PILLOW:
             pillow = tl.load(args + (sample * steps + place) * _ARGS + _PILLOW) != 0.0
         if pillow:
-            gray = gray_level(level(r), level(g), level(b)) * (1.0 / 256.0)  # sums are exact
+            gray = gray_level(level(r), level(g), level(b)) * (1.0 / 256.0)  # a multiple of 2^-8: its sums are exact
         total = tl.sum(tl.where(p < height * width, gray, 0.0), axis=0)
         tl.atomic_add(sums + sample, (total * _FIXED).to(tl.int64), sem="relaxed")
 
@@ -308,7 +315,7 @@ def _apart(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a block. LAYOUT 0: planes; 1: channels last; 2: channels last in groups of 8, width % 8 == 0."""
+    """Store a block. LAYOUT 0: planes; 1: channels last; 2: channels last in groups of 8 (if width % 8 == 0)."""
     pixels = height * width
     p = block * N + tl.arange(0, N)
     mask = p < pixels
@@ -341,8 +348,8 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Run the steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
 
-    ``PILLOW``: some steps compute with Pillow's arithmetic.
-    With ``BLUR``, a sample whose place is >= 0 goes to that row of ``mid`` (float32 [n, 3, H, W]), without ``ends``.
+    ``PILLOW``: some steps compute with Pillow's arithmetic. ``BLUR``: a sample with ``places[sample] >= 0`` is written
+    to this row of ``mid`` (float32 [n, 3, H, W]), without ``ends``, because its blur comes next.
     """
     # Start with the last sample: the mean kernel has read it last, so its pixels are still in the cache.
     sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
@@ -356,7 +363,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     if MEAN:
         total = tl.load(sums + sample)
         mean = total.to(tl.float32) * (1.0 / _FIXED) / pixels
-        if PILLOW:  # rounded half up; the remainder corrects the quotient of floats
+        if PILLOW:  # round half up; the integer remainder corrects an error of the float quotient
             nearest = tl.floor(mean * 256.0 + 0.5).to(tl.int64)
             rest = (total >> 15) + pixels - 2 * pixels * nearest
             nearest += (rest >= 2 * pixels).to(tl.int64) - (rest < 0).to(tl.int64)
@@ -380,7 +387,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Map a position to 0..size-1 (from up to one image outside); also whether it counts (border 0: only inside)."""
+    """Map a position, at most one image outside, to 0..size-1; also return whether it counts (border 0: if inside)."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))
@@ -419,7 +426,7 @@ def _blur_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, args, ends, height, width, column, steps,
     VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Blur a tile of one channel of a sample: first rows of ``src``; if VERTICAL, columns, and apply ``ends``."""
+    """Blur a tile of one channel along x; if VERTICAL, the second pass: along y, and with ``ends`` applied."""
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -449,7 +456,7 @@ def _uniforms(words):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _philox(seed, position):  # type: ignore[no-untyped-def]
-    """Value ``position`` of a sample's stream, as uint32: one word of a Philox block of four."""
+    """Compute value ``position`` (uint32) of a sample's stream; a Philox block gives four values."""
     block = (position // 4).to(tl.uint32)
     zero = block * 0
     w0, w1, w2, w3 = tl.philox(seed, block, zero, zero, zero)
@@ -465,7 +472,7 @@ def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-
     mask = at < half
     seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
     radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
-    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # -pi..pi: cos and sin within 2^-20.9
+    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # in -pi..pi, cos and sin err below 2^-20.9
     to = dst + row.to(tl.int64) * count
     tl.store(to + at, -radius * _cos(angle), mask)
     tl.store(to + half + at, -radius * _sin(angle), mask & (half + at < count))
@@ -484,12 +491,12 @@ def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
             raise
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # raises a device error, for which Triton raises RuntimeError
+            torch.cuda.synchronize(device)  # raises the device's own error; Triton's is a RuntimeError
         raise CannotRunError(f"{type(error).__name__}: {error}") from error
 
 
 def normal_field(keys: Tensor, count: int) -> Tensor:
-    """:func:`gpuaug.random.keyed.normal_field` in one kernel: equal integers, and floats within 1e-5."""
+    """Like :func:`gpuaug.random.keyed.normal_field`, in one kernel: random integers are equal, floats within 1e-5."""
     values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
     half = -(-count // 2)
     grid = (triton.cdiv(half, BLOCK), len(keys))

@@ -1,4 +1,4 @@
-"""Levels k/255, and the colour steps with Pillow's arithmetic on them, in Triton. cuda.py has the other steps."""
+"""Triton functions for levels k/255 and for colour steps with Pillow's arithmetic; cuda.py has the other steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _SATURATION: tl.constexpr = tl.constexpr(int(Code.SATURATION))
 _SOLARIZE: tl.constexpr = tl.constexpr(int(Code.SOLARIZE))
 _POSTERIZE: tl.constexpr = tl.constexpr(int(Code.POSTERIZE))
 _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
-# 1/255 in two parts. A byte times the first part is exact, so the sum of both products is rounded once, as byte / 255.
+# PART_1 + PART_2 is 1/255. byte * PART_1 is exact, so byte * PART_1 + byte * PART_2 is rounded once, like byte / 255.
 PART_1: tl.constexpr = tl.constexpr(257 / 65536)
 PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
 
 
 @triton.jit
 def over_255(x):  # type: ignore[no-untyped-def]
-    """``x / 255``, rounded once, if ``x`` is a level 0..255."""
+    """Compute ``x / 255`` with a single rounding, for a level ``x`` in 0..255."""
     return x * PART_1 + x * PART_2
 
 
 @triton.jit
 def _product(x, y):  # type: ignore[no-untyped-def]
-    """A product that is rounded before it is added to anything, as on the CPU."""
+    """Multiply and round; the compiler cannot merge this product with an addition, so it equals the CPU's."""
     code: tl.constexpr = "mul.rn.f32 $0, $1, $2;"
     return tl.inline_asm_elementwise(code, "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -38,8 +38,8 @@ def level(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gray_level(r, g, b):  # type: ignore[no-untyped-def]
-    """Pillow's gray of levels, a level again."""
-    return tl.floor((r * 19595.0 + g * 38470.0 + b * 7471.0 + 32768.0) * (1.0 / 65536.0))  # exact: below 2^24
+    """The gray level 0..255 that Pillow computes from levels of red, green and blue."""
+    return tl.floor((r * 19595.0 + g * 38470.0 + b * 7471.0 + 32768.0) * (1.0 / 65536.0))  # exact: a sum is below 2^24
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def pillow_step(code, a0, a1, a2, r, g, b, mean_level):  # type: ignore[no-untyp
     if code == _SATURATION:
         gray = gray_level(r, g, b)
         r, g, b = _blended(gray, r, a0), _blended(gray, g, a0), _blended(gray, b, a0)
-    elif code <= _CONTRAST:  # or MULTIPLY
+    elif code <= _CONTRAST:  # MULTIPLY or CONTRAST
         start = tl.where(code == _CONTRAST, mean_level, 0.0)
         r, g, b = _blended(start, r, a0), _blended(start, g, a0), _blended(start, b, a0)
     elif code == _SOLARIZE:

@@ -1,7 +1,7 @@
-"""Plans the program of a batch on CUDA: which columns share a Triton kernel. Steps without a kernel run in torch.
+"""Decides which columns of a program share a Triton kernel on CUDA, and runs steps without a kernel in torch.
 
 A program has a row per sample and a column per step. Torch runs a step on the rows that have the step, by Kornia's
-formulas. No code here waits for the device.
+formulas. Only Kornia's check of the JPEG quality waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpuaug.augment.ops.entry import PILLOW, WITH_PILLOW, Code
 from gpuaug.augment.reference import exact_products
 from gpuaug.random.keyed import Float, Int
 
-_STATIC = {  # indices of arguments that must be equal within a call
+_STATIC = {  # for each step, the indices of the arguments that must be equal for all rows of one call
     Code.BLUR: (0, 1, 3),
     Code.WARP: (9, 10, 11),
     Code.RESAMPLE: (12,),
@@ -32,7 +32,7 @@ _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
-Table = tuple[Int, int, Tensor]  # rows, ascending; column; the numbers of the rows' steps, float32 [rows, ...]
+Table = tuple[Int, int, Tensor]  # (ascending rows, column, values for the step of each row: float32 [rows, ...])
 
 
 class CannotRunError(Exception):
@@ -59,17 +59,20 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last): one kernel runs the steps in POINTS, then ``rest`` runs: the last column's other steps."""
+    """Columns [first, last) of a program: one kernel runs their steps in POINTS, then ``rest`` runs.
+
+    ``rest`` holds the steps that are not in POINTS. Only the last column can have such steps.
+    """
 
     first: int
     last: int
-    contrast: bool
+    contrast: bool  # whether some of the steps are contrast steps
     pillow: bool  # whether some of the steps in POINTS compute with Pillow's arithmetic
     rest: list[Group]
 
     @property
     def blur(self) -> bool:
-        """Whether ``rest`` is only blurs, which have a Triton kernel."""
+        """Whether ``rest`` has only blurs, so that the Triton kernel for blurs can run it."""
         return len(self.rest) > 0 and all(group.code is Code.BLUR for group in self.rest)
 
 
@@ -86,7 +89,8 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
     for column, codes in enumerate(code.T):
         here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
-        # A kernel computes one mean and flips while loading. A second contrast, or a flip after erasing, needs another.
+        # A kernel uses one mean per sample, and flips only while it loads pixels. So a second contrast step of a
+        # sample, or a flip after erasing, needs another kernel.
         if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
             close(column, [])
         contrasts, erased = contrasts | contrast, erased or Code.ERASE in here
@@ -103,8 +107,8 @@ class Part(NamedTuple):
     stretch: Stretch
     flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down, 3 both
     sums: Tensor  # int64 [B], zeros: the sums of gray for contrast steps
-    places: Tensor  # int32 [B]: position among the blurred samples, or -1
-    rows: list[Tensor]  # blur: one int32 [n], the blurred samples; else one int32 tensor per group of `rest`
+    places: Tensor  # int32 [B]: row of the sample among the blurred samples, or -1
+    rows: list[Tensor]  # int32 [n]: all blurred samples, if the stretch blurs; else one tensor per group of `rest`
 
 
 class Program(NamedTuple):
@@ -113,7 +117,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: after each part but the last; after the last
+    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: for all parts but the last; for the last
     ramps: Tensor
 
 
@@ -121,7 +125,7 @@ def upload(
     code: NDArray[np.int32], args: Float, ramps: Float, scale: Sequence[float], shift: Sequence[float],
     device: torch.device,
 ) -> Program:  # fmt: skip
-    """Copy the program to the device in one copy, which includes the zeros of ``sums``: no kernel must fill them."""
+    """Copy the program to the device at once, with the zeros of ``sums``, so that no kernel has to write zeros."""
     split = stretches(code, args)
     ends = [np.array(pair, dtype=np.float32) for pair in (((1, 1, 1), (0, 0, 0)), (scale, shift))]
     arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
@@ -163,9 +167,10 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 
 
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor) -> Tensor:
-    """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: the column's arguments.
+    """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten.
 
-    ``table``: from :func:`table_of`. ``ramps``: from :func:`lower.warp_ramps`. All are on the device.
+    ``a`` holds the arguments of the step's column. ``table`` comes from :func:`table_of`, ``ramps`` from
+    :func:`lower.warp_ramps`. All tensors are on the device.
     """
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
@@ -177,7 +182,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
         y = y + table
     elif group.code is Code.ERASE_NOISE:
         y = _erase(y, own, table)
-    elif group.code is Code.BLUR:  # other steps share its column, so the blur kernel is not used
+    elif group.code is Code.BLUR:  # not in the blur kernel, because the column has other steps too
         *taps, border = (int(v) for v in group.static)
         across, down = (get_gaussian_kernel1d(n, own[:, 2:3]) for n in taps)
         y = filter2d_separable(y, across, down, _BORDERS[border])
@@ -197,7 +202,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
         y = torch.where(own[:, 1:4, None, None] > 0, own[:, 0, None, None, None], y)
     elif group.code is Code.SNOW:
         y = _snow(y.clamp(0, 1), own)
-    elif group.code is Code.JPEG:  # Kornia's check of the quality waits for the device
+    elif group.code is Code.JPEG:  # waits for the device, because Kornia checks the quality
         with exact_products(y.device):
             y = jpeg_codec_differentiable(y.clamp(0, 1), own[:, 0])
     elif group.code is Code.WARP:
@@ -215,7 +220,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
 
 
 def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
-    """Fill the box of each image with a colour, plus the first 3 * height * width values of ``table`` times a std."""
+    """Fill the box of each image with a colour; with ``table``, add its first 3 * height * width values times a std."""
     left, top, width, height = (a[:, k, None, None] for k in range(4))
     right = torch.arange(x.shape[3], device=x.device)[None, None, :] - left
     down = torch.arange(x.shape[2], device=x.device)[None, :, None] - top
@@ -230,9 +235,10 @@ def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
 
 
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
-    """The table of a group's rows [rows, ...], joined from those of several operations; None if there is none.
+    """The table of a group, float32 [rows, ...]; None if the group's step has no table.
 
-    Tables of noise for boxes may differ in width, and some boxes have no noise: the rest is 0.
+    If several operations have the step, their tables are joined. Tables of noise for boxes may differ in width, and
+    some boxes have no noise. Missing values are 0.
     """
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
     if not own or len(own[0][0]) == len(group.rows):
@@ -250,19 +256,19 @@ def motion_kernels(a: Tensor, static: tuple[float, ...]) -> Tensor:
     from kornia.filters import get_motion_kernel2d
 
     size, mode = int(static[0]), Resample(int(static[1])).name.lower()
-    two = a.repeat(2, 1) if len(a) == 1 else a  # torch computes a single one with other last bits
+    two = a.repeat(2, 1) if len(a) == 1 else a  # the last bits differ if torch computes a single kernel
     return get_motion_kernel2d(size, two[:, 1], two[:, 2], mode)[: len(a)]
 
 
 def _rain(x: Tensor, a: Tensor, coordinates: Tensor, longest: int) -> Tensor:
-    """Draw lines of up to ``longest`` pixels. ``coordinates``: float32 [n, 2 * lines] in 0..1."""
+    """Draw lines of up to ``longest`` pixels; ``coordinates`` float32 [n, 2 * lines] in 0..1 are their starts."""
     n, _, height, width = x.shape
     drops, tall, drawn = (a[:, k, None].double() for k in range(3))
     tall, across = tall - 1, drawn - drawn.sign()
     steps = torch.maximum(tall + 1, drawn.abs())
     i = torch.arange(longest, device=x.device)[None]
     lines = []
-    for last in (tall, across):  # as torch.linspace rounds: from both ends to the middle
+    for last in (tall, across):  # torch.linspace computes from both ends to the middle, so this rounds like it
         step = last / (steps - 1).clamp(min=1)
         lines.append(
             torch.where(i < steps.div(2, rounding_mode="floor"), step * i, last - step * (steps - 1 - i)).long()

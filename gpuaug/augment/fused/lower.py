@@ -32,7 +32,7 @@ class Column(NamedTuple):
     alternatives: tuple[Steps, ...]
     start: int
     width: int
-    table: NDArray[np.int32]  # [alternatives + 1, width]: codes per choice; choice -1 is the last row, all NONE
+    table: NDArray[np.int32]  # [alternatives + 1, width]: codes of an alternative; the last row (choice -1): all NONE
 
 
 class Lowering:
@@ -58,7 +58,7 @@ class Lowering:
         self.steps = at
 
     def program(self, chosen: list[Chosen], size: Size, batch: int) -> tuple[NDArray[np.int32], Float]:
-        """``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS]; zeros mean no step."""
+        """Write ``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS]; code 0 means no step."""
         code = np.empty((batch, self.steps), dtype=np.int32)
         args = np.zeros((batch, self.steps, ARGS), dtype=np.float32)
         everything = np.arange(batch)
@@ -71,8 +71,9 @@ class Lowering:
             if len(column.alternatives) == 1:
                 column.alternatives[0].write(args[:, where], params[0], size)
                 continue
-            # Compute every alternative for all samples, then pick one per sample: fewer calls than one per alternative
-            # and its rows. The slots of a color jitter share `params`, so they are computed once.
+            # Compute every alternative for all samples, then pick one per sample. This takes fewer calls than to select
+            # the rows of each alternative first. The slots of a color jitter share `params`, so their arguments are
+            # computed only once.
             if id(params) not in values:
                 stacked = np.zeros((len(params), batch, column.width, ARGS), dtype=np.float32)
                 for alternative, a in enumerate(column.alternatives):
@@ -84,7 +85,7 @@ class Lowering:
 
 
 def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
-    """For each slot, the steps of its alternatives. If the operation cannot be fused: the reason, as text."""
+    """Return the steps of each slot's alternatives, or the reason, as text, why the operation cannot be fused."""
     if op.seeded is not None:
         return op.seeded
     slots = []
@@ -101,7 +102,7 @@ def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
 
 
 def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
-    """Replace the arguments of warps by matrices from output to input coordinates in -1..1, bit-identical to Kornia."""
+    """Replace the arguments of warps by Kornia's matrices, bit-identical: output to input coordinates, in -1..1."""
     sample, step = np.nonzero(code == Code.WARP)
     warps = args[sample, step]
     kind = 2 * warps[:, 10] + warps[:, 11]  # align_corners, projective
@@ -116,7 +117,7 @@ def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
 
 @lru_cache(maxsize=32)
 def _normalized(size: Size, corners: bool) -> tuple[Tensor, Tensor]:
-    """Two matrices float32 [1, 3, 3]: from pixels to -1..1, and the inverse."""
+    """Two matrices float32 [1, 3, 3]: from pixel indices to -1..1, and the inverse."""
     from kornia.geometry.conversions import normal_transform_pixel
 
     to = normal_transform_pixel(*size, dtype=torch.float32, align_corners=corners)
@@ -143,7 +144,7 @@ def warp_ramps(size: Size) -> Float:
 
 
 def _projective_scale(m: Tensor) -> Tensor:
-    """Kornia's divisor of a homography: 1, clamped between its smallest non-zero and its largest magnitude."""
+    """Kornia's divisor of a homography: 1, clamped to the range of the homography's non-zero magnitudes."""
     magnitude = m.abs()
     smallest = magnitude.masked_fill(magnitude == 0, float("inf")).amin(dim=(-2, -1), keepdim=True)
     return magnitude.amax(dim=(-2, -1), keepdim=True).clamp_max(1).maximum(smallest)

@@ -1,4 +1,4 @@
-"""Descriptions of operations: one entry per class of Kornia, one file per family of operations."""
+"""Descriptions of operations: one entry per Kornia class, one file per family of operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def by_class(table: Mapping[str, Any], op: Any) -> Any:
 
 
 def entry_of(op: Any) -> Entry | None:
-    """The entry of an operation: of gpuaug's own, or of the exact class of Kornia; or None."""
+    """Return the entry of one of gpuaug's own operations or of an exact Kornia class; None for other modules."""
     if isinstance(op, pillow.PillowOp):
         return pillow.ENTRIES[op.name]
     if isinstance(op, erasing.RandomErasing):
@@ -34,9 +34,10 @@ def entry_of(op: Any) -> Entry | None:
 
 
 def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:
-    """The params that an operation makes from drawn ``params`` and from ``keys`` (int64 [B, 2]); most make none: {}.
+    """Compute the params that are not drawn, such as noise per pixel; most operations have none, and the result is {}.
 
-    ``normal`` draws standard normal values as :func:`gpuaug.random.keyed.normal_field` does.
+    The inputs are the drawn ``params`` and ``keys`` int64 [B, 2]. ``normal`` draws standard normal values as
+    :func:`gpuaug.random.keyed.normal_field` does.
     """
     entry = entry_of(op)
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)

@@ -20,7 +20,7 @@ from gpuaug.random.keyed import Float, Int, pick, scale
 # --- ColorJitter and ColorJiggle
 
 ORDERS = np.array(list(itertools.permutations(range(4))), dtype=np.int64)  # [24, 4]
-_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # in the numbering of `order`
+_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # step k of `order`
 _SAMPLERS = ("brightness_sampler", "contrast_sampler", "saturation_sampler", "hue_sampler")
 _NEUTRAL = (1, 1, 1, 0)
 _JITTER = (Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.HUE)
@@ -29,7 +29,7 @@ _uniform_factors = uniform_from(*(_FACTORS[k] for k in (0, 1, 3, 2)))  # Kornia 
 
 
 def _idle(op: Any) -> list[bool]:
-    """For each step, whether its factor is always neutral. Kornia skips such a step, and so does the program."""
+    """For each step, whether the step's factor is always neutral. Kornia and the fused program skip such a step."""
     return [range_of(op, sampler) == (n, n) for sampler, n in zip(_SAMPLERS, _NEUTRAL, strict=True)]
 
 
@@ -38,7 +38,7 @@ def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
     nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
     hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
     if hue[0] != hue[1]:
-        nudged["hue_factor"] = (0, np.float32(1e-30))  # smaller than any hue that changes a pixel
+        nudged["hue_factor"] = (0, np.float32(1e-30))  # too small to change a pixel
     if hsv and saturation[0] != saturation[1]:  # in HSV a factor of 1 is not exactly the identity
         towards = saturation[0] if saturation[0] < 1 else np.float32(2)
         nudged["saturation_factor"] = (1, np.nextafter(np.float32(1), towards, dtype=np.float32))
@@ -46,7 +46,11 @@ def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
 
 
 def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, Any]]) -> Params:
-    """Replace neutral factors by nearby values, because Kornia skips a step only if the whole batch is neutral."""
+    """Replace neutral factors by nearby values.
+
+    Kornia skips a step only if the factors of the whole batch are neutral. With a neutral factor, a sample's pixels
+    would depend on the batch.
+    """
     params = rule(u, size)
     for name, (neutral, instead) in nudged.items():
         values = params[name]
@@ -55,16 +59,18 @@ def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, An
 
 
 def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
-    """Without a fixed ``order``, each sample gets its own order; with one, return None.
+    """Prepare a jitter in which each sample has its own order of steps; None if ``op`` has a fixed ``order``.
 
-    Each of four slots offers the four steps as one-step modules: bit-identical to one module that runs all four.
+    Each of four slots has four alternatives: one module per step. Four such modules in sequence give pixels that are
+    bit-identical to those of one module that runs all four steps.
     """
     if fixed_order(op) is not None:
         return None
     count, factors = _factors(op, hsv=hsv)
     steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
     idle = np.array(_idle(op))
-    orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)  # if all are idle, the input is still clamped
+    # If all steps are idle, they run nevertheless, because Kornia clamps the input.
+    orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)
 
@@ -72,7 +78,7 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
 def _ordered(
     u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Factors and one of ``orders`` for each sample. A sample is chosen if its first uniform is below ``p``."""
+    """Draw factors and one of ``orders`` for each sample; a sample is changed if its first uniform is below ``p``."""
     params = factors(u[:, 1:], size)
     choice = orders[pick(u[:, order_column], len(orders))]
     if p < 1:
@@ -86,7 +92,7 @@ def _jitter_steps(op: Any, *, hsv: bool) -> Steps | None:
         return None
     idle = _idle(op)
     steps = [k for k in order if not idle[k]]
-    if not steps:  # only the clamp remains
+    if not steps:  # without steps, Kornia still clamps
         return steps_of(Code.ADD)
 
     def write(out: Float, params: Params, size: Size) -> None:
@@ -106,7 +112,10 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """A step with one argument per channel; ``clipped``: no steps if the module does not clip its output."""
+    """Return a function from a module to a step with one argument per channel.
+
+    ``clipped``: the function returns None for a module that does not clip its output.
+    """
 
     def write(out: Float, params: Params, size: Size) -> None:
         out[:, 0, :3] = values(params)
@@ -134,7 +143,7 @@ def _posterize(op: Any) -> tuple[int, Rule]:
 
 
 def _check_gamma(op: Any, key: str) -> None:
-    # Kornia checks only when it draws, and on a GPU a failed check makes the CUDA context unusable.
+    # Kornia checks the range only when it draws. On a GPU, a failed check makes the CUDA context unusable.
     for name, (low, high) in ranges(op).items():
         if not 0 <= low <= high:
             raise ConfigError(f"`{key}` must draw `{name}` from 0 <= low <= high. Found: ({low}, {high}).")

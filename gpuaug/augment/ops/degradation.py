@@ -17,7 +17,7 @@ from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, pick, scale
 
-_LEAST = {1: 1, 3: 0}  # border type (reflect, circular) to the smallest image side, minus half the kernel
+_LEAST = {1: 1, 3: 0}  # border type (1 reflect, 3 circular) to: smallest allowed image side - kernel size // 2
 
 
 def _check_kernel(op: Any, key: str) -> None:
@@ -28,7 +28,7 @@ def _check_kernel(op: Any, key: str) -> None:
 
 
 def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps:
-    """The steps, with a check that the images are large enough for the kernel and its border."""
+    """Add to the steps a check that the images are large enough for the kernel and its border."""
     (ky, kx), border = kernel_size, op.flags["border_type"].value
 
     def write(out: Float, params: Params, size: Size) -> None:
@@ -44,14 +44,14 @@ def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps
 
 
 def _blur(op: Any, *, sigma: str | float) -> Steps | None:
-    """A Gaussian blur. A box blur is one whose sigma is so large that all weights are equal."""
+    """A Gaussian blur. A box blur is a Gaussian blur with a sigma so large that all weights are equal."""
     size, border = op.flags["kernel_size"], op.flags["border_type"].value
     ky, kx = (size, size) if isinstance(size, int) else size
     return _smoothing(op, steps_of(Code.BLUR, kx, ky, sigma, border), (ky, kx)) if ky % 2 and kx % 2 else None
 
 
 def _motion_sizes(op: Any) -> tuple[int, int]:
-    """Half of the smallest and of the largest kernel, rounded down."""
+    """Half the size of the smallest and of the largest kernel, rounded down."""
     given = setting(op, "kernel_size")
     low, high = (given, given) if isinstance(given, int) else given
     return low // 2, max(low // 2, (high - 1) // 2)
@@ -72,7 +72,7 @@ def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) ->
 
 
 def _prepare_motion(name: str, op: Any) -> Prepared | None:
-    """If the kernel size is a range, each sample draws its own size, all equally likely. Kornia draws one per batch."""
+    """If the kernel size is a range, each sample draws its own size, all equally likely; Kornia draws one per batch."""
     if isinstance(setting(op, "kernel_size"), int):
         return None
     low, high = _motion_sizes(op)
@@ -141,7 +141,7 @@ def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: 
 
 
 def _light(count: int, *names: str) -> Callable[[Any], tuple[int, Rule]]:
-    """A gradient of light, float32 [B, 3, H, W], from Kornia's own generator. ``names``: its samplers."""
+    """A rule for a gradient of light, float32 [B, 3, H, W], by Kornia's generator with the samplers ``names``."""
     return lambda op: (count, partial(_gradient, op=op, samplers=[f"{name}_sampler" for name in names]))
 
 
@@ -163,12 +163,12 @@ def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) 
 
 
 def _speck_values(values: Tensors) -> Tensor:
-    """White 1, black 0, unchanged -1; float32 [n, 1, H, W]."""
+    """Value of each pixel, float32 [n, 1, H, W]: 1 is white, 0 is black, -1 leaves the pixel unchanged."""
     return values["mask_salt"][:, :1] * 2.0 + values["mask_pepper"][:, :1].float() - 1.0
 
 
 def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal, *, channels: int = 3) -> Tensors:
-    """Kornia's plasma, from each sample's own random numbers."""
+    """Compute Kornia's plasma, with separate random numbers for each sample."""
     from kornia.contrib import diamond_square
 
     roughness = params["roughness"].to(keys.device, non_blocking=True)
@@ -200,7 +200,7 @@ def _shadow(values: Tensors) -> Tensor:
 
 
 def _whole(u: Float, limits: tuple[Any, Any]) -> Int:
-    """Integers, all equally likely, below the upper limit."""
+    """Integers, all equally likely, from the lower limit to just below the upper limit."""
     return np.minimum(np.floor(scale(u, *limits)), limits[1] - np.float32(1)).astype(np.int64)
 
 
@@ -232,7 +232,7 @@ def _check_rain(op: Any, key: str) -> None:
 
 
 def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    """(y, x) of the largest number of drops, in 0..1. Kornia makes only as many as the batch needs."""
+    """Positions (y, x) in 0..1 of the largest possible number of drops; Kornia's number depends on the batch."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
         raise ConfigError(
@@ -261,7 +261,7 @@ def _divisors(values: Tensors) -> Tensor:
 
 ENTRIES = {
     "RandomGaussianBlur": Entry("pixels", partial(_blur, sigma="sigma"), uniform_from("sigma"), check=_check_kernel),
-    # Kornia sums large batches in another way, so the last bits depend on the batch
+    # Kornia sums large batches in another way than small ones, so the last bits depend on the batch size.
     "RandomBoxBlur": Entry("pixels", partial(_blur, sigma=1e9), one_by_one=True),
     "RandomMedianBlur": Entry("pixels"),
     "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion, prepare=_prepare_motion),

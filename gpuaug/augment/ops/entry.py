@@ -26,10 +26,11 @@ ARGS = 16  # float32 arguments of one step
 
 
 class Code(IntEnum):
-    """The steps, with their arguments in brackets. Colours are clamped to 0..1 wherever Kornia clamps them.
+    """The steps; comments list their arguments in parentheses. Colours are clamped to 0..1 wherever Kornia clamps them.
 
     If argument ``PILLOW`` of a step in ``WITH_PILLOW`` is 1, the step rounds its input to levels k/255 and computes as
-    Pillow does on uint8 (ops/pillow.py). SOLARIZE then has a third argument: 1 keeps levels from the threshold on.
+    Pillow does on uint8 (ops/pillow.py). SOLARIZE then has a third argument: 1 keeps levels at or
+    above the threshold, 0 inverts them.
     """
 
     NONE = 0
@@ -54,19 +55,19 @@ class Code(IntEnum):
     SHARPNESS = 19  # (factor)
     BLUR = 20  # (taps in x, taps in y, sigma, border: kornia.constants.BorderType)
     WARP = 21  # (9 values of the output-to-input matrix in -1..1, padding: SamplePadding, align_corners, projective)
-    LEVELS = 22  # (offset), to floor(255 x + offset) / 255
-    RESAMPLE = 23  # (12: 6 float64 of Pillow's output-to-input matrix, interpolation, r, g, b)
+    LEVELS = 22  # (offset); x becomes floor(255 x + offset) / 255
+    RESAMPLE = 23  # (6 float64 of Pillow's output-to-input matrix as 12 arguments, interpolation, r, g, b)
     ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
     FILTER = 25  # (kernel size, angle, direction, interpolation: kornia.constants.Resample, border); a motion blur
-    RAIN = 26  # (drops, height, width, largest number of drops, of pixels of a drop); with a table of coordinates
+    RAIN = 26  # (drops, height, width, most drops, most pixels of a drop); with a table of coordinates
     REPLACE = 27  # (); sets pixels to the values of a table that are not negative
-    FIELD = 28  # (0: add a table, 1: multiply the distance from 0.5 by it), then clamps
-    FILL = 29  # (value, r, g, b: 1 for channels to fill)
+    FIELD = 28  # (0: adds a table, 1: multiplies the distance from 0.5 by the table); then clamps
+    FILL = 29  # (value, then for each of r, g, b: 1 if this channel is filled)
     SNOW = 30  # (threshold, brightness)
     JPEG = 31  # (quality); with a table of 64 divisors for luma and 64 for chroma
 
 
-PILLOW = 3  # index of an argument
+PILLOW = 3  # index of the argument that selects Pillow's arithmetic
 WITH_PILLOW = frozenset(
     {Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.SOLARIZE, Code.POSTERIZE}
     | {Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS}
@@ -80,16 +81,16 @@ MakeTable = Callable[[Tensors], Tensor]
 
 
 class RecipeOp(nn.Module):
-    """Base of gpuaug's own operations and policies. The recipe draws their random numbers; they draw none."""
+    """Base of gpuaug's own operations and policies. The recipe draws all their random numbers."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """Not possible: the recipe draws the random numbers of each sample.
+        """Always raise ConfigError, because only a recipe can draw the random numbers of each sample.
 
         Args:
             images: float [B, 3, H, W]; not used.
 
         Raises:
-            ConfigError: always. Make the operation an entry of a recipe's ``ops``.
+            ConfigError: the operation was called directly. Make the operation an entry of a recipe's ``ops``.
         """
         name = type(self).__name__
         raise ConfigError(
@@ -106,8 +107,8 @@ class RecipeOp(nn.Module):
 class Steps:
     """The steps of one Kornia module, and the function that writes their arguments.
 
-    ``table`` is for a step that needs more numbers than ARGS. It makes float32 [n, ...] from the params of n rows,
-    which then include those of ``Entry.fields``.
+    A step that needs more than ARGS numbers has a ``table``. It is a function that makes float32 [n, ...] from the
+    params of n rows. These params include those that ``Entry.fields`` makes.
     """
 
     codes: tuple[Code, ...]
@@ -116,7 +117,7 @@ class Steps:
 
 
 def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
-    """Independent uniform parameters; ``low`` and ``span`` are float32 [n, 1]."""
+    """Draw independent uniform parameters from ``low`` to ``low + span``, both float32 [n, 1]."""
     values = np.multiply(u[:, : len(names)].T, span, order="C")  # one contiguous row per parameter
     values += low
     return dict(zip(names, values, strict=True))
@@ -128,12 +129,12 @@ def _uniform(ranges: dict[str, Range]) -> tuple[int, Rule]:
 
 
 def all_uniform(op: Any) -> tuple[int, Rule]:
-    """A rule for operations whose parameters are all uniform, under Kornia's names, or that have no parameters."""
+    """The rule for operations without parameters, or whose parameters are all uniform and have Kornia's names."""
     return _uniform(kornia_private.ranges(op))
 
 
 def uniform_from(*names: str) -> Parameters:
-    """Uniform parameters in the order in which Kornia draws; ``x`` and ``x_factor`` come from Kornia's ``x_sampler``.
+    """A rule for uniform parameters, in Kornia's drawing order; ``x`` and ``x_factor`` come from its ``x_sampler``.
 
     Parameters without a sampler in the operation's settings are left out.
     """
@@ -167,19 +168,20 @@ def steps_of(code: Code, *arguments: str | float, table: MakeTable | None = None
 
 
 def step(code: Code, *arguments: str | float, table: MakeTable | None = None) -> Callable[[Any], Steps]:
-    """Like :func:`steps_of`, as a function of the module; the module's settings do not matter."""
+    """Like :func:`steps_of`, as a function of the module. The steps do not depend on the module's settings."""
     return lambda op: steps_of(code, *arguments, table=table)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """How the params of one Kornia module become its matrix: pixel indices of its input to those of its output.
+    """How a Kornia module's params become its matrix, which maps pixel indices of the input to those of the output.
 
     Attributes:
-        write: fills float32 [n, 9], zeros at first, for n rows of params: with the nine elements of the matrix, or
-            with seven numbers: angle in degrees (clockwise), scale in x and y, translation in x and y in pixels, shear
-            in x and y in degrees. Scale, angle and shear are about the image's centre.
-        elements: whether ``write`` fills the nine elements.
+        write: function that fills float32 [n, 9], zeros at first, for n rows of params. It writes the nine elements of
+            the matrix or seven numbers. The seven numbers are the angle (degrees, clockwise), the scale in x and y, the
+            translation in x and y (pixels), and the shear in x and y (degrees). The centre of angle, scale and shear is
+            the image's centre.
+        elements: True if ``write`` writes the nine elements, False if it writes the seven numbers.
     """
 
     write: Write
@@ -194,13 +196,15 @@ class Entry:
         affects: what the operation changes. ``pixels``: values only. ``matrix``: pixels move by the matrix of
             Kornia's ``compute_transformation``. ``field``: each pixel moves by its own offset.
         matrix: the matrix, for all settings of the class; None unless ``affects`` is ``matrix``.
-        steps: from a module to its fused steps. None: its settings have no fused form, so the module itself runs.
-        parameters: from a module to the number of uniforms per sample (without the one for ``p``), and the rule
-            that turns uniforms into Kornia's parameters. None if the module's settings have no rule.
-        check: (module, configuration key); raises ConfigError for settings that would fail later.
-        prepare: (name, module) to Prepared, for operations with more than one slot; None: one slot, as usual.
-        fields: (module, params of the rows, keys int64 [n, 2], size, normal) to the params that are not drawn, such as
-            values per pixel. They are on the device of the keys.
+        steps: function from a module to its fused steps. It returns None if the module's settings have no fused form;
+            then the module itself runs.
+        parameters: function from a module to the number of uniforms per sample (without the one for ``p``), and the
+            rule that turns uniforms into Kornia's parameters. It returns None if the module's settings have no rule.
+        check: function of (module, configuration key) that raises ConfigError for settings that would fail later.
+        prepare: function from (name, module) to Prepared, for operations with several slots or alternatives. If the
+            function or its result is None, the operation has one slot with one alternative.
+        fields: function from (module, params of n rows, keys int64 [n, 2], size, normal) to the params that are not
+            drawn, such as values per pixel. The new params are on the device of the keys.
         one_by_one: pass one image at a time to Kornia's module, because otherwise its pixels depend on the batch.
     """
 

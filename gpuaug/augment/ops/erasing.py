@@ -1,4 +1,4 @@
-"""Random erasing as timm does it: boxes of normal noise, of one random colour, or of the mean."""
+"""Random erasing as in timm: boxes are filled with normal noise, one random colour, or the mean."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from gpuaug.random.keyed import Float, Int
 _ATTEMPTS = 10  # per box, as in timm
 _COLOR = 4  # uniforms for three normal values
 _MODES = ("const", "rand", "pixel")
-_MOST = 100  # boxes
+_MOST = 100  # largest `count`
 
 
 class RandomErasing(RecipeOp):
     """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
 
-    timm erases after the normalization, with values ``n`` of a standard normal distribution. gpuaug erases before it,
-    with ``mean + std * n``, which may be outside 0..1. The normalization turns these values into timm's. A box that
-    does not fit into the image is drawn again, up to ten times.
+    timm erases after the normalization, with values ``n`` of a standard normal distribution. gpuaug erases before the
+    normalization, with ``mean + std * n``, which may be outside 0..1. The normalization turns these values into those
+    of timm. If a box does not fit into the image, it is drawn again; each box has ten attempts.
 
     Args:
         p: probability that an image is changed.
@@ -73,12 +73,12 @@ class RandomErasing(RecipeOp):
         self.mean, self.std = tuple(checked["mean"]), tuple(checked["std"])
 
     def forward(self, images: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:
-        """Fill one box in each image. The recipe draws the boxes; without ``params`` there is none.
+        """Fill one box in each image; the recipe draws the boxes and passes them as ``params``.
 
         Args:
             images: float32 [B, 3, H, W].
-            params: ``xs``, ``ys``, ``widths`` and ``heights`` [B] in pixels, ``colors`` [B, 3], and with
-                ``mode="pixel"`` ``gaussian_noise`` [B, n], whose first 3 * height * width values fill the box.
+            params: ``xs``, ``ys``, ``widths`` and ``heights`` [B] in pixels, and ``colors`` [B, 3]. If ``mode`` is
+                ``pixel``, also ``gaussian_noise`` [B, n]: its first 3 * height * width values fill the box.
 
         Raises:
             ConfigError: no ``params``. Make the operation an entry of a recipe's ``ops``.
@@ -98,10 +98,11 @@ class RandomErasing(RecipeOp):
 
 
 def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
-    """Check that noise is standard normal after the normalization of its recipe.
+    """Check that the noise of each erasing operation is standard normal after the recipe's normalization.
 
     Raises:
-        ConfigError: mean or std is not that of ``normalize``, or a later operation would clamp the noise to 0..1.
+        ConfigError: the operation's mean or std differs from that of ``normalize``, or a later operation would clamp
+            the noise to 0..1.
     """
     for place, (name, op) in enumerate(ops.items(), start=1):
         if not isinstance(op, RandomErasing):
@@ -121,7 +122,7 @@ def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
 
 
 def _prepare(name: str, op: RandomErasing) -> Prepared:
-    """One slot per box. Each box has its own noise."""
+    """Prepare the operation with one slot per box, so that each box has its own noise."""
     each = 2 * _ATTEMPTS + 2 + (_COLOR if op.mode == "rand" else 0)
     modules = [copy.deepcopy(op) for _ in range(op.count)]
     for box, module in enumerate(modules):
@@ -132,7 +133,7 @@ def _prepare(name: str, op: RandomErasing) -> Prepared:
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Uniforms: one for ``p``, one for the number of boxes; then for each box areas, ratios, place and colour."""
+    """Draw all boxes. Uniforms: ``p``, the number of boxes, then per box: areas, ratios, position and colour."""
     count = np.floor(u[:, 1].astype(np.float64) * op.count) + 1
     choice = np.full((len(u), op.count), -1, dtype=np.int64)
     slots = []
@@ -145,7 +146,7 @@ def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, 
 
 
 def _box(u: np.ndarray[Any, Any], size: Size, op: RandomErasing, count: np.ndarray[Any, Any]) -> tuple[Params, Any]:
-    """The first attempt that fits, by timm's formulas, and whether one fits."""
+    """Draw one box by timm's formulas: the first attempt that fits, and whether any attempt fits."""
     height, width = size
     (least, most), (low, high) = op.scale, (math.log(v) for v in op.ratio)
     area = (least + u[:, :_ATTEMPTS] * (most - least)) * (height * width) / count[:, None]
@@ -172,16 +173,17 @@ def _steps(op: RandomErasing) -> Steps:
         out[:, 0, 4:7] = params["colors"]
         out[:, 0, 7:10] = op.std if op.mode == "pixel" else 0
 
-    # the other modes have no noise
+    # only the mode `pixel` has noise
     return Steps((Code.ERASE_NOISE,), write, (lambda values: values["gaussian_noise"]) if op.mode == "pixel" else None)
 
 
 def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    """Noise for the largest possible box. Each value depends on the number of values, so this number must be fixed."""
-    if op.mode != "pixel":  # in a OneOf, another operation may have keys
+    """Draw noise for the largest box: a value depends on the number of values, so this number must be fixed."""
+    if op.mode != "pixel":  # a OneOf gives keys to all its operations if one needs them
         return {}
     height, width = size
-    # a box has at most (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2) pixels; both roots are below the sides of the image
+    # A box of area a and ratio r has at most (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2) pixels. Both roots are below the
+    # sides of the image.
     largest = min(height * width, int(op.scale[1] * height * width + (height + width) / 2) + 1)
     return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 

@@ -1,4 +1,4 @@
-"""Entries for operations that move pixels: by a matrix (such as flips), or by a field (the elastic transform)."""
+"""Entries for operations that move pixels: by a matrix (such as flips) or by one offset per pixel (a field)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _spline(op: Any) -> tuple[int, Rule]:
 
 
 def _controls(u: Float, size: Size, *, limits: tuple[float, float]) -> Params:
-    """Places of five control points in -1..1, before and after."""
+    """Positions of five control points in -1..1, before and after they are moved."""
     before = np.broadcast_to(_CONTROLS, (len(u), 5, 2))
     return {"src": before, "dst": before + scale(u.reshape(-1, 5, 2), *limits)}
 
@@ -102,7 +102,7 @@ def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Par
     pieces = np.argsort(u[:, :-1], axis=1, kind="stable")
     for row in np.flatnonzero((pieces == unchanged).all(axis=1)):
         left, count = unchanged.tolist(), math.factorial(len(unchanged))
-        number = 1 + int(float(u[row, -1]) * (count - 1))  # 0 would be `unchanged`
+        number = 1 + int(float(u[row, -1]) * (count - 1))  # number 0 is `unchanged`
         for column in range(len(unchanged)):
             count //= len(left)
             place, number = divmod(number, count)
@@ -122,7 +122,7 @@ _AFFINE = ("angle", "scale_x", "scale_y", "translate_x", "translate_y", "shear_x
 
 
 def _numbers(out: Float, params: Params, size: Size) -> None:
-    """The seven numbers of Kornia's affine operations, under the names that each operation has for them."""
+    """Write the seven numbers of an affine operation; each Kornia class has its own names for them."""
     out[:, 1:3] = 1
     for column, name in enumerate(_AFFINE):
         if name in params:
@@ -130,7 +130,7 @@ def _numbers(out: Float, params: Params, size: Size) -> None:
     if "scale" in params:
         out[:, 1:3], out[:, 3:5] = params["scale"], params["translations"]
     elif "degrees" in params:
-        out[:, 0] = -params["degrees"]  # counter-clockwise, unlike `angle`
+        out[:, 0] = -params["degrees"]  # `degrees` is counter-clockwise, `angle` is clockwise
     elif "times" in params:
         out[:, 0] = -90 * np.rint(params["times"])
 
@@ -149,7 +149,7 @@ def _homography(out: Float, params: Params, size: Size) -> None:
 
 
 def pixel_matrices(values: Tensor, size: Size, *, elements: bool) -> Tensor:
-    """Matrices float32 [n, 3, 3] from what :class:`Matrix` writes, float32 [n, 9]. Bit-identical to Kornia's."""
+    """Matrices float32 [n, 3, 3], bit-identical to Kornia's, from float32 [n, 9] as :class:`Matrix` writes it."""
     if elements:
         return values.view(-1, 3, 3)
     angle, scale_x, scale_y = (-values[:, 0]).deg2rad(), values[:, 1], values[:, 2]

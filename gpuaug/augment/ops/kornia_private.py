@@ -22,12 +22,12 @@ def setting(op: Any, name: str) -> Any:
 
 
 def range_of(op: Any, sampler: str) -> Any:
-    """The Range of a sampler; None if the operation's settings need no such sampler."""
+    """The range of a sampler; None if the operation has no such sampler with its settings."""
     return None if setting(op, sampler) is None else _range(setting(op, sampler))
 
 
 def ranges(op: Any) -> dict[str, Range]:
-    """Parameter name to range, in the order in which Kornia draws; for operations that keep them in one dictionary."""
+    """The range of each parameter in Kornia's drawing order, for operations that have a ``sampler_dict``."""
     return {name: _range(sampler) for name, sampler in (setting(op, "sampler_dict") or {}).items()}
 
 
@@ -47,7 +47,7 @@ class _Given:
 
 
 def generated(op: Any, u: Tensor, size: tuple[int, int], samplers: Sequence[str]) -> dict[str, Tensor]:
-    """The parameters that Kornia's own generator makes from uniforms float32 [B, n], in the order of its draws."""
+    """The parameters that Kornia's generator makes from uniforms float32 [B, n], with one column per draw, in order."""
     generator, columns = copy.copy(op._param_generator), iter(u.unbind(1))
     for name in samplers:
         setattr(generator, name, _Given(getattr(generator, name), columns))
@@ -67,7 +67,7 @@ def fixed_order(op: Any) -> Any:
 
 
 def policy_parameter(operation: Any) -> tuple[Any, Any]:
-    """For a policy's operation: the name of its magnitude parameter or None, and the function that computes it."""
+    """For a policy's operation: the name of the magnitude parameter (or None), and the function that computes it."""
     return operation._factor_name, getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
 
 

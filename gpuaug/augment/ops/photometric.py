@@ -1,6 +1,6 @@
-"""Photometric distortion of SSD: several colour changes, each with its own gate. Kornia has no such operation.
+"""Photometric distortion of SSD: several colour changes, each with its own probability; Kornia has no such operation.
 
-It is prepared as six slots of Kornia's modules, so both backends run it with the steps that they already have.
+The operation is prepared as six slots of Kornia's modules. Both backends already support these modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
 
 Range = tuple[float, float]
-_GATES = 6  # uniforms: brightness, contrast, saturation, hue, channels, and whether contrast comes early
+_GATES = 6  # uniforms that decide on brightness, contrast, saturation, hue, channels, and on early or late contrast
 _NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 
 
@@ -33,18 +33,18 @@ class PhotometricDistort(RecipeOp):
     - ``torchvision``: equals torchvision's ``RandomPhotometricDistort``. Brightness multiplies, contrast blends with
       the mean gray of the image, saturation blends with the gray of the pixel.
     - ``mmseg``: mmsegmentation's ``PhotoMetricDistortion`` on floats. Brightness is added, contrast multiplies,
-      saturation multiplies the S of HSV. mmsegmentation rounds hue to steps of 1/180. For mmdetection's version, use
-      ``hue=(-0.05, 0.05), channels=0.5``.
+      saturation multiplies the S of HSV. mmsegmentation rounds hue to steps of 1/180; gpuaug does not. For the version
+      of mmdetection, use ``hue=(-0.05, 0.05), channels=0.5``.
 
     Use it as an entry of a recipe's ``ops``.
 
     Args:
         style: ``torchvision`` or ``mmseg``.
-        brightness: range of the factor, >= 0; for ``mmseg``, of the added value, -1..1. None: (0.875, 1.125), or
-            (-32/255, 32/255) for ``mmseg``.
+        brightness: range of the factor, >= 0. For ``mmseg``, range of the added value, within -1..1. None:
+            (0.875, 1.125), or (-32/255, 32/255) for ``mmseg``.
         contrast: range of the factor, >= 0.
         saturation: range of the factor, >= 0.
-        hue: range of the shift in turns, -0.5..0.5. None: (-0.05, 0.05), or (-0.1, 0.1) for ``mmseg``.
+        hue: range of the shift in turns, within -0.5..0.5. None: (-0.05, 0.05), or (-0.1, 0.1) for ``mmseg``.
         channels: probability of a random order of channels. None: ``p``, or 0 for ``mmseg``.
         p: probability of each of the other changes.
 
@@ -90,14 +90,15 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # The ranges of these modules only have to be wider than one value, because the recipe draws the factors.
+    # The recipe draws the factors, so the ranges of these modules are not used. But each range must be wider than one
+    # value, because a module with a single neutral value has no step.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
     brightness, contrast, saturation = three
     hue, channels = K.RandomHue((-0.5, 0.5), p=1.0), K.RandomChannelShuffle(p=1.0)
     modules = (brightness, contrast, saturation, hue, contrast, channels)
-    shift = np.float32(op.style == "mmseg")  # Kornia's additive brightness adds `factor - 1`
+    shift = np.float32(op.style == "mmseg")  # 1, because Kornia's additive brightness adds `factor - 1`
     rule = partial(
         _drawn,
         ranges=(op.brightness, op.contrast, op.saturation, op.hue),
@@ -110,7 +111,7 @@ def _prepare(name: str, op: PhotometricDistort) -> Prepared:
 def _drawn(
     u: Float, size: Size, *, ranges: Sequence[Range], gates: Float, shift: np.float32
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Six gates, one column per slot, and the parameters, which the first five slots share."""
+    """Draw whether each of the six slots changes a sample, and the parameters, which the first five slots share."""
     on, early = u[:, :5] < gates, u[:, 5] < np.float32(0.5)
     slots = (on[:, 0], on[:, 1] & early, on[:, 2], on[:, 3], on[:, 1] & ~early, on[:, 4])
     values = [scale(u[:, _GATES + k], *ranges[k]) for k in range(4)]

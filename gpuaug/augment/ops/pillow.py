@@ -1,8 +1,8 @@
-"""Operations of RandAugment and its relatives, with Pillow's arithmetic on uint8, which torchvision and timm use.
+"""Operations of RandAugment and similar policies, with Pillow's arithmetic on uint8, as in torchvision and timm.
 
 Pixels are levels k/255: each operation first rounds its input to levels, and its results are levels again. All results
-are bit-identical to Pillow's. The torch functions below are the reference. On CUDA they also run the steps that have no
-kernel.
+are bit-identical to Pillow's. The torch functions below are the reference. On CUDA, these functions also run the steps
+that have no kernel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _Float64 = NDArray[np.float64]
 
 
 class PillowOp(nn.Module):
-    """One operation of RandAugment and its relatives, with Pillow's arithmetic on uint8.
+    """One operation of RandAugment or a similar policy, with Pillow's arithmetic on uint8.
 
     Args:
         name: a key of :data:`ENTRIES`.
-        interpolation: of the operations that move pixels: nearest, bilinear or bicubic.
-        fill: colour in 0..255 of pixels from outside the image.
+        interpolation: nearest, bilinear or bicubic, for operations that move pixels.
+        fill: colour (three values, 0..255) of pixels from outside the image.
 
     >>> op = PillowOp("solarize")
     >>> op(torch.tensor([0.2, 0.8]).expand(1, 3, 1, 2), {"magnitude": torch.tensor([128.0])})[0, 0, 0]
@@ -48,7 +48,7 @@ class PillowOp(nn.Module):
         self.fill = tuple(fill)
 
     def forward(self, images: Tensor, params: dict[str, Tensor]) -> Tensor:
-        """Run the operation in torch: float32 [B, 3, H, W], clamped to 0..1, to levels k/255.
+        """Run the operation in torch on float32 [B, 3, H, W], which is first clamped to 0..1; return levels k/255.
 
         ``params`` holds ``magnitude``, float32 [B] on the CPU. Its units are Pillow's: see :data:`ENTRIES`.
         """
@@ -64,7 +64,7 @@ class PillowOp(nn.Module):
         return f"{self.name!r}, interpolation={self.interpolation!r}, fill={self.fill}"
 
 
-# --- matrices: from edges of output pixels to edges of input pixels, float64 [n, 6] as for Pillow's Image.transform
+# --- matrices float64 [n, 6] from output to input positions, as for Pillow's Image.transform. Pixel k covers k to k + 1
 
 
 def _element(m: _Float64, value: _Float64, size: Size, *, at: int, sign: int) -> None:
@@ -79,7 +79,8 @@ def _rotate(m: _Float64, degrees: _Float64, size: Size) -> None:
     m[:] = np.stack([cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y], axis=1)
 
 
-_Fill = Callable[[_Float64, _Float64, Size], None]  # fills identities [n, 6]; arguments: magnitudes, image size
+# Changes identity matrices [n, 6] in place. Arguments: matrices, magnitudes, image size.
+_Fill = Callable[[_Float64, _Float64, Size], None]
 
 
 def _backward(params: Params, size: Size, *, fill: _Fill) -> _Float64:
@@ -91,7 +92,7 @@ def _backward(params: Params, size: Size, *, fill: _Fill) -> _Float64:
 
 
 def _write_forward(out: Float, params: Params, size: Size, *, fill: _Fill) -> None:
-    """The inverse matrix, for pixel indices: the centre of pixel 0 is at 0."""
+    """Write the inverse matrices, from input to output, for pixel indices: the centre of pixel 0 is at 0."""
     a, b, c, d, e, f = _backward(params, size, fill=fill).T
     c, f = c + (a + b) / 2 - 0.5, f + (d + e) / 2 - 0.5
     inverse = np.stack([e, -b, b * f - c * e, -d, a, c * d - a * f], axis=1) / (a * e - b * d)[:, None]
@@ -107,7 +108,7 @@ def _write_resample(out: Float, params: Params, size: Size, *, fill: _Fill, inte
     if interpolation == 0:  # for nearest, Pillow rounds matrices to multiples of 2^-16, except pure translations
         rows = (m[:, 1] != 0) | (m[:, 3] != 0)
         whole = m[rows].reshape(-1, 2, 3)
-        half = whole[..., :2].sum(2) / 2  # from an edge to a centre
+        half = whole[..., :2].sum(2) / 2  # from the edge of a pixel to its centre
         start = _fixed(whole[..., 2] + half)
         whole[..., :2] = _fixed(whole[..., :2])
         whole[..., 2] = start - whole[..., :2].sum(2) / 2
@@ -137,31 +138,31 @@ def _color(code: Code, *arguments: str | float) -> Entry:
 _M = "magnitude"
 ENTRIES = {
     "identity": _color(Code.LEVELS, 0.5),
-    "shear_x": _moves(partial(_element, at=1, sign=1)),  # s: Image.transform with (1, s, 0, 0, 1, 0)
-    "shear_y": _moves(partial(_element, at=3, sign=1)),  # s: (1, 0, 0, s, 1, 0)
+    "shear_x": _moves(partial(_element, at=1, sign=1)),  # magnitude s: Image.transform with (1, s, 0, 0, 1, 0)
+    "shear_y": _moves(partial(_element, at=3, sign=1)),  # magnitude s: (1, 0, 0, s, 1, 0)
     "translate_x": _moves(partial(_element, at=2, sign=-1)),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
     "translate_y": _moves(partial(_element, at=5, sign=-1)),  # pixels down
     "rotate": _moves(_rotate),  # degrees counter-clockwise: Image.rotate
-    "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # these four: factor of ImageEnhance, 1 is the identity
+    "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # this and the next 3: factor of ImageEnhance
     "color": _color(Code.SATURATION, _M, 0, 0, 1),
     "contrast": _color(Code.CONTRAST, _M, 0, 0, 1),
     "sharpness": _color(Code.SHARPNESS, _M, 0, 0, 1),
     "posterize": _color(Code.POSTERIZE, _M, 0, 0, 1),  # bits kept, 0..8
     "solarize": _color(Code.SOLARIZE, _M, 0, 0, 1),  # threshold t in 0..256: levels below t are kept
-    "solarize_add": _color(Code.SOLARIZE, 128, _M, 1, 1),  # addition to levels below 128
+    "solarize_add": _color(Code.SOLARIZE, 128, _M, 1, 1),  # value added to levels below 128
     "auto_contrast": _color(Code.AUTOCONTRAST, 1, 0, 0, 1),
     "equalize": _color(Code.EQUALIZE, 0, 0, 0, 1),
     "invert": _color(Code.SOLARIZE, 0, 0, 0, 1),
 }
 
-# --- steps in torch, on levels 0..255: v float32 [B, 3, H, W]; f is the first argument, [B, 1, 1, 1]
+# --- steps in torch, on levels 0..255: v float32 [B, 3, H, W]; a: all arguments; f: the first argument, [B, 1, 1, 1]
 
 
 def run(code: Code, x: Tensor, a: Tensor, *, interpolation: int = 0) -> Tensor:
-    """Run LEVELS, RESAMPLE or a step in WITH_PILLOW: float32 [B, 3, H, W], clamped to 0..1, to levels k/255.
+    """Run LEVELS, RESAMPLE or a step in WITH_PILLOW on float32 [B, 3, H, W], clamped to 0..1; return levels k/255.
 
-    ``a``: arguments, float32 [B, ARGS] on the same device. ``interpolation``: for RESAMPLE, the same for all rows: an
-    index in :data:`INTERPOLATIONS`.
+    ``a``: arguments, float32 [B, ARGS] on the same device. ``interpolation``: an index in
+    :data:`INTERPOLATIONS`, only for RESAMPLE; all rows share it.
     """
     f = a[:, :1, None, None]
     v = (x.clamp(0, 1) * 255 + (f if code is Code.LEVELS else 0.5)).floor()
@@ -169,7 +170,8 @@ def run(code: Code, x: Tensor, a: Tensor, *, interpolation: int = 0) -> Tensor:
         v = _resample(v, a, interpolation)
     elif code is not Code.LEVELS:
         v = _STEPS[code](v, f, a)
-    return v / torch.full((), 255.0, dtype=v.dtype, device=v.device)  # exact also on CUDA, unlike division by a number
+    # Divide by a tensor: on CUDA, torch's division by a number is not exact.
+    return v / torch.full((), 255.0, dtype=v.dtype, device=v.device)
 
 
 def _blend(start: Any, v: Tensor, f: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ def _gray(v: Tensor) -> Tensor:
 
 def _contrast(v: Tensor, f: Tensor, a: Tensor) -> Tensor:
     pixels = v.shape[2] * v.shape[3]
-    mean = (2 * _gray(v).sum((2, 3), keepdim=True, dtype=torch.int64) + pixels) // (2 * pixels)  # half up
+    mean = (2 * _gray(v).sum((2, 3), keepdim=True, dtype=torch.int64) + pixels) // (2 * pixels)  # rounded half up
     return _blend(mean.float(), v, f)
 
 
@@ -209,7 +211,7 @@ def _solarize(v: Tensor, f: Tensor, a: Tensor) -> Tensor:
 
 def _auto_contrast(v: Tensor, f: Tensor, a: Tensor) -> Tensor:
     low, high = v.amin((2, 3), keepdim=True).double(), v.amax((2, 3), keepdim=True).double()
-    scale = torch.full_like(high, 255) / (high - low).clamp(min=1)  # torch divides a number by a reciprocal
+    scale = torch.full_like(high, 255) / (high - low).clamp(min=1)  # torch would compute 255 / x with a reciprocal
     stretched = (v.double() * scale + -low * scale).clamp(0, 255).floor().float()
     return torch.where(high > low, stretched, v)
 
@@ -218,7 +220,8 @@ def equalized(levels: Tensor) -> tuple[Tensor, Tensor]:
     """Equalize the histogram of each channel; int64 [B, 3, H, W] in 0..255.
 
     Returns:
-        The new levels, and a bool [B, 3, 1, 1]: channels that have no new levels, because they have too few values.
+        The new levels, and bool [B, 3, 1, 1]: True for a channel that Pillow leaves unchanged, because fewer than 255
+        of its pixels are below its brightest level.
     """
     n, channels, height, width = levels.shape
     index = levels.reshape(n * channels, height * width)
@@ -252,7 +255,7 @@ _STEPS: dict[Code, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def _resample(v: Tensor, a: Tensor, interpolation: int) -> Tensor:
     n, channels, height, width = v.shape
     m = a[:, :12].contiguous().view(torch.float64)[:, :, None, None]
-    # positions of centres, from the edge of pixel 0
+    # centres of output pixels, measured from the edge of pixel 0
     x, y = (torch.arange(k, dtype=torch.float64, device=v.device) + 0.5 for k in (width, height))
     px, py = (m[:, k] * x + m[:, k + 1] * y[:, None] + m[:, k + 2] for k in (0, 3))
     inside = (px >= 0) & (px < width) & (py >= 0) & (py < height)
