@@ -252,7 +252,7 @@ def test_what_is_no_sample_is_refused(photos: Path) -> None:
         for index in (slice(0, 2), [0, 1], 1.0, "a", None):
             with pytest.raises(gpuaug.ConfigError, match="one sample"):
                 made[index]
-        with pytest.raises(gpuaug.ConfigError, match="it is the DataLoader"):
+        with pytest.raises(gpuaug.ConfigError, match="takes the place of a DataLoader"):
             next(iter(torch.utils.data.DataLoader(made, batch_size=2)))
         assert sum(len(batch) for batch in made) == count
     with pytest.raises(gpuaug.GpuaugError, match="closed"):

@@ -141,7 +141,7 @@ def test_wrapping_a_loader_says_that_it_is_the_dataloader(loader: Any, kind: str
         said = message(first)
     for batches in opened:  # the garbage collector's way to end the workers takes 5 seconds
         getattr(batches, "_shutdown_workers", int)()
-    assert "it is the DataLoader: pass it as it is." in said
+    assert "Pass the loader itself." in said
     assert sum(len(batch) for batch in loader) == 65  # the loader itself is unharmed
 
 
@@ -151,14 +151,14 @@ def test_copying_a_loader_says_what_to_do(loader: Any) -> None:
 
     for call in (lambda: pickle.dumps(loader), lambda: copy.deepcopy(loader), lambda: copy.copy(loader)):
         said = message(call)
-        assert "it is the DataLoader: pass it as it is." in said
+        assert "Pass the loader itself." in said
         assert "state_dict" in said
 
 
 def test_skipping_batches_says_how_to_resume(loader: Any) -> None:
     accelerate = pytest.importorskip("accelerate")
     said = message(lambda: accelerate.skip_first_batches(loader, 2))
-    assert "it is the DataLoader: pass it as it is." in said
+    assert "Pass the loader itself." in said
     assert "loader.load_state_dict(state)" in said
     assert not hasattr(loader, "dataset")  # Lightning and others ask
 

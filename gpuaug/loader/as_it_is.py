@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from gpuaug.errors import ConfigError
 
 REMEDY = (
-    "it is the DataLoader: pass it as it is. Lightning's trainer takes the loader. With Accelerate and Fabric, "
+    "the loader takes the place of a DataLoader. Pass the loader itself. Lightning's trainer takes the loader. With Accelerate and Fabric, "
     "iterate over the loader. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
 )
 DATALOADERS = ("torch.utils.data.", "torchdata.")  # modules whose loaders read a dataset by sample number
@@ -30,7 +30,7 @@ class AsItIs:
 
     @property
     def dataset(self) -> NoReturn:  # accelerate.skip_first_batches reads it
-        """A loader has no dataset: reading this raises an error that says how to resume."""
+        """Always raises :class:`NoDatasetError`, whose message says how to resume."""
         raise NoDatasetError(
             f"a gpuaug.Loader has no `dataset`: {REMEDY} To continue inside an epoch, call "
             "`loader.load_state_dict(state)` with an earlier `loader.state_dict()`. This takes the place of "
