@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 from gpuaug.errors import ConfigError
 
 REMEDY = (
-    "the loader takes the place of a DataLoader. Pass the loader itself. Lightning's trainer takes the loader. With Accelerate and Fabric, "
-    "iterate over the loader. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
+    "the loader takes the place of a DataLoader. Pass the loader itself. Lightning's trainer takes the loader. With "
+    "Accelerate and Fabric, iterate over the loader. For Hugging Face's Trainer, see "
+    "examples/hugging_face_trainer.py."
 )
 DATALOADERS = ("torch.utils.data.", "torchdata.")  # modules whose loaders read a dataset by sample number
 
