@@ -178,12 +178,13 @@ class ParquetSource(RowSource):
         return items
 
     def group_bytes(self) -> int:
-        """Uncompressed bytes of the largest column of images, masks or extras, in 16 evenly spread row groups."""
+        """Uncompressed bytes of images, masks and extras in the largest of 16 evenly spread row groups."""
         sizes = [0]
         for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
             place = self._locate(group)
             parts = map(place.meta.row_group(place.number).column, range(place.meta.num_columns))
-            sizes += [part.total_uncompressed_size for part in parts if any(_has(name, part) for name in self._columns)]
+            own = [part for part in parts if any(_has(name, part) for name in self._columns)]
+            sizes.append(sum(part.total_uncompressed_size for part in own))
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
