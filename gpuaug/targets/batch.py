@@ -85,7 +85,7 @@ class BatchTargets:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """The tensors on the device: those of masks, boxes, labels, keypoints and sample that are not None."""
+        """The tensors on the device: masks [B, H, W]; boxes, labels, keypoints and sample have N rows each."""
         return [value for name in _ON_DEVICE if (value := getattr(self, name)) is not None]
 
     def as_torchvision(self, *, first_label: int = 1) -> list[dict[str, Any]]:
