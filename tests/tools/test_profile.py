@@ -32,7 +32,8 @@ from gpuaug.tools.main import main
 from gpuaug.tools.profile import bottleneck, clock
 from gpuaug.tools.profile import measure as profiling
 from gpuaug.tools.profile.bottleneck import GAIN, TITLES, Verdict, diagnose, expected, gain, predict
-from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
+from gpuaug.tools.profile.costs import FREE, Cost, Measured
+from gpuaug.tools.profile.measure import Profiler
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=8", "augment=flip", "augment.crop.size=32", "~source")
 FEW = "batch_size=2"  # of images that each wait

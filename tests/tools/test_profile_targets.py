@@ -22,7 +22,8 @@ from gpuaug.tools.doctor import command as doctor
 from gpuaug.tools.main import main
 from gpuaug.tools.profile import targets
 from gpuaug.tools.profile.bottleneck import bottleneck, diagnose, predict
-from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
+from gpuaug.tools.profile.costs import FREE, Cost, Measured
+from gpuaug.tools.profile.measure import Profiler
 
 
 @pytest.fixture(autouse=True)

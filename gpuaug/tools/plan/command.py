@@ -3,8 +3,8 @@
 Only memory that the system cannot reclaim counts, see :class:`gpuaug.tools.memory.Usage`.
 
 1. An upper bound is computed from the batch size and the headers of some images.
-2. A rehearsal, which is a short trial run of the configured loader, replaces the bound by measured values. The
-   rehearsal pauses a few times, so that all queues fill up. With a model, it also runs some training steps.
+2. A rehearsal (a short trial run of the loader) replaces the bound by measured values. It pauses a few times, so that
+   all queues fill up. With a model, it also runs some training steps.
 3. A formula adds the parts that are not rehearsed: the cache, ``ahead`` and the other ranks of the machine.
 """
 
@@ -555,10 +555,7 @@ def lacking(runs: Sequence[Run], here: Machine, *, share: float) -> dict[str, st
 
 
 def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
-    """The shortage of loaders that run at the same time; None if they fit.
-
-    The overrides lower the settings of the last loader first.
-    """
+    """The shortage of loaders that run at the same time; None if they fit. The last loader is lowered first."""
     if not (lacks := lacking(runs, here, share=1 - SPARE)):
         return None
     first, fitting = lacks, list(runs)

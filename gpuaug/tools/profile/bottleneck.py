@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuaug.files import format_bytes
-from gpuaug.tools.profile.measure import FREE, Cost, Measured, Profiler
+from gpuaug.tools.profile.costs import FREE, Cost, Measured
+from gpuaug.tools.profile.measure import Profiler
 
 GAIN = 1.07  # changes with a smaller predicted speedup are not proposed, because measurements vary as much
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit

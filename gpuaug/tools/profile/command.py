@@ -22,7 +22,8 @@ from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
 from gpuaug.tools.profile import measure as profiling
 from gpuaug.tools.profile.bottleneck import TITLES, Change, Verdict
-from gpuaug.tools.profile.measure import Cost, Measured, Profiler, Step
+from gpuaug.tools.profile.costs import Cost, Measured
+from gpuaug.tools.profile.measure import Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.train.build import build_model
