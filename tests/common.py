@@ -1,5 +1,6 @@
-"""The recipe and the loader that many tests begin with, and what they need to run the program as a process."""
+"""The recipe and the loader that many tests begin with, and what they need to start workers and processes."""
 
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,10 @@ import torch
 import gpuaug
 
 PROGRAM = [sys.executable, "-m", "gpuaug.tools"]  # the command line in a process of its own
+
+METHODS = multiprocessing.get_all_start_methods()  # of workers
+if "forkserver" in METHODS:
+    multiprocessing.set_forkserver_preload(["torch.utils.data"])  # its workers need not import torch
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NORMALIZE = gpuaug.Normalize(mean=MEAN, std=STD)
@@ -28,6 +33,11 @@ def recipe(backend: str = "kornia", size: int = 32, **more: Any) -> gpuaug.Augme
         **more,
     }
     return gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size), ops=ops, normalize=NORMALIZE, backend=backend)
+
+
+def started_by(method: str) -> dict[str, Any]:
+    """Settings of a reader: two workers, but one where each of them imports torch for itself."""
+    return {"num_workers": 1 if method == "spawn" else 2, "start_method": method}
 
 
 def tree(pid: int) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pyarrow.parquet
 import pytest
 import scenes
@@ -25,7 +26,6 @@ import test_parquet_targets
 import test_voc
 import test_yolo
 import torch
-import warm
 from common import recipe
 from conftest import ROOT
 from pictures import encode, photograph, write_tar
@@ -295,7 +295,7 @@ def test_commands_of_the_readme_run(
     if words[1] == "app.py":
         command = [sys.executable, *words[1:], "train_data.device=cpu", "val_data.device=cpu"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        done = warm.run(command, cwd=tmp_path, env=environment)
+        done = forked.run(command, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
     else:
         few = {"train": ["batch_size=8", "num_workers=0", "limit_batches=1", "epochs=1"]}.get(words[1], ["samples=1"])

@@ -12,12 +12,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import forked
 import hydra
 import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-import warm
 from conftest import ROOT
 from omegaconf import OmegaConf
 from PIL import Image
@@ -294,7 +294,7 @@ for epoch in range(12):  # more often than torch compiles anew
 
 
 def test_augment_under_torch_compile_prints_nothing(tmp_path: Path) -> None:
-    done = warm.run([sys.executable, "-c", COMPILED], cwd=tmp_path, env={**os.environ, "PYTHONPATH": PATHS})
+    done = forked.run([sys.executable, "-c", COMPILED], cwd=tmp_path, env={**os.environ, "PYTHONPATH": PATHS})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

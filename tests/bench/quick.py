@@ -1,13 +1,14 @@
 """A quick run of a bench script, as its report; its contestants need not import torch first."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import warm
+import forked
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -16,7 +17,8 @@ def quick(script: str, folder: Path, *more: str) -> Any:
     """The report of ``bench/SCRIPT --quick``, whose files are in ``folder``."""
     file = folder / "report.json"
     command = [sys.executable, __file__, script, "--quick", "--data", str(folder), "--json", str(file)]
-    done = warm.run([*command, *more], timeout=1800)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    done = forked.run([*command, *more], timeout=1800, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text())
 
@@ -24,7 +26,7 @@ def quick(script: str, folder: Path, *more: str) -> Any:
 def popen(command: Any, **how: Any) -> Any:
     """Starts contestants from the server, and everything else as ever."""
     ours = command[0] == sys.executable and command[1].endswith("contestants.py")
-    return (warm.Popen if ours else warm.COLD)(command, **how)
+    return (forked.Popen if ours else forked.SYSTEM)(command, **how)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from typing import Any
 
 import augment as bench
 import augment_peers as peers
+import forked
 import numpy as np
 import pytest
 import torch
-import warm
 from conftest import ROOT
 
 
@@ -144,7 +144,7 @@ def test_colour_matrices() -> None:
 def test_the_script_runs_and_writes_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report, readme = tmp_path / "augment.json", tmp_path / "README.md"
     script = [sys.executable, str(ROOT / "bench/augment.py")]
-    done = warm.run(
+    done = forked.run(
         [*script, "--recipe", "imagenet", "standard_random", "--batch", "4", "--size", "32", "--rounds", "1",
          "--peer", "kornia_eager", "dali", "cvcuda", "--json", str(report)],
     )  # fmt: skip

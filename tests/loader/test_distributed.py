@@ -4,9 +4,9 @@ import json
 from collections import Counter
 
 import ddp_worker
+import forked
 import pytest
 import torch
-from copies import Copy
 
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode
@@ -31,10 +31,10 @@ run.main(sys.argv[1:])
 
 def run(world_size, *args, check=True):
     """The exit status of torchrun, and what it and the ranks wrote to stderr."""
-    process = Copy(TORCHRUN, "--standalone", f"--nproc-per-node={world_size}", ddp_worker.__file__, *args)
-    _, error = process.communicate(timeout=900)
-    assert not check or process.returncode == 0, error[-3000:]
-    return process.returncode, error
+    words = ["--standalone", f"--nproc-per-node={world_size}", ddp_worker.__file__, *args]
+    done = forked.run(forked.code(TORCHRUN, *words), timeout=900)
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done.returncode, done.stderr
 
 
 def seen(out, *, steps=None, valid=True):

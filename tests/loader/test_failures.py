@@ -11,9 +11,10 @@ import textwrap
 import time
 from pathlib import Path
 
+import forked
 import pytest
+from common import METHODS
 from conftest import ROOT
-from copies import METHODS, Copy, original
 
 import gpuaug
 
@@ -52,8 +53,8 @@ def children_of(pid):
 
 
 def children():
-    """Of this process and of the one whose copies run the programs below."""
-    return {*children_of(original()), *children_of(os.getpid())}  # in this order: it may start only now
+    """Of this process and of the server whose forks run the programs below."""
+    return {*children_of(forked.server()[1].pid), *children_of(os.getpid())}  # in this order: it may start only now
 
 
 def descriptors():
@@ -106,7 +107,9 @@ def nothing_left():
 
 
 def start(code, *args):
-    return Copy(BUILD + textwrap.dedent(code), *args)
+    pipe = subprocess.PIPE
+    command = forked.code(BUILD + textwrap.dedent(code), *args)
+    return forked.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def indices(batches, steps=None):
@@ -216,7 +219,7 @@ def test_interrupted(photos, how, nothing_left):
 
 
 def test_few_descriptors(photos, nothing_left):
-    """In copies of a process that has only imported."""
+    """In forks of a process that has only imported."""
     code = """
         import resource
         gpuaug.Loader, gpuaug.Augment, gpuaug.FolderSource

@@ -7,9 +7,9 @@ import threading
 import time
 import weakref
 
+import forked
 import pytest
 import torch
-from copies import Copy
 
 import gpuaug
 from gpuaug.batch import EncodedBatch
@@ -174,10 +174,9 @@ if __name__ == "__main__":
 def test_what_waits_is_private_memory_and_goes_back_to_the_system():
     """In a process of its own: what others allocate and free meanwhile is not counted."""
     length, rows, waiting = 1_000_000, 2, 40
-    process = Copy(MEMORY, length, rows, waiting)
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    found = json.loads(out)
+    done = forked.run(forked.code(MEMORY, length, rows, waiting))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     batch = rows * length
     assert found["level"] == waiting * batch
     private, shared = found["held"]

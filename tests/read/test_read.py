@@ -12,10 +12,11 @@ import threading
 import time
 import traceback
 
+import forked
 import numpy as np
 import pytest
 import torch
-from copies import METHODS, Copy, started_by
+from common import METHODS, started_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
@@ -362,7 +363,7 @@ def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_bytes_of_a_batch_are_in_memory_once():
-    process = Copy(
+    done = forked.run(forked.code(
         "import torch\n"
         "from gpuaug.read.reader import Reader\n"
         "class Images:\n"
@@ -375,10 +376,9 @@ def test_the_bytes_of_a_batch_are_in_memory_once():
         "before = peak()\n"
         "next(reader.batches([(n, n * 0, n >= 0)]))\n"
         "print((peak() - before) >> 10)\n"
-    )
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    assert 6 * 40 - 40 < int(out) < 6 * 40 + 100  # MB
+    ))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert 6 * 40 - 40 < int(done.stdout) < 6 * 40 + 100  # MB
 
 
 def test_a_timeout_that_nothing_waits_for_is_told(caplog):
@@ -587,8 +587,7 @@ def test_a_reader_that_is_dropped_leaves_no_process():
 
 
 def test_a_process_that_ends_while_a_thread_reads():
-    process = Copy(
-        """
+    code = """
 import threading, time, torch
 from gpuaug.read.reader import Reader
 
@@ -608,9 +607,8 @@ threading.Thread(target=consume, daemon=True).start()
 while len(seen) < 9:
     time.sleep(0.01)
 """
-    )
-    assert process.communicate() == ("", "")
-    assert process.returncode == 0
+    done = forked.run(forked.code(code))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_global_generators_do_not_move(reading):

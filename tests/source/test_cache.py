@@ -12,10 +12,10 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
-from copies import Copy
 
 import gpuaug
 from gpuaug import machine
@@ -367,7 +367,9 @@ def ranks(settings, number=3, **env):
     for rank in range(number):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number,
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20000 + os.getpid() % 20000}  # fmt: skip
-        processes.append(Copy(WORKER, json.dumps(settings), **{k: str(v) for k, v in world.items()}, **env))
+        environment = {**os.environ, **{name: str(value) for name, value in world.items()}, **env}
+        command, pipe = forked.code(WORKER, json.dumps(settings)), subprocess.PIPE
+        processes.append(forked.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
     return processes
 
 

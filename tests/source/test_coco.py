@@ -4,14 +4,15 @@ import contextlib
 import copy
 import io
 import json
+import os
 import pickle
 import struct
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
-from copies import Copy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -643,10 +644,9 @@ def test_a_million_nested_lists_are_refused_and_crash_nothing(tmp_path, parser):
     paths = [tmp_path / f"{name}.json" for name in texts]
     for path, text in zip(paths, texts.values(), strict=True):
         path.write_bytes(text)
-    process = Copy(DEEP, parser, tmp_path, *paths)
-    out, error = process.communicate()
-    assert process.returncode == 0, out + error[-2000:]
-    assert out.split() == ["refused"] * 3 * len(paths)
+    done = forked.run(forked.code(DEEP, parser, tmp_path, *paths))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.split() == ["refused"] * 3 * len(paths)
 
 
 # -- arguments and places
@@ -748,9 +748,7 @@ def test_the_group_composes_and_builds(tmp_path):
 
 def test_the_benchmark_of_the_index_runs(tmp_path):
     root = Path(__file__).parents[2]
-    program = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-    words = ["--images", 200, "--objects", 1500, "--only", "boxes + instance masks"]
-    process = Copy(program, root / "bench" / "coco_index.py", *words, PYTHONPATH=str(root))
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    assert sum(line.startswith("| boxes") for line in out.splitlines()) == 1
+    command = [sys.executable, root / "bench" / "coco_index.py", "--images", "200", "--objects", "1500"]
+    done = forked.run([*command, "--only", "boxes + instance masks"], env={**os.environ, "PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith("| boxes") for line in done.stdout.splitlines()) == 1

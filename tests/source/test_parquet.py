@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from common import METHODS, started_by
 from conftest import cut
-from copies import METHODS, started_by
 from servers import remote_copy
 from test_remote import read_all
 

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from copies import METHODS, started_by
+from common import METHODS, started_by
 from servers import remote_copy
 from test_shard_targets import EVERY, K_POINTS, loader, read, same, same_batches, scene, wanted
 

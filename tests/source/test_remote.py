@@ -17,8 +17,8 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
+from common import METHODS, started_by
 from conftest import cut
-from copies import METHODS, started_by
 from servers import bucket_of, files, gcs, options, proxied, s3, serving
 
 import gpuaug

@@ -6,9 +6,10 @@ import logging
 import pickle
 import sys
 
+import forked
 import numpy as np
 import pytest
-from copies import METHODS, Copy, started_by
+from common import METHODS, started_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode, photograph, write_tar
@@ -260,11 +261,10 @@ def test_json_that_is_nested_deeply_does_not_end_a_worker(tmp_path):
         "found, faults = read(gpuaug.ShardSource(sys.argv[1], **ALL), num_workers=1, start_method='fork')\n"
         "print(sorted(found), *faults.values())"
     )
-    process = Copy(program, path, *sys.path)
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    assert out.startswith("[3, 4] ")
-    assert out.count("nested too deeply") == 3
+    done = forked.run(forked.code(program, path, *sys.path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[3, 4] ")
+    assert done.stdout.count("nested too deeply") == 3
 
 
 # -- members

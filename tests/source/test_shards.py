@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common import METHODS, started_by
 from conftest import cut
-from copies import METHODS, started_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import remote_copy

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
-from copies import METHODS, Copy
+from common import METHODS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset, random_split
@@ -357,12 +358,11 @@ def test_a_counted_subset_is_evenly_spread(total, data):
 
 
 def test_what_is_no_file_is_refused_by_name(tmp_path):
-    process = Copy(Path(__file__).with_name("no_file_worker.py").read_text(), tmp_path)
-    out, error = process.communicate()
-    *lines, last = out.splitlines() or [""]
+    done = forked.run([sys.executable, Path(__file__).with_name("no_file_worker.py"), tmp_path])
+    *lines, last = done.stdout.splitlines() or [""]
     tried = [json.loads(line) for line in lines]
     assert [line for line in tried if line[2] != "refused"] == []
-    assert last == "done", f"it ended after {tried[-1:]} with {process.returncode}: {error[-500:]}"
+    assert last == "done", f"it ended after {tried[-1:]} with {done.returncode}: {done.stderr[-500:]}"
     assert len(tried) == 17 * 4 - 2
 
 

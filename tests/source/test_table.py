@@ -6,7 +6,7 @@ import pickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from copies import METHODS
+from common import METHODS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import bucket_of, options, s3

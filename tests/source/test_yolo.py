@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from copies import METHODS
+from common import METHODS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode, photograph

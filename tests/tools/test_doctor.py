@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-import warm
 from conftest import ROOT
 
 from gpuaug import machine
@@ -104,7 +104,7 @@ def test_no_compiler(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("CXX", None)
     code = "from gpuaug.tools.doctor.probes import main; main()"
-    done = warm.run([sys.executable, "-c", code, "compiler"], env=environment, cwd=ROOT)
+    done = forked.run([sys.executable, "-c", code, "compiler"], env=environment, cwd=ROOT)
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["good"] is False
     assert "no C++ compiler found" in answer["text"]
@@ -509,7 +509,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         shutil.copy(built, tmp_path / "gpuaug")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine.verdicts.cache_clear()
-    monkeypatch.setattr(subprocess, "Popen", lambda c, **how: (warm.COLD if "workers" in c else warm.popen)(c, **how))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda c, **how: (forked.SYSTEM if "workers" in c else forked.popen)(c, **how)
+    )
     status = main(["doctor", f"json={tmp_path}/d.json"])
     printed = capsys.readouterr().out
     values = json.loads((tmp_path / "d.json").read_text())

@@ -24,9 +24,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import forked
 import numpy as np
 import pytest
-import warm
 from common import PROGRAM, tree
 from PIL import Image
 
@@ -59,7 +59,7 @@ WORDS = [  # the same as overrides, in the recipe's order
 class Page:
     """A running page: its process, address and the command's overrides."""
 
-    process: warm.Popen
+    process: subprocess.Popen[str]
     url: str
     words: tuple[str, ...]
 
@@ -85,7 +85,7 @@ class Page:
 @pytest.fixture(scope="module")
 def page(photos: Path) -> Iterator[Page]:
     words = (f"source.root={photos}", "augment=simclr", *FEW)
-    process = warm.Popen([*PROGRAM, "preview", "serve=true", *words], stdout=subprocess.PIPE, text=True)
+    process = forked.Popen([*PROGRAM, "preview", "serve=true", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     url = process.stdout.readline().strip()
     assert url.startswith("http://127.0.0.1:"), url

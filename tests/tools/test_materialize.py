@@ -10,11 +10,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import forked
 import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-import warm
 from common import NORMALIZE, PROGRAM, STD, loader, recipe
 from conftest import ROOT
 
@@ -572,7 +572,7 @@ def test_a_killed_run_looks_unfinished_and_goes_on(photos, tmp_path, capsys):
     words = ["materialize", f"source.root={photos}", "augment=flip", "augment.crop.size=96", "epochs=8", "chunk=4"]
     words += ["batch_size=4", "num_workers=1", "store=final", "prefetch=0"]
     out = tmp_path / "killed"
-    running = warm.Popen(
+    running = forked.Popen(
         [*PROGRAM, *words, f"out={out}"], cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True
     )  # fmt: skip
     deadline = time.monotonic() + 300

@@ -15,11 +15,11 @@ import tarfile
 import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import warm
 from common import PROGRAM, ended, tree
 from conftest import ROOT, window
 from omegaconf import OmegaConf
@@ -436,7 +436,7 @@ def test_sigkill_in_mid_run(photos: Path, tmp_path: Path, form: str) -> None:
     out = tmp_path / "out"
     command = [*PROGRAM, "pack", *words, f"out={out}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = warm.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = forked.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while len(list(out.glob(".partial/done/*.json"))) < 3:
         assert process.poll() is None

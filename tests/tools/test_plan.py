@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import planted
 import pytest
 import torch
-import warm
 from common import PROGRAM
 from conftest import ROOT
 from torch import nn
@@ -335,12 +335,12 @@ def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rehearsals whose process need not import torch."""
-    monkeypatch.setattr(subprocess, "Popen", warm.popen)
+    monkeypatch.setattr(subprocess, "Popen", forked.popen)
 
 
-@pytest.mark.usefixtures("_warm")
+@pytest.mark.usefixtures("_forked")
 def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> None:
     faults = (f"faults.file={tmp_path / 'faults'}", "faults.policy=blank")
     model = {"_target_": "gpuaug.tools.train.model.SmallNet", "width": 32}
@@ -352,12 +352,12 @@ def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> N
     assert not os.listdir(tmp_path)  # nothing is recorded
 
 
-@pytest.mark.usefixtures("_warm")
+@pytest.mark.usefixtures("_forked")
 def test_a_rehearsal_that_needs_too_much_is_ended(photos: Path) -> None:
     assert predict.rehearse(job(photos, "num_workers=1", "prefetch=8", host=20 * MIB)) is None
 
 
-@pytest.mark.usefixtures("_warm")
+@pytest.mark.usefixtures("_forked")
 def test_the_error_of_a_rehearsal_is_that_of_the_run(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(gpuaug.GpuaugError, match="does not exist"):
         predict.rehearse(job(tmp_path / "none"))

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
-import warm
 from common import PROGRAM, ended, threads, torchrun, tree
 from conftest import ROOT
 from torch import nn
@@ -135,7 +135,7 @@ def test_stop_during_held_out_images_keeps_the_epoch(
 def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
     command = [*PROGRAM, *words(photos, tmp_path, "epochs=100000", "num_workers=1")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with warm.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+    with forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("epoch 2:"):
@@ -405,7 +405,7 @@ DDP_NET = (
 def launch(ranks: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(folder)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return warm.run([*torchrun(ranks), *arguments], env=environment, timeout=900)
+    return forked.run([*torchrun(ranks), *arguments], env=environment, timeout=900)
 
 
 def test_two_ranks_learn_what_one_learns(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
-import warm
 from common import PROGRAM, threads
 from conftest import ROOT
 from stopping import StopAfter
@@ -401,7 +401,7 @@ def test_two_ranks_accumulate_what_one_does(nets: Path, photos: Path, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(nets), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     environment |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [*PROGRAM, *words(photos, tmp_path / "two", "train_nets.Flat", *more, "batch_size=4", "accumulate=3")]
-    ranks = [warm.Popen(command, env={**environment, "RANK": rank, "LOCAL_RANK": rank}, cwd=ROOT) for rank in "01"]
+    ranks = [forked.Popen(command, env={**environment, "RANK": rank, "LOCAL_RANK": rank}, cwd=ROOT) for rank in "01"]
     assert [rank.wait(300) for rank in ranks] == [0, 0]
     one, two = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two")
     assert one["steps"] == two["steps"] == 3
