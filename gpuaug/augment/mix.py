@@ -50,7 +50,7 @@ class Mix:
             value = checks.number(field.name, getattr(self, field.name), 0, high)
             if field.name == "label_smoothing" and value == 1:
                 raise ConfigError("`label_smoothing` must be below 1: 1 would erase the label. Found: 1. Use e.g. 0.1.")
-            object.__setattr__(self, field.name, float(value))  # 1 and 1.0 must be equal in a loader's state
+            object.__setattr__(self, field.name, float(value))  # 1 and 1.0 are stored alike in a loader's state
 
     def __call__(
         self,
@@ -74,8 +74,8 @@ class Mix:
             first_index: index in the source of the batch's first sample.
 
         Returns:
-            The mixed views, and soft labels float32 [B, C]. For CutMix, lambda is the fraction of the first view that
-            is kept.
+            The mixed views, and soft labels float32 [B, C]. Labels are weighted with lambda. For CutMix, lambda is
+            the fraction of the first view that is kept.
 
         Raises:
             ConfigError: there are no labels, or their shape or dtype is not supported.

@@ -26,7 +26,7 @@ _SIGNATURES = re.compile(
 )
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-_JUNK = 65_536  # limit of marker bytes and bytes outside segments before the first scan of a JPEG
+_JUNK = 65_536  # most bytes before a JPEG's first scan that are outside its segments, 0xFF bytes included
 _CHUNKS = 131_072  # limit for the number of chunks: a PNG of 1 GB, in the 8 kB chunks that libpng writes
 _BLOCKS = 64  # rows; a multiple of the height of a JPEG's blocks (8, 16 or 32 rows, depending on subsampling)
 _SCANS = 256  # limit for the scans of a JPEG: encoders write about ten, and each is a pass over the whole image
@@ -55,10 +55,10 @@ class Header:
         codec: one of `CODECS`.
         height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, whose headers only Pillow reads.
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
-        dali_safe: False if DALI might not decode the image as Pillow does. Animations are unsafe, because DALI chooses
-            another first frame. Files with a chunk longer than the file are unsafe, because DALI allocates the size
-            that the chunk claims. JPEGs are safe only if they are baseline, extended or progressive, with 8 bits. BMPs
-            are unsafe if they have compression, masks, 16 bits or missing bytes.
+        dali_safe: False if DALI might not decode the image as Pillow does. Animations are unsafe, because DALI's
+            first frame differs from Pillow's. Files with a chunk longer than the file are unsafe, because DALI
+            allocates the size that the chunk claims. JPEGs are safe only if they are baseline, extended or progressive,
+            with 8 bits. BMPs are unsafe if they have compression, masks, 16 bits or missing bytes.
         scans: number of passes over the pixels; more than 1 for progressive JPEGs.
         bits: bits per sample; 8 for TIFF and JPEG 2000, whose bits only Pillow reads.
         effort: CPU time per pixel, relative to an 8-bit PNG.
@@ -187,7 +187,7 @@ def _jpeg(data: bytes) -> Header:
     if frame is None:
         raise HeaderError("jpeg without a frame header")
     marker, bits, height, width, parts = frame
-    if data.rfind(b"\xff\xd9", at) < 0:  # not noticed by a decoder that stops below the crop
+    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the crop would not notice
         raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
     scans = 1
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time

@@ -42,7 +42,7 @@ def _read_objects(
         names: class names that the metadata of the column declares, in the order of their numbers; None: it has none.
 
     Raises:
-        SourceError: if the column has other types, or a class that ``classes`` lacks, or no row is usable.
+        SourceError: if the column has an unusable type or a class that ``classes`` lacks, or if all rows are damaged.
     """
     import pyarrow
 
@@ -121,7 +121,7 @@ class RowSource(ListedSource):
 def _sizes(table: Any) -> NDArray[np.int64] | None:
     """(height, width) of each row's image, int64 [N, 2]; None unless the table has whole numbers for both.
 
-    A row whose height or width is null or too large has a 0.
+    In the result, a height or width is 0 if it is null, not positive or too large.
     """
     import pyarrow
 
@@ -133,7 +133,7 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
 
 
 def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
-    """Class names of a column that ``datasets`` wrote to the schema's metadata; None if there are no names.
+    """The class names that ``datasets`` wrote to the schema's metadata for a column; None if there are none.
 
     ``objects``: True: the names are for the labels of the column's objects; False: for the values of the column.
     """
@@ -164,7 +164,7 @@ class _Field(NamedTuple):
 
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """The column name of each field of a Target, and the Arrow type of one object's value.
+    """Two dicts with the fields of a Target as keys: the name of the column, and the Arrow type of an object's value.
 
     Both dicts are empty if ``kind`` is neither a struct of lists nor a list of structs.
     """
@@ -182,7 +182,7 @@ def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _fields(column: Any, place: str) -> dict[str, _Field]:
-    """The columns of the objects, by field of a Target. Raises SourceError if a column has an unusable type."""
+    """A dict from fields of a Target to columns of the objects. Raises SourceError if a column has an unusable type."""
     import pyarrow.compute
 
     names, kinds = _members(column.type)
@@ -243,7 +243,7 @@ def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, 
         name, _, values = fields["keypoints"]
         lengths = _amounts(values)
         wanted = _points(lengths)
-        text = f"`{name}` of each object must be {wanted} numbers: x, y and visibility 0, 1 or 2 of each point"
+        text = f"`{name}` of each object must be {wanted} numbers: for each point x, y and visibility (0, 1 or 2)"
         has = lengths > 0
         yield rows(np.asarray((lengths == -2) | (has & (lengths != wanted)) | (wanted % 3 != 0)), text)
         if wanted:

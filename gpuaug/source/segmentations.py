@@ -15,8 +15,8 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for a map; Pillow refuses larger images too
-# The first packed number. COUNTS: run lengths as numbers follow. TEXT: run lengths as COCO's text follow. Any other
-# value: the number of polygons that follow.
+# The first packed number says what comes next. COUNTS: run lengths, as numbers. TEXT: run lengths, as COCO's text. Any
+# other value: so many polygons.
 COUNTS, TEXT = 2**32 - 1, 2**32 - 2
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # number of objects that are packed at a time, to save memory
@@ -127,7 +127,9 @@ def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], ND
             _counts(packed[12:]) if kind == TEXT else np.frombuffer(packed, dtype="<u4", offset=12).astype(np.int64)
         )
     if (counts < 0).any() or counts.sum() != height * width:
-        raise ValueError(f"must cover {height * width} pixels. Found: {counts.sum()}")
+        raise ValueError(
+            f"must have run lengths from 0 on with the sum {height} * {width} = {height * width}. Found: {counts.sum()}"
+        )
     ends = np.cumsum(counts)
     return ends[: len(ends) // 2 * 2 : 2], ends[1::2]
 
@@ -136,8 +138,8 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
     """Run lengths of the pixels inside any of the polygons, as COCO's text."""
     lengths = np.frombuffer(packed, dtype="<u4", count=rings, offset=4)
     points = np.frombuffer(packed, dtype="<f4", offset=4 + 4 * rings).astype(np.float64)
-    if (lengths < 6).any() or (lengths % 2).any():
-        raise ValueError(f"must have polygons of at least 3 points. Found: one of {lengths.min() / 2:g}")
+    if (bad := lengths[(lengths < 6) | (lengths % 2 == 1)]).size:
+        raise ValueError(f"must have polygons of at least 3 points, as x, y pairs. Found: {bad[0]} numbers")
     far = 2 * max(height, width)  # pycocotools takes memory in proportion to a polygon's extent
     if not (np.abs(points) <= far).all():  # a point that is not finite is also refused here
         raise ValueError(f"has a point far outside the image of {height} x {width} pixels")
@@ -153,8 +155,8 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
 def _counts(text: bytes) -> NDArray[np.int64]:
     """Run lengths from COCO's text, as ``rleFrString`` in pycocotools' maskApi.c reads it, but with checks.
 
-    Each character holds 5 bits of a number. From index 3 on, the text has the difference of a number from the
-    number two places before it.
+    Each character holds 5 bits of a number. From the fourth number on, the text does not have the number, but its
+    difference from the number two places before it.
     """
     codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64) - 48
     if not len(codes) or (codes < 0).any() or (codes > 63).any() or codes[-1] & 32:

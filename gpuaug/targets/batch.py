@@ -28,7 +28,7 @@ class BatchTargets:
         boxes: float32 ``[N, 4]``, (x1, y1, x2, y2) in pixels of the output; None if the run has no boxes.
         labels: int64 ``[N]``, class of each object.
         keypoints: float32 ``[N, K, 3]``, (x, y, visibility); None if the run has no keypoints.
-        sample: int64 ``[N]``, the position in the batch of the image that each object belongs to; ascending.
+        sample: int64 ``[N]``, for each object, the position of its image in the batch; ascending.
         counts: int64 ``[B]``, number of objects of each image.
         ids: int64 ``[N]``, id of each annotation in its file; -1: the annotation has no id.
         crowd: bool ``[N]``, True for an annotation that covers many objects (COCO's iscrowd).

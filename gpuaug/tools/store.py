@@ -38,7 +38,7 @@ Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of sa
 
 
 def check_out(out: Path, *ours: str) -> None:
-    """Raise ConfigError if ``out`` has files, but none of the files ``ours``, which an earlier run wrote."""
+    """Raise ConfigError if ``out`` has files, but none with a name in ``ours``: names of files that runs write."""
     try:
         names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
     except FileNotFoundError:
@@ -55,8 +55,8 @@ def check_out(out: Path, *ours: str) -> None:
 def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
     """Raise ``error`` if the job ``before``, which ``out`` holds, differs from the job ``here``."""
     if changes := differences(before, json.loads(json.dumps(here))):
-        listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} here" for where, a, b in changes[:5])
-        raise error(f"`out` holds another job: {str(out)!r}. {listed}. Restore these settings, or set another `out`.")
+        listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} in this run" for where, a, b in changes[:5])
+        raise error(f"`out` holds another job: {str(out)!r}. {listed}. Use those settings, or set another `out`.")
 
 
 @contextmanager
@@ -162,8 +162,8 @@ def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None
             waiting |= {pool.submit(_write, task) for task in tasks}
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise SourceError(
-                f"the source cannot be sent to other processes: {error}. Define its class in a module, and do not "
-                "store open files or functions in it. Or set `num_workers=0`."
+                f"the source cannot be sent to other processes: {error}. Define its class in a module, and keep no "
+                "open files or functions in its attributes. Or set `num_workers=0`."
             ) from error
         for future in as_completed({*waiting}):
             yield future.result()

@@ -509,7 +509,7 @@ def test_what_cannot_be_materialized(photos, final, tmp_path):
         ):
             with pytest.raises(ConfigError, match=told):
                 gpuaug.Materialize(live, **{"out": tmp_path / "out", **settings})
-        with pytest.raises(StateError, match="store: 'float32' there, 'uint8' here"):
+        with pytest.raises(StateError, match="store: 'float32' there, 'uint8' in this run"):
             gpuaug.Materialize(live, out=final, epochs=2)
     with loader(photos, limit_batches=2) as live, pytest.raises(ConfigError, match="`limit_batches` must be null"):
         gpuaug.Materialize(live, out=tmp_path / "out")

@@ -493,9 +493,9 @@ def test_a_finished_folder_is_left_and_another_job_is_refused(folder: Path, tmp_
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert run(source, out, sizes=20) == first
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    with pytest.raises(ConfigError, match=r"holds another job.*quality: 90 there, 80 here"):
+    with pytest.raises(ConfigError, match=r"holds another job.*quality: 90 there, 80 in this run"):
         run(source, out, sizes=20, quality=80)
-    with pytest.raises(ConfigError, match=r"holds another job.*images: 5 there, 6 here"):
+    with pytest.raises(ConfigError, match=r"holds another job.*images: 5 there, 6 in this run"):
         run(FolderSource(folder, subset=6), out, sizes=20)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()

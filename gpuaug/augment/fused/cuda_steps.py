@@ -1,4 +1,4 @@
-"""Decides which columns of a program share a Triton kernel on CUDA, and runs steps without a kernel in torch.
+"""Decides which columns of a program share a Triton kernel on CUDA. Runs in torch the steps that have no kernel.
 
 A program has a row per sample and a column per step. Torch runs a step on the rows that have the step, by Kornia's
 formulas. Only Kornia's check of the JPEG quality waits for the device.
@@ -32,7 +32,7 @@ _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
-Table = tuple[Int, int, Tensor]  # (ascending rows, column, values for the step of each row: float32 [rows, ...])
+Table = tuple[Int, int, Tensor]  # (rows, ascending; column; float32 [rows, ...], the values of this column's step)
 
 
 class CannotRunError(Exception):
@@ -59,7 +59,7 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last) of a program: one kernel runs their steps in POINTS, then ``rest`` runs.
+    """Columns [first, last) of a program: one kernel runs those of their steps that are in POINTS. Then ``rest`` runs.
 
     ``rest`` holds the steps that are not in POINTS. Only the last column can have such steps.
     """
@@ -89,7 +89,7 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
     for column, codes in enumerate(code.T):
         here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
-        # A kernel uses one mean per sample, and flips only while it loads pixels. So a second contrast step of a
+        # A kernel has only one mean per sample, and can flip only while it loads pixels. So a second contrast step of a
         # sample, or a flip after erasing, needs another kernel.
         if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
             close(column, [])
@@ -117,7 +117,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: for all parts but the last; for the last
+    ends: tuple[Tensor, Tensor]  # (scale, shift), float32 [2, 3] each: of all parts except the last, and of the last
     ramps: Tensor
 
 
@@ -125,7 +125,7 @@ def upload(
     code: NDArray[np.int32], args: Float, ramps: Float, scale: Sequence[float], shift: Sequence[float],
     device: torch.device,
 ) -> Program:  # fmt: skip
-    """Copy the program to the device at once, with the zeros of ``sums``, so that no kernel has to write zeros."""
+    """Copy the program to the device in one transfer. It contains zeros for ``sums``, so no kernel writes them."""
     split = stretches(code, args)
     ends = [np.array(pair, dtype=np.float32) for pair in (((1, 1, 1), (0, 0, 0)), (scale, shift))]
     arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
@@ -220,7 +220,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
 
 
 def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
-    """Fill the box of each image with a colour; with ``table``, add its first 3 * height * width values times a std."""
+    """Fill the box of each image with a colour, plus the first 3 * height * width values of ``table`` times a std."""
     left, top, width, height = (a[:, k, None, None] for k in range(4))
     right = torch.arange(x.shape[3], device=x.device)[None, None, :] - left
     down = torch.arange(x.shape[2], device=x.device)[None, :, None] - top
@@ -237,8 +237,8 @@ def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
     """The table of a group, float32 [rows, ...]; None if the group's step has no table.
 
-    If several operations have the step, their tables are joined. Tables of noise for boxes may differ in width, and
-    some boxes have no noise. Missing values are 0.
+    If several operations have the step, their tables are joined. Tables with the noise of erased boxes may have
+    different numbers of columns, and a box without noise is in no table. Missing values are 0.
     """
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
     if not own or len(own[0][0]) == len(group.rows):
@@ -268,7 +268,7 @@ def _rain(x: Tensor, a: Tensor, coordinates: Tensor, longest: int) -> Tensor:
     steps = torch.maximum(tall + 1, drawn.abs())
     i = torch.arange(longest, device=x.device)[None]
     lines = []
-    for last in (tall, across):  # torch.linspace computes from both ends to the middle, so this rounds like it
+    for last in (tall, across):  # from both ends to the middle, as torch.linspace does, for the same rounding
         step = last / (steps - 1).clamp(min=1)
         lines.append(
             torch.where(i < steps.div(2, rounding_mode="floor"), step * i, last - step * (steps - 1 - i)).long()

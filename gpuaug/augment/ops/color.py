@@ -48,8 +48,8 @@ def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
 def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, Any]]) -> Params:
     """Replace neutral factors by nearby values.
 
-    Kornia skips a step only if the factors of the whole batch are neutral. With a neutral factor, a sample's pixels
-    would depend on the batch.
+    Kornia skips a step only if the factors of the whole batch are neutral, and a step with a neutral factor can change
+    the last bits. So a sample's pixels would depend on the other samples of its batch.
     """
     params = rule(u, size)
     for name, (neutral, instead) in nudged.items():
@@ -112,7 +112,7 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """Return a function from a module to a step with one argument per channel.
+    """Return a function that takes a Kornia module and returns its step, which has one argument per channel.
 
     ``clipped``: the function returns None for a module that does not clip its output.
     """
@@ -204,7 +204,7 @@ ENTRIES = {
     "RandomPosterize": Entry("pixels", step(Code.POSTERIZE, "bits_factor"), _posterize),
     "RandomInvert": Entry("pixels", _invert),
     # torch's `pow` splits memory into chunks and rounds the last pixels of a chunk differently. The chunks depend on
-    # the batch size (a difference of 6e-8, in about one of a hundred batches).
+    # the batch size, so pixels would differ by 6e-8 in about one of a hundred batches.
     "RandomGamma": Entry(
         "pixels", step(Code.GAMMA, "gamma_factor", "gain_factor"), check=_check_gamma, one_by_one=True
     ),

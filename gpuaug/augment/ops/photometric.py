@@ -83,22 +83,22 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
         raise ConfigError(f"`{name}` must be two numbers (min, max). Found: {value!r:.200}.")
     first, last = (float(checks.number(name, v, low, high)) for v in pair)
     if first > last or last > 1e30:
-        raise ConfigError(f"`{name}` must satisfy {low:g} <= min <= max <= {high:g}. Found: {value!r}.")
+        raise ConfigError(f"`{name}` must satisfy {low:g} <= min <= max <= {min(high, 1e30):g}. Found: {value!r}.")
     return first, last
 
 
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # The recipe draws the factors, so the ranges of these modules are not used. But each range must be wider than one
-    # value, because a module with a single neutral value has no step.
+    # The recipe draws the factors, so the ranges of these modules are not used. But no range may hold only the
+    # neutral value, because then the module would have no step.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
     brightness, contrast, saturation = three
     hue, channels = K.RandomHue((-0.5, 0.5), p=1.0), K.RandomChannelShuffle(p=1.0)
     modules = (brightness, contrast, saturation, hue, contrast, channels)
-    shift = np.float32(op.style == "mmseg")  # 1, because Kornia's additive brightness adds `factor - 1`
+    shift = np.float32(op.style == "mmseg")  # 1 for mmseg: Kornia's RandomBrightness adds `factor - 1`; else 0
     rule = partial(
         _drawn,
         ranges=(op.brightness, op.contrast, op.saturation, op.hue),
