@@ -104,11 +104,11 @@ def serve(root: Path, latency: float) -> Iterator[Server]:
     Raises:
         ImportError: without moto.
     """
-    from servers import bucket_of, proxied, s3
+    from servers import bucket_of, new_s3, proxied
 
     with contextlib.ExitStack() as stack:
         mine = set(_children())
-        upstream = stack.enter_context(s3())
+        upstream = stack.enter_context(new_s3())
         moto = sorted(set(_children()) - mine)
         url = bucket_of(upstream, root, "bench", root.name)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -198,11 +198,15 @@ _IDLE = []  # ports of servers for S3 that run and that nobody uses
 atexit.register(_RUNNING.close)
 
 
+def new_s3():
+    """Port of a new server of moto without any bucket, in a process of its own."""
+    return _program(f"{AT_ONCE}; from moto.server import main; main(['-H', '127.0.0.1', '-p', '{{}}'])".format)
+
+
 @contextmanager
 def s3():
-    """Port of moto's server without any bucket, in a process of its own. It is kept for the next who asks."""
-    code = f"{AT_ONCE}; from moto.server import main; main(['-H', '127.0.0.1', '-p', '{{}}'])"
-    port = _IDLE.pop() if _IDLE else _RUNNING.enter_context(_program(code.format))
+    """As :func:`new_s3`, but the server is kept for the next who asks."""
+    port = _IDLE.pop() if _IDLE else _RUNNING.enter_context(new_s3())
     yield port
     urlopen(Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST"), timeout=300).close()
     _IDLE.append(port)

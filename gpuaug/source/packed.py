@@ -134,7 +134,7 @@ class PackedSource(ListedSource):
         return self.read_rows(numbers)
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """The sample of each row number of :class:`Rows`, or an exception if the sample cannot be read."""
+        """The samples of ``rows``, row numbers of :class:`Rows`; an exception for a sample that cannot be read."""
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import gpuaug
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.moves import Field, Float64, check_carried, moves
-from gpuaug.augment.ops import entry_of, noise
+from gpuaug.augment.ops import entry_of, fields
 from gpuaug.augment.parameters import Chosen, Prepared, tensors
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
@@ -289,7 +289,7 @@ def test_an_elastic_mask_equals_kornias_but_for_the_padding(name: str) -> None:
         module, data_keys=["input", "mask"], extra_args={DataKey.MASK: mask_flags | {"padding_mode": "zeros"}}
     )
     shape = {"batch_prob": torch.ones(4), "forward_input_shape": torch.tensor((4, 3, *size))}
-    params = noise(module, torch.from_numpy(chosen[0].keys), size) | shape
+    params = fields(module, {}, torch.from_numpy(chosen[0].keys), size) | shape
     item = ParamItem("RandomElasticTransform_0", params)
     _, expected = sequence(torch.zeros((4, 3, *size)), masks[:, None].float(), params=[item])
     found = field.apply(masks, 255)

@@ -115,7 +115,7 @@ def far(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
 @pytest.mark.parametrize("name", KNOWN)
 def test_an_operation_equals_kornia(name: str) -> None:
     for seed, images in enumerate((adversarial(21, 23), photographs(24))):  # as large as the drops of rain
-        images = images[::2] if name.startswith(("blur", "box")) else images  # seconds in the interpreter
+        images = images[::2] if seed or name.startswith(("blur", "box")) else images  # seconds in the interpreter
         found, expected, _ = run({name: KNOWN[name]()}, images, seed)
         assert far(found, expected, SPACE if name in SPATIAL else POINT) <= (1e-4 if name in JUMPS else 0)
 
@@ -177,7 +177,7 @@ def test_a_policy_equals_kornia(name: str) -> None:
 def colours_and(last: str, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
     other = K.RandomGaussianBlur(3, (0.1, 2.0), p=0.5) if last == "blur" else KNOWN[last]()
     ops = {"jitter": POINTWISE["jitter"](), last: other}
-    return run(ops, photographs(24), dtype=dtype, channels_last=channels_last)[0]
+    return run(ops, photographs(24)[::2], dtype=dtype, channels_last=channels_last)[0]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -161,7 +161,7 @@ def test_mix_is_torchvisions(name: str, photos: Path) -> None:
         assert [(d.name, d.view) for d in mixed] == [(k, v) for k in kinds for v in views]
         assert all(d.verdict == "equal" and d.images == 5 for d in mixed)
         for kind in kinds:
-            assert any(note.startswith(f"{kind}: torchvision pairs") for note in parity.notes)
+            assert any(note.startswith(f"{kind}: torchvision mixes neighbors") for note in parity.notes)
         assert any("CrossEntropyLoss" in note for note in parity.notes)
 
 
