@@ -29,8 +29,8 @@ class Code(IntEnum):
     """The steps; comments list their arguments in parentheses. Colours are clamped to 0..1 wherever Kornia clamps them.
 
     If argument ``PILLOW`` of a step in ``WITH_PILLOW`` is 1, the step rounds its input to levels k/255 and computes as
-    Pillow does on uint8 (ops/pillow.py). SOLARIZE then has a third argument: 1 keeps levels at or
-    above the threshold, 0 inverts them.
+    Pillow does on uint8 (ops/pillow.py). SOLARIZE then has a third argument: 1 keeps levels at or above the threshold,
+    0 inverts them.
     """
 
     NONE = 0
