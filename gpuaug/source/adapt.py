@@ -20,10 +20,11 @@ from gpuaug.source.index import Names, share
 
 log = logging.getLogger("gpuaug")
 
+# attributes that a MapSource takes from its object
 OPTIONAL = (
-    *("flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "read_many", "stored"),
-    *("target_kinds", "zero_copy"),
-)  # attributes that a MapSource takes from its object
+    "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "read_many", "stored",
+    "target_kinds", "zero_copy",
+)  # fmt: skip
 
 
 @runtime_checkable
@@ -186,7 +187,7 @@ def _subset(subset: Subset[Any]) -> Source:
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:
-    """Labels by sample number as int64; None if they are not one integer per sample."""
+    """Labels by sample number as int64; None if a sample's label is not one integer."""
     try:
         values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     except (TypeError, ValueError):

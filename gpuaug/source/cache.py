@@ -1,6 +1,7 @@
 """Caches the encoded bytes of a source in memory. All workers and ranks of a machine share one copy.
 
-The memory is one unnamed file (memfd) as large as the limit. A page of the file takes memory only after a write:
+The memory is one unnamed file (memfd) as large as the limit. A page of the file takes memory only after a write. The
+file holds:
 
     head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
     index     int64 [N]   0: not stored; above 0: position of the record; below 0: minus the id of the writing process
@@ -48,9 +49,9 @@ _opened: dict[str, int] = {}  # by name of a source: the number of caches that t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamCache:
-    """Settings of a memory cache, of which each machine has one.
+    """Settings of a memory cache. Each machine has one cache.
 
-    A full cache keeps the samples that it holds. The other samples are read from the source in every epoch.
+    A full cache keeps its samples. The other samples are read from the source in every epoch.
 
     Args:
         max_bytes: limit in bytes, such as 2147483648 or ``"2GiB"``; None: half of the memory available at the start.
@@ -72,7 +73,7 @@ class RamCache:
             raise ConfigError("`cache=ram` needs unnamed memory (memfd), which only Linux has. Set `cache=none`.")
 
     def open(self, source: Source) -> CachedSource:
-        """Return ``source`` with a cache of these settings in front of it."""
+        """Return a source that reads ``source`` through a new cache."""
         return CachedSource(source, self)
 
 
@@ -205,8 +206,8 @@ class CachedSource(SourceView):
         items: list[Any] = [self._get(i) for i in numbers]
         missing = [row for row, item in enumerate(items) if item is None]
         if missing:
-            read_many: Any = getattr(self.source, "read_many", None)
-            for row, item in zip(missing, read_many([numbers[row] for row in missing]), strict=True):
+            read = self.source.read_many([numbers[row] for row in missing])
+            for row, item in zip(missing, read, strict=True):
                 items[row] = self._put(numbers[row], item)
                 self._put_same_group(numbers[row])
         return items

@@ -48,7 +48,7 @@ def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str 
 
 
 def decoded(name: str, data: bytes | None) -> Any:
-    """The value of a member of a tar shard: text, parsed JSON, or bytes; ValueError if the text or JSON is not valid."""
+    """The value of a member of a tar shard: text, parsed JSON, or bytes. Raises ValueError."""
     kind = name.rpartition(".")[2]
     if data is None or kind not in ("txt", "json"):
         return data

@@ -20,7 +20,7 @@ from gpuaug.errors import SourceError
 from gpuaug.source.local import open_text, read_file
 from gpuaug.source.shared_memory import share as share
 
-# exceptions of numpy for a damaged file; numpy parses the header as Python
+# numpy's exceptions for a damaged file, because numpy parses the header as Python
 NO_ARRAY = (
     OSError, ValueError, EOFError, TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip

@@ -51,11 +51,11 @@ class MaterializedSource(ListedSource):
 
     Args:
         root: the folder.
-        original: the source of the epochs, to check that its samples did not change; None: no check.
+        original: the source that the epochs were made from, to check that it has the same samples; None: no check.
         subset, exclude: as in :class:`FolderSource`, applied to the stored samples.
 
     Raises:
-        SourceError: if the folder is incomplete or damaged, or was made from another source than ``original``.
+        SourceError: if the folder is incomplete or damaged, or was not made from ``original``.
 
     >>> source = MaterializedSource("data/epochs")
     >>> loader = gpuaug.Loader(source, augment=recipe, seed=0, batch_size=256)
@@ -105,16 +105,16 @@ class MaterializedSource(ListedSource):
 
     @property
     def num_classes(self) -> int | None:
-        """The ``num_classes`` of the source of the epochs."""
+        """The ``num_classes`` of the original source."""
         return self.manifest["num_classes"]
 
     @property
     def stored(self) -> MaterializedSource:
-        """This source. If a source has ``stored``, the loader replays that source instead of decoding."""
+        """This source, which tells the loader to replay epochs."""
         return self
 
     def digest(self) -> str:
-        """The digest of the source of the epochs."""
+        """The digest of the original source."""
         return str(self.manifest["made_of"]["source"])
 
     def _label_of(self, index: int) -> Any:

@@ -52,7 +52,7 @@ class PackedSource(ListedSource):
         remote: how to read from a URL.
 
     Raises:
-        SourceError: if ``root`` is not a complete folder of `gpuaug pack`, or does not have ``size``.
+        SourceError: if ``root`` is not a complete folder of `gpuaug pack`.
 
     >>> source = PackedSource("data/packed", size={0: 128, 30: 160})
     >>> source.size_of(30)
@@ -110,7 +110,7 @@ class PackedSource(ListedSource):
 
     @property
     def by_epoch(self) -> Rows | None:
-        """The source that the loader reads instead if the size depends on the epoch; else None."""
+        """The source that the loader reads if the size depends on the epoch; else None."""
         return Rows(self) if len(self._schedule) > 1 else None
 
     def size_of(self, epoch: int) -> Size:

@@ -290,7 +290,7 @@ def _index(
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    # beside the shards, the name of the index file does not depend on the root: the folder can be moved
+    # beside the shards, the file name does not depend on the root, so the folder can be moved
     if folder is None and not is_url(root):
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
     storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples

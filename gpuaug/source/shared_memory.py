@@ -28,7 +28,7 @@ from gpuaug import machine
 log = logging.getLogger("gpuaug")
 
 SHARED_BYTES = 1 << 16  # smaller tensors are not shared between ranks
-TIMEOUT_S = 60.0  # limit of the wait for the owner
+TIMEOUT_S = 60.0  # how long a rank waits for the owner
 RUN = ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_JOB_ID"]
 RUN += ["SLURM_STEP_ID", "PMIX_NAMESPACE"]  # environment variables that differ between runs on a machine
 SUPPORTED = sys.platform == "linux"
@@ -44,8 +44,8 @@ def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.sock
         make: gets the file descriptor of an empty memory, sets the size of the memory and fills it.
 
     Returns:
-        The file descriptor of the memory, and on the owner the socket that claims the name. Other ranks find the memory
-        as long as the socket is open.
+        The file descriptor of the memory, and the socket that claims the name. Other ranks find the memory while this
+        socket is open. Ranks that do not own the memory get None as the socket.
     """
     if machine.local_world_size() == 1:
         return _new_memory("gpuaug", make), None
@@ -135,7 +135,7 @@ def write(fd: int, data: memoryview | bytes, begin: int = 0) -> None:
 
 
 def _close_claims() -> None:
-    # a forked worker inherits the sockets, and would keep a name claimed after the parent has closed its socket
+    # otherwise a forked worker would keep the names claimed after its parent has closed the sockets
     for claim in list(_claims):
         claim.close()
 

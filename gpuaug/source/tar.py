@@ -42,7 +42,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
     ``read(at, n)`` returns at most ``n`` bytes. If the tar ends without empty blocks, a warning is logged.
 
     Raises:
-        SourceError: if the file is not a tar, or is cut off inside a member, or has a member that cannot be read.
+        SourceError: if the file is not a tar or is cut off inside a member, or a member cannot be read.
     """
     at, long_name, pax = 0, b"", dict[bytes, bytes]()
     try:
@@ -80,7 +80,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
 
 
 def _length(head: bytes) -> int:
-    """Number of bytes of a header's member. Checks the checksum of the header."""
+    """Check the checksum of a header, and return the number of bytes of its member."""
     try:
         if nti(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
             raise ValueError
