@@ -1,8 +1,4 @@
-"""Sources give the number of samples, and the encoded bytes and label of sample number *i*.
-
-A source is any map-style object with ``len(source)`` and ``source[i] -> (bytes, label)``, or with an extra value
-``source[i] -> (bytes, label, extra)``. The number of a sample never changes. :class:`Source` lists the optional
-attributes, and :func:`adapt` adds attributes that are missing.
+"""Sources: map-style objects with ``len(source)`` and ``source[i] -> (bytes, label)``. See :class:`Source`.
 
 Every worker unpickles the source. So no module here imports a decoder or a configuration library, or uses CUDA.
 """

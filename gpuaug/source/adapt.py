@@ -1,4 +1,4 @@
-"""The interface between a source and the later stages, and an adapter from any map-style object to this interface."""
+"""The interface of a source, and an adapter from any map-style object to this interface."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from gpuaug.source.index import Names, share
 
 log = logging.getLogger("gpuaug")
 
+# attributes that a MapSource takes from its object
 OPTIONAL = (
-    *("flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "read_many", "stored"),
-    *("target_kinds", "zero_copy"),
-)  # attributes that a MapSource takes from its object
+    "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "read_many", "stored",
+    "target_kinds", "zero_copy",
+)  # fmt: skip
 
 
 @runtime_checkable
 class Source(Protocol):
-    """The complete interface of a source. :func:`adapt` returns such a source for the later stages.
+    """The complete interface of a source.
 
     A sample is ``(bytes, label)``, or ``(bytes, label, extra)``. The extra is any value that can be pickled, such as a
     caption. ``batch.extra`` holds the extras unchanged.
@@ -39,24 +40,20 @@ class Source(Protocol):
         classes: class names in the order of their labels.
 
     A source may also have these:
-        label: ``source.label(i)`` returns the label of a sample without reading its bytes. A sample that cannot be read
-            gets this label. If the source has no ``label``, such a sample gets its value in ``labels``. Without
-            ``labels`` too, it gets 0, or None if no sample has a label.
-        read_many: ``source.read_many(numbers)`` reads several samples at once and returns a list of samples or
-            exceptions.
-        prefetch: ``source.prefetch(numbers)`` is a hint: the ``read_many`` call after the next one will read these
-            samples. The source may start to read them in the background.
+        label: ``source.label(i)`` returns the label of a sample without reading its bytes. If a sample cannot be read,
+            it gets this label. Without ``label``, it gets its value in ``labels``. Without both, it gets 0, or None if
+            no sample has a label.
+        read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
+        prefetch: ``source.prefetch(numbers)`` is a hint: the ``read_many`` call after the next one reads these samples.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
             ``i`` and are still in memory.
         mapped: True if a read only copies from the page cache, or copies nothing.
-        target_kinds: the kinds of targets that the samples have, a set of ``masks``, ``boxes`` and ``keypoints``. A
-            sample is then ``(bytes, gpuaug.Target)``.
+        target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``. A sample is then ``(bytes, gpuaug.Target)``.
         num_keypoints: number of keypoints of an object.
         flip_pairs: for each keypoint, the number of its mirror image.
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
-        zero_copy: True if the returned bytes stay valid and unchanged while they are referenced. Then a batch does not
-            need to copy them.
+        zero_copy: True if the returned bytes do not change while they are referenced. A batch need not copy them.
     """
 
     indices: Tensor | None
@@ -70,28 +67,26 @@ class Source(Protocol):
         ...
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Encoded bytes, label (int, float, floats, or None) and perhaps an extra of sample number ``index``.
+        """Encoded bytes, label (int, float, list of floats, or None) and perhaps an extra of sample ``index``.
 
-        An OSError or GpuaugError becomes a fault of this sample; any other exception ends the epoch.
+        An OSError or GpuaugError becomes a fault of this sample. Any other exception ends the epoch.
         """
         ...
 
     def key(self, index: int) -> str:
-        """Relative path or name of sample number ``index``."""
+        """Relative path or name of sample ``index``."""
         ...
 
     def digest(self) -> str:
-        """Hash of the keys of all samples, active or not. It does not depend on where the samples are stored."""
+        """Hash of the keys of all samples. It does not depend on where the samples are stored."""
         ...
 
 
 class MapSource:
     """Makes a source from an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
 
-    ``object[i]`` may also be ``(bytes, label, extra)``. If the object has ``key``, ``digest``, ``labels`` (or
-    torchvision's ``targets``), ``classes``, ``class_to_idx`` or ``num_classes``, the source uses them. Without ``key``
-    a sample is named by its number. If the object has neither ``key`` nor ``digest``, a loader's state cannot
-    distinguish two objects of the same length.
+    ``object[i]`` may also be ``(bytes, label, extra)``. The source uses ``key``, ``digest``, ``labels`` (or
+    torchvision's ``targets``), ``classes``, ``class_to_idx`` and ``num_classes`` of the object.
 
     Args:
         samples: the object.
@@ -120,14 +115,13 @@ class MapSource:
         return len(self.samples) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """The object's item."""
         return self.samples[index]
 
     def __repr__(self) -> str:
         return f"MapSource({type(self.samples).__name__}: {len(self)} samples)"
 
     def key(self, index: int) -> str:
-        """The object's key of the sample; the sample's number if the object has no keys."""
+        """The object's ``key(index)``; the number of the sample if the object has no ``key``."""
         own = getattr(self.samples, "key", None)
         return str(own(index)) if callable(own) else str(operator.index(index))
 
@@ -140,19 +134,15 @@ class MapSource:
 
 
 def active_numbers(source: Any) -> NDArray[np.int64]:
-    """Numbers of the active samples of a source, or of any object with a length, ascending: int64 ``[len]``.
-
-    >>> active_numbers(MapSource([(b"...", 0), (b"...", 1)], indices=torch.tensor([1])))
-    array([1])
-    """
+    """Ascending numbers of the active samples of a source, or of any object with a length: int64 ``[len]``."""
     indices = getattr(source, "indices", None)
     return np.arange(len(source), dtype=np.int64) if indices is None else indices.numpy()
 
 
 def adapt(source: Any) -> Source:
-    """Make a source of a map-style object that returns ``(bytes, label)``. A complete source is returned as is.
+    """Make a source of a map-style object that returns ``(bytes, label)``. A complete source is returned unchanged.
 
-    In a ``torch.utils.data.Subset`` (as from ``random_split``), samples keep the numbers of the full source.
+    In a ``torch.utils.data.Subset``, samples keep their numbers in the full source.
 
     Raises:
         SourceError: if the object has no length or cannot be indexed.
@@ -184,10 +174,7 @@ def adapt(source: Any) -> Source:
 
 
 def _subset(subset: Subset[Any]) -> Source:
-    """Return a source of the samples of a torch Subset.
-
-    The positions in ``subset.indices`` count only the active samples of the Subset's dataset.
-    """
+    """Adapt a Subset. The positions in ``subset.indices`` count only the active samples of its dataset."""
     base = adapt(subset.dataset)
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
@@ -200,7 +187,7 @@ def _subset(subset: Subset[Any]) -> Source:
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:
-    """Labels by sample number as int64; None if they are not one integer per sample."""
+    """Labels by sample number as int64; None if a sample's label is not one integer."""
     try:
         values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     except (TypeError, ValueError):

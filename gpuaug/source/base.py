@@ -1,4 +1,4 @@
-"""Base classes: a source that lists its samples; the keys of samples in files; a source that wraps another source."""
+"""Base classes of sources, the keys of samples in files, and the checks of manifests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpuaug.source.index import Names, locate, share
 from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Storage
 
-if TYPE_CHECKING:  # runs without objects do not import it
+if TYPE_CHECKING:
     from gpuaug.source.objects import Damaged, ObjectTable
 
 log = logging.getLogger("gpuaug")
@@ -59,12 +59,7 @@ class ListedSource:
         return len(self._names) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Encoded bytes, label and, if the source has extras, the extra of the sample.
-
-        Raises:
-            OSError, GpuaugError: if the bytes cannot be read. This is a fault of this sample only.
-            IndexError: if the source has no sample ``index``.
-        """
+        """Encoded bytes and label, and the extra if the source has extras."""
         (item,) = self._read([self._check(index)])
         if isinstance(item, Exception):
             raise item
@@ -83,7 +78,7 @@ class ListedSource:
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes (also those without images), or of values in a list label; None if there are neither."""
+        """Number of classes, or number of values if each label is a list; None otherwise."""
         if self.classes is not None:
             return len(self.classes)
         if self._targets is not None:
@@ -92,10 +87,7 @@ class ListedSource:
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """``read_many(numbers)`` reads all samples at the same time, and returns a list of samples or exceptions.
-
-        None for local files, which are read one by one.
-        """
+        """``read_many(numbers)`` returns a list of samples or exceptions. None for local files."""
         return self._read if self._is_remote else None
 
     @property
@@ -114,7 +106,7 @@ class ListedSource:
     def label(self, index: int) -> Any:
         """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no file.
 
-        If samples have targets, the label is a :class:`~gpuaug.Target`, but without a mask that is stored in a file.
+        If samples have targets, the label is a :class:`~gpuaug.Target`. It lacks masks that are stored in files.
         """
         return self._label_of(self._check(index))
 
@@ -185,12 +177,10 @@ class ListedSource:
             self._set_classes(known)
 
     def _set_classes(self, names: Iterable[str]) -> None:
-        """Set the class names, in the order of their labels."""
         self.classes = list(names)
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
 
     def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
-        """Select samples by ``subset`` and ``exclude``, and log their number."""
         self.indices = active(self._names, subset, exclude, root=self.root)
         text = f"{len(self)} images" if self.indices is None else f"{len(self)} of {len(self._names)} images"
         text += "" if self.classes is None else f", {len(self.classes)} classes"
@@ -198,10 +188,9 @@ class ListedSource:
 
 
 class FileKeys(Names):
-    """Keys ``file/member``. Each file name is stored only once; a key is built when it is needed.
+    """Keys ``file/member``, or ``file/row`` without ``members``. Each file name is stored only once.
 
-    ``bounds``, int64 [files + 1], holds the number of the first sample of each file, and the number of all samples.
-    Without ``members``, keys are ``file/row``.
+    ``bounds``, int64 [files + 1], holds the number of the first sample of each file, then the number of all samples.
     """
 
     def __init__(self, files: Names, bounds: Tensor, members: Names | None = None) -> None:
@@ -228,7 +217,7 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:
-    """Parse a manifest; ValueError if another command or version wrote the manifest, or if it was changed later."""
+    """Parse a manifest; ValueError if another command or version wrote it, or if it was changed later."""
     manifest = json.loads(data)
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         raise ValueError(f"it was not written by `{kind}`")
@@ -246,7 +235,7 @@ class SourceView:
         self.source = source
         self.indices, self.labels = source.indices, source.labels
         self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
-        self.num_keypoints: int | None = getattr(source, "num_keypoints", None)  # the reader needs it
+        self.num_keypoints: int | None = getattr(source, "num_keypoints", None)
 
     def __len__(self) -> int:
         return len(self.source)

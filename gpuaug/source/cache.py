@@ -1,16 +1,13 @@
 """Caches the encoded bytes of a source in memory. All workers and ranks of a machine share one copy.
 
 The memory is one unnamed file (memfd) as large as the limit. A page of the file takes memory only after a write. The
-file contains:
+file holds:
 
     head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
-    index     int64 [N]   one number per sample (below)
+    index     int64 [N]   0: not stored; above 0: position of the record; below 0: minus the id of the writing process
     records   length of the bytes, length of the rest, the bytes, the rest: pickled (label,) or (label, extra)
 
-The number of a sample in the index is 0 if the sample is not stored, the position of its record if it is stored, and
-minus the id of the writing process while the record is written. A process writes the record first and the position
-last. So if the process is killed, the sample counts as not stored. Space is reserved under a lock. The kernel releases
-the lock if the process that holds it ends.
+A process writes the record first and its position last. If the process is killed, the sample counts as not stored.
 """
 
 from __future__ import annotations
@@ -47,20 +44,19 @@ HEAD_WORDS = 8  # int64
 USED, SAMPLES, FULL, WARNED = range(4)  # positions in the head
 FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
-_opened: dict[str, int] = {}  # maps a source's name to the number of caches that this process has opened for the source
+_opened: dict[str, int] = {}  # by name of a source: the number of caches that this process has opened for the source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamCache:
-    """Settings of a memory cache, of which each machine has one.
+    """Settings of a memory cache. Each machine has one cache.
 
-    A full cache keeps the samples that it holds. The other samples are read from the source in every epoch.
+    A full cache keeps its samples. The other samples are read from the source in every epoch.
 
     Args:
         max_bytes: limit in bytes, such as 2147483648 or ``"2GiB"``; None: half of the memory available at the start.
-        fill: ``first-use``: store each sample after its first read. ``ahead``: before the first batch, load all samples
-            that this machine reads in the epoch. With several machines, a machine reads other samples in later epochs.
-            Those are stored after their first read.
+        fill: ``first-use``: store each sample after its first read. ``ahead``: also load all samples that this machine
+            reads in the first epoch, before the first batch.
 
     >>> RamCache(max_bytes="64GiB", fill="ahead").fill
     'ahead'
@@ -77,15 +73,12 @@ class RamCache:
             raise ConfigError("`cache=ram` needs unnamed memory (memfd), which only Linux has. Set `cache=none`.")
 
     def open(self, source: Source) -> CachedSource:
-        """Return ``source`` with a cache of these settings in front of it."""
+        """Return a source that reads ``source`` through a new cache."""
         return CachedSource(source, self)
 
 
 class CachedSource(SourceView):
-    """Reads each sample from its source once. Later reads return views of the memory, without a copy.
-
-    Samples that are empty or raise an exception are not stored. They are read from the source each time.
-    """
+    """Reads each sample from its source once. Later reads return views of the memory, without a copy."""
 
     def __init__(self, source: Source, settings: RamCache) -> None:
         super().__init__(source)
@@ -108,7 +101,6 @@ class CachedSource(SourceView):
         self._memory = _Memory(numbers, *shared_memory.share_once(name, lambda fd: os.ftruncate(fd, size)))
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Bytes, label and extra if there is one, from memory or from the source."""
         item = self._get(index)
         if item is None:
             item = self._put(index, self.source[index])
@@ -117,12 +109,12 @@ class CachedSource(SourceView):
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """The source's ``read_many``, called for missing samples only; None if the source has no ``read_many``."""
+        """The source's ``read_many``, called only for samples that are not stored; None if the source has none."""
         return None if getattr(self.source, "read_many", None) is None else self._read_many
 
     @property
     def label(self) -> Callable[[int], Any] | None:
-        """The source's ``label``; None if the source has no ``label``."""
+        """The source's ``label``; None if the source has none."""
         return getattr(self.source, "label", None)
 
     @property
@@ -141,12 +133,7 @@ class CachedSource(SourceView):
         return self._memory.capacity
 
     def fill(self, reader: Any, numbers: Tensor) -> None:
-        """Load samples into memory through the workers of ``reader``. Later calls do nothing.
-
-        Args:
-            reader: a :class:`~gpuaug.read.reader.Reader` of this source.
-            numbers: int64 [M], the samples that this rank reads in the epoch.
-        """
+        """Load the samples ``numbers``, int64 [M], with the workers of ``reader``. Later calls do nothing."""
         memory = self._memory
         if self._filled or not memory.numbers:
             return
@@ -169,7 +156,7 @@ class CachedSource(SourceView):
         self.warn_if_full()
 
     def warn_if_full(self) -> None:
-        """Log a warning if a sample did not fit. Only the first rank that calls this method logs it."""
+        """Log a warning if a sample did not fit, once per machine."""
         memory = self._memory
         if not memory.head[FULL] or memory.head[WARNED]:
             return
@@ -197,7 +184,7 @@ class CachedSource(SourceView):
         return data, *pickle.loads(rest)  # safe: only our own processes write to this memory
 
     def _put(self, index: int, item: Any) -> Any:
-        """Return the item, and store it if it is ``(bytes, label[, extra])``. The reader reports other types."""
+        """Return the item, and store it if it is valid. The reader reports invalid items."""
         if not isinstance(item, tuple | list) or len(item) not in (2, 3):
             return item
         data, label, *extra = item
@@ -219,14 +206,14 @@ class CachedSource(SourceView):
         items: list[Any] = [self._get(i) for i in numbers]
         missing = [row for row, item in enumerate(items) if item is None]
         if missing:
-            read_many: Any = getattr(self.source, "read_many", None)
-            for row, item in zip(missing, read_many([numbers[row] for row in missing]), strict=True):
+            read = self.source.read_many([numbers[row] for row in missing])
+            for row, item in zip(missing, read, strict=True):
                 items[row] = self._put(numbers[row], item)
                 self._put_same_group(numbers[row])
         return items
 
     def _put_same_group(self, index: int) -> None:
-        """Store all samples that the source read together with this one, such as a Parquet row group."""
+        """Store all samples that the source has read together with this sample."""
         same_group: Any = getattr(self.source, "same_group", None)
         if same_group is None:
             return
@@ -237,7 +224,7 @@ class CachedSource(SourceView):
             if not memory.index[number]:
                 try:
                     item = self.source[number]
-                except (OSError, GpuaugError):  # reported as a fault when this sample itself is requested
+                except (OSError, GpuaugError):  # becomes a fault when the sample is requested
                     continue
                 self._put(number, item)
 
@@ -265,7 +252,6 @@ class _Memory:
         return _received, (self.numbers, reduction.DupFd(self._fd))
 
     def get(self, index: int) -> tuple[memoryview, memoryview] | None:
-        """Views of the bytes and of the pickled rest; None if the sample is not stored."""
         if not 0 <= index < self.numbers or (begin := int(self.index[index])) <= 0:
             return None
         length, more = np.frombuffer(self._records, dtype=np.int64, count=2, offset=begin).tolist()
@@ -273,7 +259,6 @@ class _Memory:
         return self._records[begin + 16 : end], self._records[end : end + more]
 
     def put(self, index: int, data: memoryview, rest: bytes) -> None:
-        """Store a sample if there is room and no other process is storing it."""
         if not 0 <= index < self.numbers or self.index[index] > 0:
             return
         record = b"".join((np.array([len(data), len(rest)], dtype=np.int64).tobytes(), data, rest))
@@ -300,7 +285,7 @@ class _Memory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock out all other threads and processes of this machine. The kernel releases a killed process's lock."""
+        """Lock out all other threads and processes. If a process is killed, the kernel releases its lock."""
         if self._pid != os.getpid():  # another thread of the parent may have held the lock at the fork
             self._lock, self._pid = threading.Lock(), os.getpid()
         with self._lock:

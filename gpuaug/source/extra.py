@@ -1,4 +1,4 @@
-"""Extra fields of samples, such as captions: which fields a source reads, and how it keeps them in memory."""
+"""Extra fields of samples, such as captions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.classes import some
 from gpuaug.source.index import Names
 
-Extra = str | Sequence[str] | None  # the argument `extra` of a source
+Extra = str | Sequence[str] | None
 
 
 class Fields(NamedTuple):
@@ -27,19 +27,9 @@ class Fields(NamedTuple):
 
 
 def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str = "") -> Fields | None:
-    """Check the argument ``extra`` and return its fields; None if the source has no extra fields.
+    """Check the argument ``extra`` of a source and return its fields.
 
-    Args:
-        extra: one name, or a list of names.
-        columns: the columns that exist in ``place``; None: do not check whether the names exist.
-        place: name of the data, for error messages.
-
-    Raises:
-        ConfigError: if ``extra`` is neither a name nor a list of different names.
-        SourceError: if a column does not exist.
-
-    >>> fields_of(["caption", "url"]).value(["a dog", "https://example.org/1.jpg"])
-    {'caption': 'a dog', 'url': 'https://example.org/1.jpg'}
+    ``columns``: the columns of ``place``; None: do not check whether the names exist.
     """
     if extra is None:
         return None
@@ -58,16 +48,7 @@ def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str 
 
 
 def decoded(name: str, data: bytes | None) -> Any:
-    """The value of a member of a tar shard.
-
-    A ``.txt`` member gives text, a ``.json`` member the parsed value, any other member its bytes. If ``data`` is None,
-    the sample lacks the member and the value is None.
-
-    Raises ValueError if the text is not UTF-8, or is not JSON.
-
-    >>> decoded("txt", b"a dog"), decoded("meta.json", b'{"width": 640}'), decoded("npy", None)
-    ('a dog', {'width': 640}, None)
-    """
+    """The value of a member of a tar shard: text, parsed JSON, or bytes. Raises ValueError."""
     kind = name.rpartition(".")[2]
     if data is None or kind not in ("txt", "json"):
         return data
@@ -78,9 +59,9 @@ def decoded(name: str, data: bytes | None) -> Any:
 
 
 class ExtraTable:
-    """Holds the extras of all samples in tensors, because workers share tensors but would copy Python objects.
+    """Holds the extras of all samples in tensors, because workers would copy Python objects.
 
-    ``columns`` has one column per field, with one value per sample. The values are pickled in memory, never in a file.
+    ``columns`` has one column per field, with one value per sample. Values are pickled in memory only.
     """
 
     def __init__(self, fields: Fields, columns: Iterable[Iterable[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Filters of a source. The active samples are those that ``subset`` selects and ``exclude`` does not remove."""
+"""Filters of a source: ``subset``, ``exclude`` and the extensions of images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def active(
 ) -> Tensor | None:
     """Ascending numbers of the active samples, int64; None if all samples are active.
 
-    ``names`` are the keys of all samples. ``numbers`` are their ascending numbers; None: 0 .. len(names) - 1.
+    ``names``: the keys of all samples. ``numbers``: their ascending numbers; None: 0 .. len(names) - 1.
     """
     known = np.arange(len(names)) if numbers is None else numbers
     chosen = known if subset is None else _subset(subset, known)
@@ -62,7 +62,6 @@ def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The samples that ``source.subset`` selects from the ``known`` numbers, ascending."""
     total = len(known)
     if isinstance(subset, bool):
         raise SourceError(f"`source.subset` must be a count, a fraction, or a FILE of sample numbers. Found: {subset}.")
@@ -96,7 +95,7 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
-    """Keys in a file of JSON lines. An incomplete last line is ignored, because a killed run may leave one."""
+    """Keys in a file of JSON lines. A killed run may leave an incomplete last line, which is ignored."""
     if not isinstance(file, str | os.PathLike):
         raise SourceError(f"`source.exclude` must be a FILE, as `faults.file` writes it. Found: {file!r:.200}.")
     path = os.path.expanduser(os.fspath(file))

@@ -1,4 +1,4 @@
-"""Keeps names and numbers of all samples in memory that all workers share, and reads numbers from files."""
+"""Keeps names and numbers of all samples in shared memory, and reads numbers from files."""
 
 from __future__ import annotations
 
@@ -20,21 +20,16 @@ from gpuaug.errors import SourceError
 from gpuaug.source.local import open_text, read_file
 from gpuaug.source.shared_memory import share as share
 
-# Exceptions of numpy for a file that is damaged or not .npy. There are many, because numpy parses the header as Python.
+# numpy's exceptions for a damaged file, because numpy parses the header as Python
 NO_ARRAY = (
     OSError, ValueError, EOFError, TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
 
 
 class Names:
-    """Holds byte strings in one uint8 tensor, so that forked workers share their memory.
+    """Holds byte strings in one uint8 tensor that workers share.
 
-    Workers would copy a list of strings page by page, because reading a Python object changes its reference count
-    (pytorch#13246).
-
-    >>> names = Names.of([[b"cat/1.jpg", b"cat/2.jpg"], [b"dog/1.jpg"]])
-    >>> len(names), names[2]
-    (3, b'dog/1.jpg')
+    Workers would copy a list of strings, because reading a Python object changes its reference count (pytorch#13246).
     """
 
     def __init__(self, blob: Tensor, offsets: Tensor) -> None:
@@ -43,13 +38,13 @@ class Names:
 
     @classmethod
     def of(cls, blocks: Iterable[list[bytes]], *, shared: bool = True) -> Names:
-        """Pack lists of names in order. Only one list at a time is in memory as Python objects."""
+        """Pack lists of names. Only one list at a time must be in memory."""
         blob, lengths = bytearray(), [np.zeros(1, dtype=np.int64)]
         for block in blocks:
             blob += b"".join(block)
             lengths.append(np.fromiter(map(len, block), dtype=np.int64, count=len(block)))
         offsets = np.cumsum(np.concatenate(lengths))
-        # made from numpy arrays, because torch's constructors would use the default device, which may be cuda
+        # torch's constructors would use the default device, which may be cuda
         tensors = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8)), torch.from_numpy(offsets)
         return cls(*map(share, tensors)) if shared else cls(*tensors)
 
@@ -57,7 +52,7 @@ class Names:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> bytes:
-        # make a new view each time, because starting workers by spawn may move the tensor
+        # a new view each time, because starting workers by spawn may move the tensor
         offsets = self.offsets.numpy()
         return self.blob.numpy()[offsets[index] : offsets[index + 1]].tobytes()
 
@@ -67,12 +62,12 @@ class Names:
             yield bytes(data[begin:end])
 
     def digest(self) -> str:
-        """Hash of the sorted names. Equal sets of names have equal hashes."""
+        """Hash of the sorted names."""
         return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
 
 
 def outside(numbers: NDArray[Any], count: int) -> str:
-    """The text ``lowest .. highest`` of the numbers if one of them is outside 0 .. count - 1; else ""."""
+    """The text ``lowest .. highest`` if a number is outside 0 .. count - 1; else ""."""
     if not len(numbers) or 0 <= numbers.min() <= numbers.max() < count:
         return ""
     return f"{numbers.min()} .. {numbers.max()}"
@@ -89,13 +84,7 @@ def check_array(array: NDArray[Any], dtype: Any, shape: tuple[int, ...] | None =
 def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArray[Any]:
     """Read numbers from a file: .npy, .json (a list), or text with numbers separated by white space.
 
-    Args:
-        file: path of the file.
-        key: full configuration key, for error messages.
-        dtype: type of the result. For an integer type, the file must hold integers.
-
-    Raises:
-        SourceError: if the file is missing or has other content.
+    ``key``: configuration key, for error messages. If ``dtype`` is an integer type, the file must hold integers.
     """
     path = os.path.expanduser(os.fspath(file))
     try:
@@ -117,7 +106,7 @@ def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArr
 
 
 def occurrences(indices: Tensor) -> Tensor:
-    """For each index, how many earlier indices are equal to it; int64 [n]. Takes no memory if all indices differ."""
+    """For each index, the number of earlier indices that are equal: int64 [n]."""
     numbers = indices.numpy()
     if not len(numbers) or np.bincount(numbers).max() <= 1:
         return torch.zeros((), dtype=torch.int64, device="cpu").expand(len(numbers))
@@ -130,7 +119,7 @@ def occurrences(indices: Tensor) -> Tensor:
 
 
 def locate(bounds: Tensor, index: int) -> tuple[int, int]:
-    """Index of the part that holds a sample, and the sample's position in it. ``bounds``: see :func:`bounds_of`."""
+    """The part that holds a sample, and the sample's position in this part. ``bounds``: see :func:`bounds_of`."""
     numbers = bounds.numpy()
     part = int(np.searchsorted(numbers, index, side="right")) - 1
     return part, index - int(numbers[part])

@@ -1,4 +1,4 @@
-"""Reads local files. Refuses files that are not regular, and files that exceed a size limit."""
+"""Reads local files. Refuses files that are not regular or exceed a size limit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from gpuaug.files import LARGEST_FILE, check_regular
 from gpuaug.source.paths import redact
 
-LARGEST_IMAGE = 1 << 29  # bytes; the decoder's limit is 178 million pixels, which take 3 bytes each if uncompressed
-LARGE = 1 << 24  # bytes; a larger file is read as an image only if it begins with an image signature
-LARGEST_BATCH = 1 << 31  # bytes that the images above `LARGE` in a batch may take together
-FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # no second try
+LARGEST_IMAGE = 1 << 29  # bytes; the decoder's limit is 178 million pixels, or 3 times as many uncompressed bytes
+LARGE = 1 << 24  # bytes; a larger image must begin with an image signature
+LARGEST_BATCH = 1 << 31  # bytes of all images above `LARGE` in a batch
+FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # reading is not tried again
 SIGNATURE = 16  # bytes that identify an image format
 
-# non-blocking: if a pipe has the name of an image, opening the pipe must not block the worker
+# if a pipe has the name of an image, opening the pipe must not block the worker
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-# JPEG, PNG, BMP, GIF, TIFF, gpuaug's raw pixels, JPEG 2000. The decode stage distinguishes the formats.
+# JPEG, PNG, BMP, GIF, TIFF, gpuaug's raw pixels, JPEG 2000
 _IMAGE_STARTS = (
     b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
     b"\x89gpuaug\n", b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51",
@@ -31,17 +31,11 @@ def open_text(path: str, *, errors: str = "strict") -> io.TextIOWrapper:
 
 
 def read_file(path: bytes | str, *, image: bool = False, limit: int | None = None) -> bytes:
-    """Read all bytes of a regular local file.
+    """Read all bytes of a regular local file. Raises OSError.
 
-    Args:
-        path: the file.
-        image: True if the file should be an image. The signature of a file above 16 MiB is checked before reading.
-        limit: maximum size in bytes; None: 1 GiB, or 512 MiB for an image.
-
-    Raises:
-        OSError: if the file cannot be read, is not a regular file, is too large, or is not an image.
+    ``image``: True if the file should be an image. ``limit``: maximum bytes; None: 1 GiB, or 512 MiB for an image.
     """
-    # A file of 55 KB takes 50 us. Reading directly into the batch's buffer would save only 2 us
+    # a file of 55 KB takes 50 us; reading directly into the batch's buffer would save only 2 us
     fd = os.open(path, _FLAGS)
     try:
         size = check_regular(os.fstat(fd), path, limit=limit or (LARGEST_IMAGE if image else LARGEST_FILE)).st_size
@@ -51,7 +45,6 @@ def read_file(path: bytes | str, *, image: bool = False, limit: int | None = Non
 
 
 def _read(fd: int, begin: int, size: int, path: bytes | str, *, image: bool) -> bytes:
-    """Read ``size`` bytes of an open file from position ``begin``. Checks the signature of an image above 16 MiB."""
     if image and size > LARGE:
         check_signature(os.pread(fd, SIGNATURE, begin), size, path)
     data = os.pread(fd, size, begin)
@@ -65,10 +58,7 @@ def _read(fd: int, begin: int, size: int, path: bytes | str, *, image: bool) -> 
 
 
 def too_large(size: int, path: bytes | str, *, held: int) -> OSError:
-    """The error for an image that exceeds `LARGEST_IMAGE`, or exceeds `LARGEST_BATCH` with other images of its batch.
-
-    ``held``: bytes of the large images before it in the batch.
-    """
+    """The error for an image above a limit. ``held``: bytes of the large images before it in the batch."""
     if size > LARGEST_IMAGE:
         return OSError(errno.EFBIG, f"{size} bytes, more than {LARGEST_IMAGE}", redact(os.fsdecode(path)))
     text = f"{size} bytes; large images of the batch already take {held} of at most {LARGEST_BATCH}. Lower `batch_size`"
@@ -90,7 +80,7 @@ def file_version(status: os.stat_result) -> str:
 
 
 class OpenFile:
-    """A local file that stays open while this object exists, because opening takes longer than reading an image."""
+    """A local file that stays open, because opening takes longer than reading an image."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -99,10 +89,7 @@ class OpenFile:
         self.version = file_version(check_regular(os.fstat(self.fd), path))
 
     def read(self, begin: int, size: int, *, version: str, image: bool) -> bytes:
-        """Read ``size`` bytes from position ``begin``. Raises OSError if reading fails, or if ``version`` differs.
-
-        ``version``: the version that the file must have; "": any.
-        """
+        """Read ``size`` bytes from position ``begin``. ``version``: the version that the file must have; "": any."""
         if version and version != self.version:
             raise OSError(errno.ESTALE, "the file changed since it was indexed", self.path)
         return _read(self.fd, begin, size, self.path, image=image)

@@ -2,15 +2,11 @@
 
 A complete folder of `gpuaug materialize` contains
 
-- ``manifest.json``: source, recipe, views, sizes and labels of the epochs; written last,
-- ``epoch-0000/order.npy``: int64 [M], the sample number of each row, in the order of that epoch,
-- ``epoch-0000/00000.npy``: a chunk of these rows, as a structured array. Its fields are ``label`` and the views
-  ``view0``, ``view1``, .... A view is uint8 [H, W, 3] before normalization, or [3, H, W] of the final dtype after
-  normalization. bfloat16 is stored as uint16,
+- ``manifest.json``: source, recipe, views, sizes and labels of the epochs,
+- ``epoch-0000/order.npy``: int64 [M], the sample number of each row of the epoch,
+- ``epoch-0000/00000.npy``: a chunk of these rows, as a structured array with the dtype of :func:`record`,
 - ``epoch-0000/00000.json``: the chunk's checksum, and the faults of samples without pixels,
 - ``*.npy`` with the keys, labels and numbers of the samples, as in their source.
-
-``numpy.load(chunk, mmap_mode="r")["view0"]`` shows the stored images.
 """
 
 from __future__ import annotations
@@ -41,8 +37,8 @@ from gpuaug.source.paths import absolute
 
 log = logging.getLogger("gpuaug")
 
-KIND, VERSION = "gpuaug materialize", 1  # name and version of the format
-MANIFEST, PLAN = "manifest.json", ".plan.json"  # an unfinished folder has no MANIFEST, only a PLAN
+KIND, VERSION = "gpuaug materialize", 1
+MANIFEST, PLAN = "manifest.json", ".plan.json"  # an unfinished folder has only a PLAN
 STORES = {"uint8": "|u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
 MAPPED_CHUNKS = 64  # chunks that a process keeps mapped; each needs a file descriptor
 
@@ -59,7 +55,7 @@ class MaterializedSource(ListedSource):
         subset, exclude: as in :class:`FolderSource`, applied to the stored samples.
 
     Raises:
-        SourceError: if the folder is incomplete or damaged, or was made from another source.
+        SourceError: if the folder is incomplete or damaged, or was not made from ``original``.
 
     >>> source = MaterializedSource("data/epochs")
     >>> loader = gpuaug.Loader(source, augment=recipe, seed=0, batch_size=256)
@@ -95,7 +91,7 @@ class MaterializedSource(ListedSource):
         log.info("source %s: %s", self.root, self)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Stored bytes of sample ``index`` in the first stored epoch, and its label."""
+        """Stored bytes and label of sample ``index`` in the first stored epoch."""
         self._check(index)
         rows = np.flatnonzero(self.rows.order(0) == operator.index(index))
         if not len(rows):
@@ -109,23 +105,23 @@ class MaterializedSource(ListedSource):
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes or targets of the source that the epochs were made from."""
+        """The ``num_classes`` of the original source."""
         return self.manifest["num_classes"]
 
     @property
     def stored(self) -> MaterializedSource:
-        """This source. If a source has this attribute, the loader replays it instead of decoding."""
+        """This source, which tells the loader to replay epochs."""
         return self
 
     def digest(self) -> str:
-        """The digest of the source that the epochs were made from."""
+        """The digest of the original source."""
         return str(self.manifest["made_of"]["source"])
 
     def _label_of(self, index: int) -> Any:
         return super()._label_of(index if self._stored is None else int(self._stored[index]))
 
     def _check(self, index: int) -> int:
-        """Position of a sample among the stored samples; IndexError if the sample is not stored."""
+        """Position of a sample among the stored samples."""
         number = operator.index(index)
         position = number if self._stored is None else int(np.searchsorted(self._stored.numpy(), number))
         if not 0 <= position < len(self._names) or (self._stored is not None and int(self._stored[position]) != number):
@@ -148,16 +144,10 @@ class MaterializedSource(ListedSource):
 
 
 class Rows:
-    """The source that workers read. It numbers the stored samples of all epochs as rows, epoch after epoch.
+    """The source that workers read. Its rows are the samples of all stored epochs, in the order of the epochs.
 
-    ``rows[n]`` is ``(data, label)``. ``data`` holds the pixels of all views, as one piece of mapped memory. If the
-    sample has no pixels, ``data`` is the sample's fault as JSON, which never has the length of the pixels.
-
-    The loader gets row numbers from :meth:`numbers`, and images from :meth:`pixels` and :meth:`views`. Only the path
-    and the manifest are pickled.
-
-    Attributes:
-        dtype: dtype of the stored pixels; uint8 pixels are not normalized yet.
+    ``rows[n]`` is ``(data, label)``. ``data`` holds the pixels of all views in mapped memory. If a sample has no
+    pixels, ``data`` is its fault as JSON, which never has as many bytes as the pixels.
     """
 
     indices = labels = classes = class_to_idx = num_classes = None
@@ -165,7 +155,7 @@ class Rows:
 
     def __init__(self, root: str, manifest: dict[str, Any]) -> None:
         self.root, self.manifest = root, manifest
-        self.dtype: torch.dtype = getattr(torch, manifest["store"])
+        self.dtype: torch.dtype = getattr(torch, manifest["store"])  # uint8 pixels are not normalized yet
         self.record = record(manifest)
         fields: Any = self.record.fields
         self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes of a sample's pixels
@@ -195,7 +185,7 @@ class Rows:
         return pixels[within].data, label
 
     def key(self, index: int) -> str:
-        """The row number as text. Only :class:`MaterializedSource` knows the keys of samples."""
+        """The row number as text."""
         return str(index)
 
     def digest(self) -> str:
@@ -211,10 +201,7 @@ class Rows:
         return numbers
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return a function that gives the row numbers of a batch of this epoch, int64 [B].
-
-        Its arguments are ``indices``, ``repeats`` and ``valid`` of the batch.
-        """
+        """Return a function from ``indices``, ``repeats`` and ``valid`` of a batch to its row numbers, int64 [B]."""
         stored = self.stored_epoch(epoch)
         if epoch != stored and not self._repeats_logged:
             self._repeats_logged = True
@@ -229,7 +216,7 @@ class Rows:
                 at = int(missing.argmax())
                 sample = f"sample {int(indices[at])} (repeat {int(repeats[at])})"
                 raise ConfigError(f"{sample} is not stored in epoch {stored}.")
-            if not there.all():  # only samples that pad the last batch are missing: use their first row in the epoch
+            if not there.all():  # samples that pad the last batch: use their first row in the epoch
                 again, _ = self._find(stored, indices.numpy(), np.zeros_like(positions))
                 positions = np.where(there, positions, again)
             return torch.from_numpy(positions) + self.first[stored - self.manifest["start_epoch"]]
@@ -241,7 +228,7 @@ class Rows:
         return bool(self._find(self.stored_epoch(epoch), indices.numpy(), occurrences(indices).numpy())[1].all())
 
     def stored_epoch(self, epoch: int) -> int:
-        """The stored epoch whose images ``epoch`` uses: ``epoch`` itself if it is stored, else one that it repeats."""
+        """The stored epoch whose images ``epoch`` uses."""
         first, count = int(self.manifest["start_epoch"]), int(self.manifest["epochs"])
         return first + (epoch - first) % count
 
@@ -252,10 +239,7 @@ class Rows:
         return [Fault(row, f["stage"], f["reason"], f["size"], bytes.fromhex(f["head"])) for row, f in stored]
 
     def pixels(self, batch: EncodedBatch) -> Tensor:
-        """Stored bytes of all views, uint8 [B, bytes of one sample]. A sample without pixels has zeros.
-
-        The bytes are copied only if the batch has such a sample.
-        """
+        """Stored bytes of all views, uint8 [B, bytes of a sample]. A sample without pixels has zeros."""
         good = self._has_pixels(batch)
         if good.all():
             return batch.data.view(len(batch), self.size)
@@ -279,7 +263,6 @@ class Rows:
         return views
 
     def _has_pixels(self, batch: EncodedBatch) -> NDArray[np.bool_]:
-        """Whether each row has pixels: a fault never has as many bytes as the pixels."""
         return np.asarray(np.diff(batch.offsets.numpy()) == self.size)
 
     def _find(
@@ -325,7 +308,10 @@ class Rows:
 
 
 def record(manifest: dict[str, Any]) -> np.dtype[Any]:
-    """Dtype of a stored sample: ``view0``, ``view1``, ..., and ``label`` if there are labels."""
+    """Dtype of a stored sample: ``view0``, ``view1``, ..., and ``label`` if there are labels.
+
+    A view is uint8 [H, W, 3] before normalization, or [3, H, W] of the final dtype after normalization.
+    """
     store, label = manifest["store"], manifest["label"]
     fields: list[tuple[str, str, tuple[int, ...]]] = []
     for number, view in enumerate(manifest["views"]):
@@ -352,12 +338,12 @@ def chunk_count(manifest: dict[str, Any], slot: int) -> int:
 
 
 def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
-    """Number of samples in a chunk; the last chunk of an epoch may be shorter."""
+    """Number of samples in a chunk."""
     return int(min(manifest["chunk"], manifest["rows"][slot] - number * manifest["chunk"]))
 
 
 def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
-    """The .json file of a chunk: rows, digest and faults; OSError or ValueError if the file is missing or wrong."""
+    """The .json file of a chunk; OSError or ValueError if the file is missing or wrong."""
     note = json.loads(read_file(str(file.with_suffix(".json"))))
     if not isinstance(note, dict) or note.get("rows") != rows or not isinstance(note.get("faults"), list):
         raise ValueError(f"its .json file has {str(note)[:100]}")
@@ -370,7 +356,7 @@ def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest of a complete folder; SourceError if it is missing or damaged, or has another version."""
+    """The manifest of a complete folder; SourceError if it cannot be used."""
     try:
         return parse_manifest(read_file(str(root / MANIFEST)), KIND, VERSION)
     except FileNotFoundError as error:
@@ -383,7 +369,6 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def _load(file: Path, *, dtype: Any, optional: bool = False) -> Any:
-    """A memory-mapped array of numbers; None if the file is optional and missing."""
     try:
         check_regular(os.stat(file), file)
         return check_array(np.lib.format.open_memmap(file, mode="r"), dtype)

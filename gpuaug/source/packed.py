@@ -1,4 +1,4 @@
-"""Reads the folder that `gpuaug pack` writes: memory-mapped uint8 arrays or JPEG shards, at several sizes."""
+"""Reads the folder that `gpuaug pack` writes: uint8 arrays or JPEG shards, at several sizes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from gpuaug.source.objects import ObjectTable
 from gpuaug.source.paths import absolute, is_url, join, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
 
-MANIFEST = "manifest.json"  # written last: a folder without a manifest is not finished
+MANIFEST = "manifest.json"  # an unfinished folder has none
 KIND, VERSION = "gpuaug pack", 1
 ENDINGS = {"uint8": "bin", "jpeg": "tar"}
-FULL = "full"  # used as the size of images that are not resized
+FULL = "full"  # the size of images that are not resized
 
 Size = int | str
 
@@ -37,24 +37,22 @@ Size = int | str
 class PackedSource(ListedSource):
     """Reads the folder that `gpuaug pack` wrote, with the keys, labels, classes and targets of the packed source.
 
-    Samples are numbered 0 .. N - 1 in the order of the packed source. uint8 arrays are memory-mapped, and `decode`
-    crops views from them without a copy. The default for uint8 arrays is ``num_workers=0``, because workers would copy
-    every batch into shared memory.
+    Samples are numbered 0 .. N - 1 in the order of the packed source. Local uint8 arrays are memory-mapped and cropped
+    without a copy. Their default is ``num_workers=0``, because workers would copy every batch into shared memory.
 
     If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``. Its coordinates are pixels of
-    the packed image. If the packed source had extra values, a sample is ``(bytes, label, extra)``.
+    the packed image. If the packed source had extras, a sample is ``(bytes, label, extra)``.
 
     Args:
-        root: the folder, or its URL. A URL is not memory-mapped; only the needed byte ranges are read.
-        size: shorter side to read, one of the packed sizes; None: the largest. A mapping from epoch to size changes the
-            size during training: ``{0: 128, 30: 160}`` reads 128 in epochs 0 .. 29, and 160 from epoch 30 on.
+        root: the folder, or its URL.
+        size: shorter side to read, one of the packed sizes, in pixels; None: the largest. A mapping from epoch to size
+            changes the size during training: ``{0: 128, 30: 160}`` reads 160 from epoch 30 on.
         classes: class mapping of another run, as in :class:`FolderSource`; labels are converted by name.
-        subset: a count, a fraction, or a FILE or sequence of sample numbers.
-        exclude: a FILE of samples to leave out: JSON lines with ``key``, as ``faults.file`` writes them.
+        subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
     Raises:
-        SourceError: if ``root`` is not a complete folder of `gpuaug pack`, or does not have ``size``.
+        SourceError: if ``root`` is not a complete folder of `gpuaug pack`.
 
     >>> source = PackedSource("data/packed", size={0: 128, 30: 160})
     >>> source.size_of(30)
@@ -80,8 +78,8 @@ class PackedSource(ListedSource):
         self.zero_copy = self.mapped
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self._schedule = self._sizes_by_epoch(size)
-        self.used = sorted({size for _, size in self._schedule}, key=str)  # sizes that at least one epoch reads
-        self.total = int(self.manifest["samples"])  # number of all samples, also of excluded ones
+        self.used = sorted({size for _, size in self._schedule}, key=str)  # sizes that some epoch reads
+        self.total = int(self.manifest["samples"])  # includes excluded samples
         self._first = bounds_of(self.manifest["shards"])
         self._names = self._texts("keys")
         self._extras = self._texts("extra") if "index/extra.npy" in self.manifest["files"] else None  # JSON
@@ -107,12 +105,12 @@ class PackedSource(ListedSource):
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
-        """``read_many(numbers)`` reads several samples at the same time; returns a list of samples or exceptions."""
+        """``read_many(numbers)`` returns a list of samples or exceptions."""
         return self._read
 
     @property
     def by_epoch(self) -> Rows | None:
-        """The source that the loader reads instead of this one if the size depends on the epoch; else None."""
+        """The source that the loader reads if the size depends on the epoch; else None."""
         return Rows(self) if len(self._schedule) > 1 else None
 
     def size_of(self, epoch: int) -> Size:
@@ -127,14 +125,12 @@ class PackedSource(ListedSource):
         """Height and width of every sample, int32 [N, 2], at ``size`` (None: the size that is read)."""
         return self._array(f"index/{self.size if size is None else size}.shapes.npy", np.int32, self.total, 2)
 
-    # -- bytes --
-
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         _ = self.size  # raises RuntimeError if the size depends on the epoch
         return self.read_rows(numbers)
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """The samples of ``rows``, row numbers of :class:`Rows`; an exception for a sample that cannot be read."""
+        """The samples or exceptions of ``rows``, which are row numbers of :class:`Rows`."""
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)
@@ -153,7 +149,7 @@ class PackedSource(ListedSource):
         return items
 
     def _locate(self, row: int) -> tuple[Size, int, int, int]:
-        """Size, shard, first byte and number of bytes of a row. Its bytes are the image, then the mask."""
+        """Size, shard, first byte and number of bytes of a row: the image, then the mask."""
         position, number = divmod(row, self.total)
         size, (shard, _) = self.used[position], locate(self._first, number)
         begin, length = int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
@@ -162,7 +158,6 @@ class PackedSource(ListedSource):
         return size, shard, begin, length
 
     def _sample(self, row: int, data: Any) -> Any:
-        """The sample of a row: bytes, label, extra; an exception if its extra is damaged. ``data``: the row's bytes."""
         label, (position, number) = self._label_of(row), divmod(row, self.total)
         try:
             extra = () if self._extras is None else (json.loads(self._extras[number]),)
@@ -175,7 +170,6 @@ class PackedSource(ListedSource):
         return view[:length], replace(label, mask=view[len(view) - int(mask.numpy()[number]) :]), *extra
 
     def _label_of(self, row: int) -> Any:
-        """Label or Target of a row of :class:`Rows`, without reading a file."""
         position, number = divmod(row, self.total)
         label = super()._label_of(number)
         if not self.target_kinds:
@@ -199,8 +193,6 @@ class PackedSource(ListedSource):
                     raise SourceError(f"{name} in {self.root!r} has {actual} bytes instead of {expected}. {_REPAIR}")
                 self._opened[size, shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._opened[size, shard]
-
-    # -- manifest and index --
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
@@ -238,7 +230,7 @@ class PackedSource(ListedSource):
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
     def _places(self, offsets: str, lengths: str) -> tuple[dict[Size, Tensor], dict[Size, Tensor]]:
-        """For every size, the first byte in the shard and the number of bytes of each sample's image or mask."""
+        """First byte in the shard and number of bytes of each sample's image or mask, by size."""
         begins, sizes = dict[Size, Tensor](), dict[Size, Tensor]()
         for size in self.used:
             begin = self._array(f"index/{size}.{offsets}.npy", np.int64, self.total)
@@ -253,7 +245,6 @@ class PackedSource(ListedSource):
         return begins, sizes
 
     def _take_targets(self) -> None:
-        """Set the attributes that describe the targets, and load the objects of every size."""
         described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None, "panoptic": False}
         flip = described["flip_pairs"]
         self.target_kinds = frozenset(described["kinds"])
@@ -292,7 +283,7 @@ class PackedSource(ListedSource):
         return tables
 
     def _renumbered(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The class numbers of objects, converted by class name to the numbers in `source.classes`."""
+        """Class numbers of objects, converted by name to the numbers in `source.classes`."""
         names, mapping = self.manifest["classes"], self.class_to_idx
         if self.labels is not None or names is None or mapping is None or names == [*mapping]:
             return labels
@@ -310,7 +301,7 @@ class PackedSource(ListedSource):
                 self._set_classes(class_mapping(names if classes is None else classes))
             return
         values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]))
-        if len(values) != self.total:  # a sample may have several labels, so only the first axis is checked
+        if len(values) != self.total:
             raise SourceError(f"index/labels.npy in {redact(self.root)!r} does not match {MANIFEST}. {_REPAIR}")
         self._set_labels(values, classes=classes, names=self.manifest["classes"])
 
@@ -335,10 +326,9 @@ class PackedSource(ListedSource):
 
 
 class Rows(SourceView):
-    """The N samples of a packed source at several sizes. A row is one sample at one size.
+    """The N samples of a packed source at several sizes. A row number is (position of the size) * N + sample number.
 
-    The row number is (position of the size) * N + sample number. So workers learn the size from the row number, and do
-    not need to know the epoch.
+    So workers learn the size from the row number and do not need the epoch.
     """
 
     def __init__(self, source: PackedSource) -> None:
@@ -352,17 +342,13 @@ class Rows(SourceView):
         return self.total * len(self.sizes)
 
     def __getitem__(self, row: int) -> tuple[Any, ...]:
-        """Encoded bytes of the row's sample at the row's size, its label, and its extra if it has one."""
         (item,) = self.read_many([row])
         if isinstance(item, Exception):
             raise item
         return item
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return a function that gives the row numbers of a batch of this epoch, int64 [B].
-
-        Its arguments are ``indices``, ``repeats`` and ``valid`` of the batch.
-        """
+        """Return a function from ``indices``, ``repeats`` and ``valid`` of a batch to its row numbers, int64 [B]."""
         first = self.sizes.index(self.source.size_of(epoch)) * self.total
         return lambda indices, repeats, valid: indices + first
 

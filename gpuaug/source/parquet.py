@@ -29,48 +29,41 @@ from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joine
 
 log = logging.getLogger("gpuaug")
 
-INDEX_THREADS = 8  # threads that read footers and labels
+INDEX_THREADS = 8  # files whose footers, labels and objects are read at the same time
 OPEN_FILES = 64  # files whose footers a process keeps
-WAVE_BYTES = 64 << 20  # remote row groups are collected until they exceed these bytes, then requested together
+WAVE_BYTES = 64 << 20  # remote row groups are requested together as soon as they exceed these bytes
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
-LARGEST_GROUP = 4 << 30  # bytes; limit for an uncompressed row group
+LARGEST_GROUP = 4 << 30  # uncompressed bytes
 
 
 class ParquetSource(RowSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
-    In a shuffled order, large row groups are slow: with 100 photographs per group, reading one sample reads all
-    100. (A tar shard reads only the sample.) A sequential epoch reads each group once. So does the first epoch with
-    ``cache=ram``, because the cache stores all images of a group when the group is read.
+    In a shuffled order, large row groups are slow: with 100 images per group, reading one sample reads 100 images. A
+    sequential epoch reads each group once. So does the first shuffled epoch with ``cache=ram``, because the cache
+    stores all images of a group that is read.
 
-    With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. Objects and labels are read at the start. The column
-    of objects is a struct of lists or a list of structs, as in Hugging Face's COCO, with these fields:
-
-    - ``bbox``, or ``boxes`` (x1, y1, x2, y2); the only required field
-    - ``category_id``, ``category``, ``label`` or ``labels``: class numbers or class names
-    - ``keypoints``: x, y and visibility of each point
-    - ``iscrowd`` or ``crowd``
-    - ``area``
-    - ``id`` or ``ids``
-
-    Other fields are ignored. The columns ``width`` and ``height`` are the size of the image that the objects belong to.
-    A damaged row becomes a fault when it is read.
+    With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. The column of objects is a struct of lists or a list
+    of structs, as in Hugging Face's COCO. Its fields are those of the objects in :class:`ShardSource`. Coordinates are
+    pixels of an image with the size in the columns ``width`` and ``height``. A damaged row becomes a fault when it is
+    read.
 
     Args:
-        root: a file, its URL, a list of them, ``train-*.parquet``, ``train-{000..009}.parquet``, or a folder.
-        image: column of the images, of type binary or a struct with ``bytes``; None: the only column of these types
-            that is neither ``mask`` nor in ``extra``.
-        label: column of the labels (whole numbers, floats, names, lists); ``auto``: ``label`` or ``labels``, or the
-            only ClassLabel of ``datasets``; ``none``: no labels. Class names are read from the files' metadata. With
-            ``mask``, ``objects`` or ``extra``, ``auto`` is ``label`` or ``labels``, or no labels if both are missing.
-        mask: column of the encoded masks, of the same types as images; None: no masks.
-        objects: column of the objects; None: no objects.
+        root: path or URL of a file, such as ``train-*.parquet`` or ``train-{000..009}.parquet``; a list of them; or a
+            folder.
+        image: column of the images, of type binary or a struct with ``bytes``; None: the only such column besides
+            ``mask`` and ``extra``.
+        label: column of the labels (whole numbers, floats, names, lists); ``none``: no labels; ``auto``: ``label`` or
+            ``labels``, else the only ClassLabel of ``datasets``. With ``mask``, ``objects`` or ``extra``, ``auto`` does
+            not search for a ClassLabel, and labels may be missing. Class names are read from the files' metadata.
+        mask: column of the encoded masks, of the same types as images.
+        objects: column of the objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
-        extra: a column, such as ``caption``. Its value in a row is the extra of that sample, and a sample is
-            ``(bytes, label, extra)``. With a list of columns, the extra is a dict. None: no extras.
+        extra: column of the extras, such as ``caption``. A sample is then ``(bytes, label, extra)``. With a list of
+            columns, the extra is a dict.
         classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects.
         subset, exclude: as in :class:`FolderSource`.
-        row_groups: number of recently used row groups that each process keeps in memory.
+        row_groups: number of row groups that each process keeps in memory.
         remote: how to read from URLs.
 
     Raises:
@@ -138,7 +131,6 @@ class ParquetSource(RowSource):
         self._activate(subset, exclude, began=began)
 
     def _set_rows(self, metadata: Sequence[Any], names: Sequence[str]) -> None:
-        """Set the keys, and the first row of each row group. ``names``: the names of the files."""
         rows = [[meta.row_group(g).num_rows for g in range(meta.num_row_groups)] for meta in metadata]
         self._starts = bounds_of([n for groups in rows for n in groups])  # first row of each row group
         self._first = bounds_of([len(groups) for groups in rows])  # first row group of each file
@@ -172,13 +164,12 @@ class ParquetSource(RowSource):
                 else:
                     at = numbers[row] - int(starts[group])
                     items[row] = self._sample(numbers[row], *(column[at].as_py() for column in columns))
-        # without this call, Arrow's memory pool keeps several times the size of a group: with groups of 4 MiB, a worker
-        # keeps 90 MiB instead of 20 MiB
+        # Arrow's memory pool would keep several times the size of a group: 90 instead of 20 MiB with groups of 4 MiB
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
     def group_bytes(self) -> int:
-        """Uncompressed bytes of images, masks and extras in the largest of 16 evenly spread row groups."""
+        """Uncompressed bytes in the largest of 16 evenly spread row groups."""
         sizes = [0]
         for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
             place = self._locate(group)
@@ -199,7 +190,7 @@ class ParquetSource(RowSource):
         return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yield each group and its columns, or an error. Groups in memory come first, as reading may remove them."""
+        """Yield each group and its columns, or an error. Groups in memory come first, because reading may drop them."""
         missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:
@@ -218,7 +209,6 @@ class ParquetSource(RowSource):
         yield from self._read_wave(wave)
 
     def _read_wave(self, wave: dict[int, _Group]) -> Iterator[tuple[int, Any]]:
-        """Read some row groups. The byte ranges of remote groups are requested together."""
         parts = [part for place in wave.values() for part in place.parts]
         pieces = iter(self._storage.read(parts) if is_url(self.root) else [b""] * len(parts))
         for group, place in wave.items():
@@ -253,14 +243,14 @@ class ParquetSource(RowSource):
 class _Group(NamedTuple):
     """A row group of a file."""
 
-    meta: Any  # footer of the file
+    meta: Any  # the footer of the file
     file: FileInfo
     number: int  # of the group in the file
     parts: list[Range]  # byte ranges of the columns to read
 
 
 class _RangeFile(io.RawIOBase):
-    """A file for pyarrow. ``known``: bytes that are in memory, and their positions. Other bytes are read on demand."""
+    """A file for pyarrow. ``known``: positions and bytes that are in memory. Other bytes are read when needed."""
 
     def __init__(self, file: FileInfo, storage: Storage, known: Sequence[tuple[int, bytes]] = ()) -> None:
         self.file, self.storage, self.position, self.known = file, storage, 0, known
@@ -278,7 +268,6 @@ class _RangeFile(io.RawIOBase):
         return self.position
 
     def read(self, size: int = -1) -> bytes:
-        """The next ``size`` bytes; fewer only at the end of the file."""
         left = max(0, self.file.size - self.position)
         size = left if size < 0 else min(size, left)
         start = self.position
@@ -308,7 +297,7 @@ def _in_threads(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any
 
 
 def _metadata(file: FileInfo, storage: Storage) -> Any:
-    """The footer of a file; SourceError if it cannot be read."""
+    """The footer of a file."""
     pyarrow = import_pyarrow()
     if file.size < 0:
         raise SourceError(f"{redact(file.path)!r}: the server reports no size. Use another server, or a copy.")
@@ -341,7 +330,7 @@ def _columns(schema: Any) -> str:
 def _image_column(
     schema: Any, name: str | None, place: str, *, besides: Collection[str | None] = (), key: str = "source.image"
 ) -> str:
-    """Path of the image column, such as ``image.bytes``. The columns in ``besides`` are not considered."""
+    """Path of the image column, such as ``image.bytes``. ``besides``: columns to ignore."""
     known = {field.name: path for field in schema if (path := _bytes_column(field)) and field.name not in besides}
     if name is None and len(known) != 1:
         text = f"set `source.image`: {len(known)} columns of {place!r} have bytes. All columns: {_columns(schema)}."
@@ -362,7 +351,6 @@ def _bytes_column(field: Any) -> str | None:
 
 
 def _label_column(schema: Any, label: str | None, place: str, *, objects: str | None, optional: bool) -> str | None:
-    """Name of the label column; None: no labels. If labels are ``optional``, ``auto`` may find no column."""
     columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
     if optional and label == "auto" and not {"label", "labels"} & {*columns}:
         return None
@@ -372,7 +360,7 @@ def _label_column(schema: Any, label: str | None, place: str, *, objects: str | 
 
 
 def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:
-    """The column of objects, and the columns of the image's size if there are any."""
+    """The columns of the objects and of the image sizes."""
     if name is None:
         return []
     if name not in schema.names or not is_objects(schema.field(name).type):
@@ -384,7 +372,6 @@ def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:
 
 
 def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> Any:
-    """An Arrow table of all rows of some columns, such as labels and objects."""
     pyarrow = import_pyarrow()
     try:
         table = _open(_RangeFile(file, storage), meta).read(columns, use_threads=False).select(columns)
@@ -420,7 +407,6 @@ def _has(column: str, part: Any) -> bool:
 
 
 def _ranges(file: FileInfo, meta: Any, group: int, column: str) -> list[Range]:
-    """The byte ranges of a column in a row group."""
     inside, ranges = meta.row_group(group), []
     for chunk in map(inside.column, range(inside.num_columns)):
         if _has(column, chunk):
@@ -436,7 +422,7 @@ def _ranges(file: FileInfo, meta: Any, group: int, column: str) -> list[Range]:
 
 
 def _images(place: _Group, column: str, data: _RangeFile) -> Any:
-    """The encoded images (or masks, or extra values) of a row group: an Arrow column."""
+    """A column of a row group, such as the encoded images."""
     images = _open(data, place.meta).read_row_group(place.number, columns=[column], use_threads=False).column(0)
     if len(images) != (rows := place.meta.row_group(place.number).num_rows):
         raise ReadError(f"it has {len(images)} rows instead of {rows}")

@@ -1,4 +1,4 @@
-"""Makes paths and URLs absolute, joins and splits them, and expands braces."""
+"""Paths and URLs of sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 from gpuaug.errors import ConfigError
 
-MOST_FILES = 1_000_000  # largest number of files that one pattern with braces may name
+MOST_FILES = 1_000_000  # that a pattern with braces may name
 
 
 def is_url(path: Any) -> bool:
@@ -21,13 +21,9 @@ def is_url(path: Any) -> bool:
 
 
 def absolute(path: Any, *, key: str = "source.root", below: Any = None) -> str:
-    """Return an absolute local path (also for a ``file://`` URL), or a URL without a trailing slash.
+    """Return an absolute local path, also for a ``file://`` URL, or a URL without a trailing slash.
 
-    With an absolute path, workers and calls after a ``chdir`` find the same file. ``below``: the folder or URL where a
-    relative path starts; None: the working folder.
-
-    Raises:
-        ConfigError: if ``path`` is neither a path nor a URL.
+    ``below``: the folder or URL where a relative path starts; None: the working folder.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in os.fsdecode(path):
         raise ConfigError(f"`{key}` must be a path or a URL. Found: {path!r}.")
@@ -41,7 +37,7 @@ def absolute(path: Any, *, key: str = "source.root", below: Any = None) -> str:
 
 
 def join(root: str, key: str) -> str:
-    """The path or URL of a key below ``root``. Check untrusted keys with :func:`is_safe` first."""
+    """The path or URL of a key below ``root``. Check an untrusted key with :func:`is_safe` first."""
     if not is_url(root):
         return os.path.join(root, key)
     if root.startswith(("http://", "https://")):  # keys are quoted in web URLs, but not for object stores
@@ -68,7 +64,7 @@ def is_safe(key: str) -> bool:
 
 
 def redact(path: str) -> str:
-    """Remove user name, password and the signature of a signed URL, because messages must not show them."""
+    """Remove user name, password and signature from a URL, because messages must not show them."""
     return re.sub(r"(?<=://)[^/@]*@", "", path.split("?", 1)[0]) if is_url(path) else path
 
 

@@ -12,19 +12,10 @@ MAGIC = b"GPUAUGRL"
 
 
 def encode(objects: NDArray[Any]) -> bytes:
-    """Run-length bytes of a map of object numbers.
+    """Run-length bytes of integers [H, W]: 0 means no object, k + 1 means object k.
 
-    The bytes are, in this order:
-
-    - ``GPUAUGRL``
-    - uint32 [3]: height, width, number of runs
-    - int32 [runs]: the object number of each run
-    - uint32 [runs]: the number of pixels of each run
-
-    All numbers are little endian. Runs go row by row, and a run may continue into the next row.
-
-    Args:
-        objects: integers [H, W] with at least one pixel. 0 means no object, k + 1 means object k.
+    The bytes are ``GPUAUGRL`` and little-endian numbers: uint32 [3] with height, width and number of runs; int32 [runs]
+    with the value of each run; uint32 [runs] with the pixels of each run. A run may continue into the next row.
 
     >>> len(encode(np.zeros((480, 640), dtype=np.int32)))
     28

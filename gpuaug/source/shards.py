@@ -1,4 +1,4 @@
-"""WebDataset tar shards with random access. An index stores each image's position, so a sample takes one read."""
+"""WebDataset tar shards with random access. An index file stores the position of each image."""
 
 from __future__ import annotations
 
@@ -39,56 +39,50 @@ log = logging.getLogger("gpuaug")
 
 _ADJACENT = "Members of a sample must stand next to each other, with the same name up to its first dot."
 INDEX_THREADS = 8  # shards that are indexed at the same time
-PIECE_BYTES = 8 << 20  # per request to a remote shard while indexing, because a request per member would be slow
-LOCAL_PIECE_BYTES = 1 << 14  # per read of a local shard, because large pieces would read much besides headers
+PIECE_BYTES = 8 << 20  # per request while a remote shard is indexed; one request per member would be slow
+LOCAL_PIECE_BYTES = 1 << 14  # per read while a local shard is indexed; larger reads would include more image bytes
 
 
 class ShardSource(ListedSource):
     """Samples of WebDataset shards, in their order. Members with the same name up to the first dot are one sample.
 
-    The positions of all samples are read once and stored in an index file. Only shards whose size, time or ETag changed
-    are read again. Hidden members are ignored. Samples without image or label are left out, with one warning. Members
-    with equal names that are not adjacent are different samples, with the keys ``a.jpg``, ``a.jpg#2``, ``a.jpg#3``.
+    An index file stores the positions of all samples. Only new and changed shards are indexed again. Hidden members are
+    ignored. Samples that lack the image, label, mask or objects are left out, with one warning.
 
-    With ``masks`` or ``objects``, a sample is ``(bytes, Target)``. Members of a sample that lie next to each
-    other are read together. The member with the objects is JSON: a list of annotations as in COCO, or a mapping that
-    has such a list in the field ``objects`` or ``annotations``::
+    With ``masks`` or ``objects``, a sample is ``(bytes, Target)``. The objects are JSON: a list of annotations as in
+    COCO, or a mapping that has this list in the field ``objects`` or ``annotations``::
 
         {"width": 640, "height": 480, "objects": [{"bbox": [x, y, width, height], "category_id": 3}]}
 
-    Instead of the list, the JSON or this field may hold columns::
-
-        {"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}
+    Columns may replace the list: ``{"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}``.
 
     An object has these fields:
 
     - ``bbox``, or ``boxes`` (x1, y1, x2, y2); the only required field
     - ``category_id``, ``category``, ``label`` or ``labels``: numbers, or names in ``classes``
     - ``keypoints``: x, y and visibility of each point
-    - ``iscrowd`` or ``crowd``
-    - ``area``
-    - ``id`` or ``ids``
+    - ``iscrowd`` or ``crowd``, ``area``, and ``id`` or ``ids``
 
-    Other fields are ignored. Coordinates are pixels of an image of ``width`` and ``height``. A sample whose JSON cannot
-    be used becomes a fault when it is read.
+    Coordinates are pixels of an image of ``width`` and ``height``. If the JSON of a sample cannot be used, the sample
+    becomes a fault when it is read.
 
     Args:
-        root: a shard's path or URL, possibly with braces (``data/train-{000..099}.tar``), a list of them, or a folder.
+        root: path or URL of a shard, such as ``data/train-{000..099}.tar``; a list of them; or a folder.
         labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. ``json`` also finds
             ``a.meta.json``. ``auto`` is ``none`` if ``masks`` or ``objects`` is set, else ``cls``.
-        label_key: field of a .json label, with dots for nested fields: ``a.b``.
-        masks: extension of the member with the mask, such as ``png`` or ``seg.png``; None: no masks.
-        objects: extension of the member with the objects, such as ``json``; None: no objects.
+        label_key: field of a .json label; ``a.b`` for a nested field.
+        masks: extension of the member with the mask, such as ``png`` or ``seg.png``.
+        objects: extension of the member with the objects, such as ``json``.
         num_keypoints: number of keypoints of an object; None: keypoints are not read.
         box_format: what a field ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
-        extra: extension of the member that holds the extra, such as ``txt``. With a list of extensions, the extra is a
-            dict. ``.txt`` gives text, ``.json`` is parsed, others give bytes. A sample is then ``(bytes, label,
-            extra)``. If a sample lacks the member, the value is None. None: no extras.
-        classes: as in :class:`FolderSource` for labels that are names. For labels that are numbers, only the number
-            of classes is used. With ``objects``, these are the classes of the objects.
+        extra: extension of the member with the extra, such as ``txt``. A sample is then ``(bytes, label, extra)``. The
+            extra is text for ``.txt``, parsed for ``.json``, bytes for other members, and None if the member is
+            missing. With a list of extensions, the extra is a dict.
+        classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects. If labels are numbers, only
+            the number of classes is used.
         subset, exclude: as in :class:`FolderSource`.
-        extensions: extensions of images; if several of them match in a sample, the first in this list is used.
-        index: a folder for the index file; None: the folder of local shards if it is writable, else
+        extensions: extensions of images. If a sample has several images, the first extension in this list is used.
+        index: folder of the index file; None: the folder of local shards if it is writable, else
             ``$XDG_CACHE_HOME/gpuaug``.
         remote: how to read from URLs.
 
@@ -153,7 +147,6 @@ class ShardSource(ListedSource):
         self._activate(subset, exclude, began=began)
 
     def _set_kinds(self, masks: Any, objects: Any, extra: Extra, num_keypoints: Any, box_format: Any) -> None:
-        """Set which members are targets and extras, and declare the kinds of targets."""
         self.masks, self.objects = (
             None if checks.text(f"source.{key}", value, optional=True) is None else value.lower().lstrip(".")
             for key, value in (("masks", masks), ("objects", objects))
@@ -173,7 +166,6 @@ class ShardSource(ListedSource):
         self._count = 1 + len(self._members) + len(self._extras)  # number of members of a sample that are read
 
     def _check_samples(self, parts: list[_Part], rule: _Rule, extensions: Sequence[str]) -> None:
-        """Raise SourceError if there are no samples, or none has the member of an extra. Warn of incomplete samples."""
         place, other = redact(self.root), sorted({extension for part in parts for extension in part.other})
         if not len(self._names):
             raise SourceError(f"no images in {len(parts)} shards of {place!r}. {_hint(other, rule, extensions)}")
@@ -195,17 +187,16 @@ class ShardSource(ListedSource):
 
     def _range(self, index: int) -> Range:
         shard = self._shards[locate(self._names.bounds, index)[0]]
-        at = index * self._count
-        begin, size = int(self._offsets.numpy()[at]), int(self._sizes.numpy()[at])
+        begin, size = int(self._offsets.numpy()[index]), int(self._sizes.numpy()[index])
         return Range(shard.path, begin, size, shard.version, image=0)
 
     def _places(self, index: int) -> list[tuple[int, int]]:
-        """First byte and number of bytes of each member of a sample: (0, 0) if the sample lacks an extra."""
+        """First byte and number of bytes of each member of a sample; (0, 0) for a missing extra."""
         rows = slice(index * self._count, (index + 1) * self._count)
         return list(zip(self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist(), strict=True))
 
     def _parts(self, index: int) -> list[Range]:
-        """The ranges to read for a sample with several members. Members next to each other are one range."""
+        """The ranges to read for a sample. Adjacent members are one range."""
         shard, places = self._shards[locate(self._names.bounds, index)[0]], self._places(index)
         images = places[: 1 if self.masks is None else 2]  # only these are checked for an image's first bytes
         ranges = (
@@ -233,7 +224,6 @@ class ShardSource(ListedSource):
         return results
 
     def _sample(self, index: int, image: Any, *members: Any) -> Any:
-        """Bytes, label or target, and extra of a sample; or the error of its objects or extra."""
         by_kind = dict(zip(self._members, members, strict=False))
         fields: dict[str, Any] = {}
         if self.objects is not None:
@@ -255,7 +245,7 @@ class ShardSource(ListedSource):
 
 
 def _member(data: list[tuple[int, bytes]], begin: int, size: int) -> bytes | None:
-    """A member's bytes; None if the sample lacks the member. ``data``: positions and bytes that were read."""
+    """Cut a member out of ``data``, the positions and bytes of ranges; None if the sample lacks the member."""
     if not size:
         return b"" if begin else None
     at, piece = next((at, piece) for at, piece in data if at <= begin and begin + size <= at + len(piece))
@@ -272,7 +262,6 @@ class _Rule(NamedTuple):
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Extensions that each sample needs besides its image."""
         return (*(() if self.label is None else (self.label,)), *self.members)
 
 
@@ -289,19 +278,19 @@ class _Part(NamedTuple):
     other: list[str]  # extensions of the members of dropped samples, and of samples without an extra
 
 
-# -- the index file: the first line is a checksum of the rest, which has one line of JSON per shard
+# -- the index file: a line with a checksum, then one line of JSON per shard
 
 
 def _index(
     shards: list[FileInfo], *, root: str, names: list[str], rule: _Rule, remote: Remote, folder: Any
 ) -> list[_Part]:
-    """The samples of each shard. Only one process per machine reads the shards that the index file lacks."""
+    """The samples of each shard. If the index file lacks a shard, only one process per machine reads the shard."""
     if folder is not None and (not isinstance(folder, str | os.PathLike) or is_url(folder)):
         raise ConfigError(f"`source.index` must be a local folder. Found: {folder!r}.")
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    # store it beside local shards. The name does not depend on the root, so the folder can be moved
+    # beside the shards, the file name does not depend on the root, so the folder can be moved
     if folder is None and not is_url(root):
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
     storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
@@ -309,7 +298,7 @@ def _index(
     known = _load(paths, rule)
     if not all(version in known for version in versions):
         with ExitStack() as stack:
-            try:  # the other ranks wait here, then read the index file
+            try:  # other ranks wait here, then read the index file
                 os.makedirs(cache, exist_ok=True)
                 stack.enter_context(locked(os.path.join(cache, "index.lock")))
             except OSError as error:
@@ -334,7 +323,7 @@ def _file_name(*content: Any) -> str:
 
 
 def _load(paths: list[str], rule: _Rule) -> dict[tuple[str, int, str], _Part]:
-    """The shards in the first usable index file; {} if every file is missing, damaged or of another version."""
+    """The shards in the first usable index file, by (name, size, version)."""
     for path in paths:
         try:
             checksum, _, body = read_file(path, limit=sys.maxsize).partition(b"\n")
@@ -349,7 +338,7 @@ def _load(paths: list[str], rule: _Rule) -> dict[tuple[str, int, str], _Part]:
 
 
 def _save(paths: list[str], body: bytes) -> str | None:
-    """Write the index file to the first writable path and return that path; None if no path is writable."""
+    """Write the index file to the first writable path, and return this path."""
     for path in paths:
         try:
             files.write(path, _checksum(body), b"\n", body)
@@ -364,7 +353,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
-    """A shard's (name, size, version) and samples. If a field is wrong, raises an error that `_load` catches."""
+    """Return a shard's (name, size, version) and samples. Raises an error that `_load` catches."""
     entry = json.loads(line)
     name, size, version = entry["stamp"]
     texts, numbers = [entry[c] for c in ("keys", "labels", "left_out", "other")], [entry["offsets"], entry["sizes"]]
@@ -389,7 +378,6 @@ def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
 
 
 def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, storage: Storage) -> _Part:
-    """Read the tar headers of a shard and return its samples."""
     place, read = redact(shard.path), _reader(shard, storage)
     entry: dict[str, Any] = {"stamp": version, "dropped": 0, "left_out": [], "keys": [], "offsets": [], "sizes": [],
                              "labels": []}  # fmt: skip
@@ -417,7 +405,7 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
         entry["keys"].append(os.fsdecode(_unique(wanted[0].name, times)))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
         entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
-        if label is not None:  # usually without a request, because the piece with the headers contains the label
+        if label is not None:  # rarely a request, because the piece with the headers usually contains the label
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
     if more := [name for name, count in times.items() if count > 1]:
         log.warning(
@@ -428,7 +416,6 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
 
 
 def _chosen(sample: dict[str, Member], rule: _Rule) -> tuple[Member | None, Member | None]:
-    """The image and the label of a sample; None for a missing one."""
     image = next((sample[x] for x in rule.extensions if x in sample), None)
     if rule.label is None:
         return image, None
@@ -438,7 +425,7 @@ def _chosen(sample: dict[str, Member], rule: _Rule) -> tuple[Member | None, Memb
 
 
 def _unique(name: bytes, times: dict[bytes, int]) -> bytes:
-    """A key that is new in the shard. ``times`` counts the keys that were made from each name."""
+    """A key that is new in the shard: ``a.jpg``, ``a.jpg#2``, ... ``times`` counts the keys made from each name."""
     key = name
     while key in times:
         times[name] += 1
@@ -453,7 +440,7 @@ def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[
     for member in listed:
         folder, slash, name = member.name.rpartition(b"/")
         stem, dot, extension = name.partition(b".")
-        if not stem or not dot:  # hidden, or without extension: skipped, as in webdataset
+        if not stem or not dot:  # webdataset also skips hidden members and members without extension
             continue
         key = folder + slash + stem
         if key != last:
@@ -469,7 +456,7 @@ def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[
 
 
 def _reader(shard: FileInfo, storage: Storage) -> Callable[[int, int], bytes]:
-    """A function ``read(at, size)`` that reads a shard in pieces: large pieces if the shard is remote."""
+    """Return a function ``read(at, size)`` that keeps the last piece of the shard in memory."""
     if shard.size < 0:
         raise SourceError(f"shard {redact(shard.path)!r}: the server reports no size. Use another server, or a copy.")
     piece = PIECE_BYTES if is_url(shard.path) else LOCAL_PIECE_BYTES
@@ -492,7 +479,7 @@ def _reader(shard: FileInfo, storage: Storage) -> Callable[[int, int], bytes]:
 
 
 def _value(text: bytes, label: str, key: str, shard: str, names: Names, i: int) -> Any:
-    """The label in a member: a field if the member is JSON, else a number or a name."""
+    """The label in a member: a field of JSON, else a number or a name."""
     try:
         if label.split(".")[-1] == "json":
             value = json.loads(text)

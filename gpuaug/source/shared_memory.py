@@ -1,12 +1,9 @@
 """Memory that all ranks of a run on one machine share.
 
-torchrun's ranks inherit nothing from each other. So the first rank that needs a shared memory creates an unnamed file
-(memfd), and claims the memory's name with an abstract socket. The other ranks ask the socket for the owner's process
-id, and open the memory through the owner's files in /proc.
-
-This has two advantages over files in /dev/shm and over ``multiprocessing.shared_memory``. The kernel removes the memfd
-and the socket when their last user ends, also after ``kill -9``. And the size of /dev/shm, which is 64 MiB in many
-containers, does not limit a memfd.
+torchrun's ranks inherit nothing from each other. So the first rank creates an unnamed file (memfd), and claims the
+name of the memory with an abstract socket. The other ranks ask the socket for the owner's process id, and open the
+memory in /proc. The kernel removes the memfd and the socket when their last user ends, also after ``kill -9``. The size
+of /dev/shm, 64 MiB in many containers, does not limit a memfd.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from gpuaug import machine
 log = logging.getLogger("gpuaug")
 
 SHARED_BYTES = 1 << 16  # smaller tensors are not shared between ranks
-TIMEOUT_S = 60.0  # how long to wait for the owner to fill the memory
+TIMEOUT_S = 60.0  # how long a rank waits for the owner
 RUN = ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "SLURM_JOB_ID"]
 RUN += ["SLURM_STEP_ID", "PMIX_NAMESPACE"]  # environment variables that differ between runs on a machine
 SUPPORTED = sys.platform == "linux"
@@ -40,16 +37,15 @@ _claims: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.socket | None]:
-    """Open this run's shared memory named ``what`` on this machine. The first rank to do so creates the memory.
+    """Open this run's shared memory named ``what``. The first rank of a machine creates the memory.
 
     Args:
         what: a name, the same on all ranks for the same content.
-        make: gets the file descriptor of an empty memory, sets the size of the memory and fills it. Only the first rank
-            calls ``make``, unless the ranks cannot share memory.
+        make: gets the file descriptor of an empty memory, sets the size of the memory and fills it.
 
     Returns:
-        The file descriptor of the memory, and the socket that claims the memory's name. Other ranks find the memory as
-        long as this socket is open. The socket is None on ranks that do not own the memory.
+        The file descriptor of the memory, and the socket that claims the name. Other ranks find the memory while this
+        socket is open. Ranks that do not own the memory get None as the socket.
     """
     if machine.local_world_size() == 1:
         return _new_memory("gpuaug", make), None
@@ -70,7 +66,7 @@ def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.sock
             claim.listen(4096)
             _claims.add(claim)
             return fd, claim
-        except (ConnectionRefusedError, BlockingIOError):  # the owner is still filling the memory, or has just ended
+        except (ConnectionRefusedError, BlockingIOError):  # the owner fills the memory, or has just ended
             time.sleep(0.02)
         except ProcessLookupError:  # the owner has ended, and its children still hold the socket
             time.sleep(0.1)
@@ -82,10 +78,7 @@ def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.sock
 
 
 def share(tensor: Tensor) -> Tensor:
-    """Return the tensor in shared memory. Workers of any start method use this memory without a copy.
-
-    All ranks of a machine share one copy of a large tensor, so do not write to the returned tensor.
-    """
+    """Return the tensor in memory that workers share. All ranks share large tensors, so do not write to the result."""
     try:
         if tensor.nbytes < SHARED_BYTES or machine.local_world_size() == 1 or not SUPPORTED:
             return tensor.share_memory_()
@@ -117,10 +110,7 @@ def _new_memory(name: str, make: Callable[[int], None]) -> int:
 
 
 def _open_theirs(name: str) -> int:
-    """Open the memory that another process owns under this name.
-
-    Raises ConnectionRefusedError if the memory is not ready, and ProcessLookupError if its owner has ended.
-    """
+    """Raise ConnectionRefusedError if the memory is not ready, and ProcessLookupError if its owner has ended."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
         caller.setblocking(False)
         caller.connect("\0" + name)
@@ -138,14 +128,14 @@ def _open_theirs(name: str) -> int:
 
 
 def write(fd: int, data: memoryview | bytes, begin: int = 0) -> None:
-    """Write to the file. If no memory is left, this raises OSError; a write to a mapping would kill the process."""
+    """Write to the file. Without free memory, raise OSError; a write to a mapping would kill the process."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, memoryview(data)[done:], begin + done)
 
 
 def _close_claims() -> None:
-    # a forked worker inherits the sockets, and would keep a name claimed after the parent has closed its socket
+    # otherwise a forked worker would keep the names claimed after its parent has closed the sockets
     for claim in list(_claims):
         claim.close()
 
