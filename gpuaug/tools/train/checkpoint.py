@@ -1,4 +1,4 @@
-"""Reads checkpoints of `gpuaug train`, without executing their content, and checks them part by part."""
+"""Reads checkpoints of `gpuaug train` without executing their content, and checks each part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 2  # version of the checkpoint format
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:
-    """Read a checkpoint without executing its content. StateError if it is invalid or damaged."""
+    """Read a checkpoint without executing its content. Raises StateError if it is invalid or damaged."""
     try:
         check_regular(os.stat(file), file)  # torch would read a pipe or device forever
         with zipfile.ZipFile(file) as members:  # torch does not check the checksums

@@ -133,11 +133,7 @@ class EachView(nn.Sequential):
 
 
 class Training:
-    """One training run on the loader's device. The model maps images [B, 3, H, W] to logits [B, classes].
-
-    Each epoch ends with a checkpoint and the accuracy on the held-out images of ``val``. With ``ema``, this is the
-    accuracy of the averaged weights.
-    """
+    """One training run on the loader's device. The model maps images [B, 3, H, W] to logits [B, classes]."""
 
     def __init__(
         self,
@@ -175,7 +171,7 @@ class Training:
         self.history: list[dict[str, float | int | None]] = []
 
     def run(self, report: Report) -> int:
-        """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training. Writes a checkpoint."""
+        """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training."""
         file = Path(self.settings.out) / "last.pt"
         if self.first:
             output(str(file), "out")
@@ -274,11 +270,7 @@ class Training:
     def step(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
         """Train on one batch. The weights change after ``accumulate`` batches, and after the last batch of an epoch.
 
-        Args:
-            batch: this rank's batch.
-            valid: number of valid samples in this batch, over all ranks.
-            progress: share of the training that is done, for the learning rate.
-            last: whether ``batch`` is the epoch's last batch.
+        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that is done.
         """
         if not self.group.batches:
             self._begin_group(valid, progress)
@@ -336,7 +328,7 @@ class Training:
         self.group = Group()
 
     def _forget_group(self, epoch: int, position: int) -> None:
-        """Forget an unfinished group: go back to its first batch, so that its samples come again after a resume."""
+        """Go back to the first batch of an unfinished group, so that its samples come again after a resume."""
         if self.group.batches:
             for buffer, before in zip(self.model.buffers(), self.group.buffers or [], strict=True):
                 buffer.copy_(before)
@@ -425,10 +417,7 @@ class Training:
             raise GpuaugError(f"the checkpoint {file} cannot be written: {error}. Set another `out`.") from error
 
     def load(self, file: Path) -> None:
-        """Load a checkpoint, so that training continues with the next sample.
-
-        The batch size and the numbers of workers and ranks may differ from those of the checkpoint.
-        """
+        """Load a checkpoint, so that training continues with the next sample."""
         parts = read_checkpoint(file)
         classes = self.loader.source.classes
         if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
@@ -502,12 +491,8 @@ def outcome(
 ) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, both float [B].
 
-    With several views, the loss is the mean of the views' losses, and the accuracy is that of the views' summed logits.
-    For mixed labels, the class with the largest value is right. With ``binary_cross_entropy``, the accuracy of a sample
-    is the share of its classes that are right.
-
-    ``logits`` are float [B, C] per view, and ``labels`` are int64 [B] or float [B, C]. ``classes`` is the expected C;
-    None if it is unknown.
+    ``logits`` are float [B, C] per view, and ``labels`` are int64 [B] or float [B, C]. With several views, the loss is
+    the mean of the views' losses, and the accuracy is that of the views' summed logits.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
@@ -540,7 +525,7 @@ def outcome(
 
 
 def _explain(error: Exception, batch: Batch) -> str | None:
-    """What a user can do about an error in the model's forward pass; None if unknown."""
+    """What a user can do about an error in the model's forward pass, or None."""
     text = str(error).strip()
     if isinstance(error, ValueError) and "more than 1 value per channel" in text:
         return (
