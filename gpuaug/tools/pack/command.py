@@ -206,22 +206,19 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
     samples, bad = sum(len(job.numbers(shard)) for shard, _ in before), 0
     if before:
         log.info("pack %s: %d of %d shards are already done", job.out, len(before), job.shards)
-    with tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty()) as bar:
-        made = results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
-        with closing(made):
-            for shard, shard_faults in chain(before, made if todo else ()):
-                bad += len(shard_faults)
-                bar.set_postfix(bad=bad, refresh=False)
-                listed = [
-                    Fault(row, stage, reason, size, bytes.fromhex(head))
-                    for row, stage, reason, size, head in shard_faults
-                ]
-                indices = job.numbers(shard).tolist()
-                try:
-                    faults.handle(listed, indices=indices, epoch=0, samples=len(indices), key_of=job.source.key)
-                except DataError as error:
-                    remedy = "To leave out such samples, set `faults.policy=drop`."
-                    raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
+    bar = tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty())
+    made = results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
+    with bar, closing(made):
+        for shard, shard_faults in chain(before, made if todo else ()):
+            bad += len(shard_faults)
+            bar.set_postfix(bad=bad, refresh=False)
+            listed = [Fault(*values, bytes.fromhex(head)) for *values, head in shard_faults]
+            indices = job.numbers(shard).tolist()
+            try:
+                faults.handle(listed, indices=indices, epoch=0, samples=len(indices), key_of=job.source.key)
+            except DataError as error:
+                remedy = "To leave out such samples, set `faults.policy=drop`."
+                raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
     faults.end_of_epoch(0, rescued=0, truncated=0)
 
 
