@@ -58,7 +58,7 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 def calls_of(
     op: Prepared, chosen: Chosen, slots: Iterable[int], size: tuple[int, ...]
 ) -> tuple[list[Call] | str, set[str]]:
-    """torchvision's calls for the modules that one sample got in ``slots``, or why there are none; and their classes.
+    """torchvision's calls for one sample's modules in ``slots``, or why there are none, and the modules' class names.
 
     ``chosen`` are the choices and parameters of the sample. ``size`` is the image's (H, W).
     """

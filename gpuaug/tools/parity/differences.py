@@ -19,10 +19,10 @@ HEADINGS = {  # by stage, in the order of the table
     "all": "everything, from the bytes to the normalized view",
     "targets": "masks and boxes, from the same input; boxes in pixels",
 }
-EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
+EPOCHS = 32  # number of epochs to search for samples to which an operation is applied
 # Limits of the verdicts. EQUAL, LEVEL and CLOSE are in levels, for images.
 EQUAL, LEVEL = 0.05, 1.001  # EQUAL: above the rounding of float32. LEVEL: one level plus the rounding of float32
-CLOSE = 4.0  # truncation to uint8 loses half a level per step, and recipes have up to eight steps
+CLOSE = 4.0  # enough for eight operations in uint8, because each truncation loses half a level on average
 SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes. SAME_BOX: above the rounding of float32
 TIES = 0.002  # share of the mask pixels; rounding can decide pixels at an edge, or between two equally near pixels
 

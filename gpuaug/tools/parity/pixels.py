@@ -148,7 +148,7 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
 
 
 def _by_pillow(data: bytes) -> Image:
-    """Decode to uint8 [H, W, 3]. Raises ValueError for 16-bit and 32-bit gray."""
+    """Decode to uint8 [H, W, 3]. Raises ValueError if Pillow opens the image as 16-bit or 32-bit gray."""
     with PIL.Image.open(io.BytesIO(data)) as image:
         if image.mode.startswith("I"):
             raise ValueError(DEEP)

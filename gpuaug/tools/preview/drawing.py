@@ -128,7 +128,7 @@ def preview(
         size: longer side of the largest augmented image, in pixels; None: 160, or 280 if the loader has targets.
 
     Raises:
-        DataError: a sample cannot be decoded and the loader's ``faults.policy`` is ``raise``.
+        DataError: if a sample cannot be decoded, and the loader's ``faults.policy`` is ``raise``.
 
     >>> loader = gpuaug.Loader(gpuaug.FolderSource("data/train"), augment=recipe, num_workers=0, device="cpu")
     >>> gpuaug.preview(loader, [0, 1], epochs=2, size=64).mode
@@ -230,7 +230,7 @@ class Sample:
 
 
 def indices_of(given: Any) -> list[int] | None:
-    """Return the key `indices`, which is a number, a list of numbers or null, as a list or None."""
+    """Return the key `indices` as a list of numbers, or None."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = [given]
     if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
@@ -298,8 +298,7 @@ def rows(
 ) -> list[Row]:
     """A row for each sample: the original with its crops, then the views of each epoch.
 
-    ``cell`` is the longer side of the largest augmented picture, in pixels. With None, augmented pictures keep their
-    size.
+    ``cell`` is the longer side of the largest augmented picture in pixels. None: augmented pictures keep their size.
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = 1 if cell is None else cell / largest
@@ -344,7 +343,7 @@ def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoc
 
 
 def colorful(loader: Loader, indices: Sequence[int], *, epoch: int) -> int:
-    """The number of the most colorful sample, because many operations do not change a gray image."""
+    """The number of the most colorful sample. Many operations do not change a gray image."""
     images = _originals(loader, indices, epoch)
     spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image, _ in images]
     return indices[int(np.argmax(spread))]

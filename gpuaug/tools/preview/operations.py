@@ -27,9 +27,9 @@ from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-# parameter of each step of a jitter; the order of a jitter has positions in this tuple
+# the parameter of each step of a jitter; the order of a jitter is a list of positions in this tuple
 STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
-EXAMPLES = 3  # largest number of pictures of a range; exactly so many if the range is unknown
+EXAMPLES = 3  # largest number of pictures of a range; exactly this many if the range is unknown
 
 
 class Span(NamedTuple):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpuaug")
 
 HOST = "127.0.0.1"
-LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may have another one
+LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may use another one
 LARGEST_BODY = 1 << 16  # bytes
 FILES = {"": "live.html", "live.js": "live.js"}
 HEADERS = {
@@ -91,7 +91,7 @@ def _guard(token: str) -> Any:
 
 
 def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
-    """The page's routes. ``worker`` must have one thread. Of the waiting pictures, only the newest is drawn."""
+    """The page's routes. ``worker`` must have one thread. Of waiting requests for a picture, only the newest is drawn."""
     from aiohttp import web
 
     newest: Any = None  # the newest request for a picture

@@ -28,7 +28,7 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         parts = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if isinstance(error, UnpicklingError):  # torch's text recommends to execute the content
+        if isinstance(error, UnpicklingError):  # torch's message advises the user to execute the content
             reason = "it holds more than tensors, numbers and text"
         raise StateError(
             f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
