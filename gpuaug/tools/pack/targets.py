@@ -34,7 +34,7 @@ from gpuaug.tools.store import npy
 Columns = dict[str, NDArray[Any]]
 
 EXAMPLES = 4  # number of samples to try if a source does not declare its targets
-KINDS = ("masks", "boxes", "keypoints")
+KINDS = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}  # for each kind, the field of `Target`
 COMMON = ("counts", "labels", "crowd", "ids")  # columns that are the same for all sizes
 
 
@@ -66,8 +66,7 @@ def _of_example(source: Source) -> set[str]:
             target = as_target(source[number][1], number)
         except (OSError, GpuaugError):
             continue
-        fields = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}
-        return {kind for kind, field in fields.items() if getattr(target, field, None) is not None}
+        return {kind for kind, field in KINDS.items() if getattr(target, field, None) is not None}
     return set()
 
 

@@ -29,8 +29,7 @@ def call(one: Call, image: Tensor) -> Tensor:
         given = {**given, "v": torch.tensor(given["v"] * (255 if whole else 1)).to(image.dtype)}
     elif whole and name == "solarize":
         given = {"threshold": given["threshold"] * 255}
-    out: Tensor = getattr(torchvision()[0].functional, name)(image, **given)
-    return out
+    return getattr(torchvision()[0].functional, name)(image, **given)
 
 
 def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: Image.Resampling, fill: Any) -> NDArray[Any]:

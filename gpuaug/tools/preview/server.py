@@ -84,14 +84,13 @@ def _guard(token: str) -> Any:
         first = request.path.removeprefix("/").partition("/")[0]
         if not secrets.compare_digest(first.encode("utf-8", "replace"), token.encode()):
             raise web.HTTPNotFound(text="There is nothing here. Open the address that the terminal shows.")
-        answer: web.StreamResponse = await handler(request)
-        return answer
+        return await handler(request)
 
     return guarded
 
 
 def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
-    """The page's routes. ``worker`` must have one thread. Of waiting requests for a picture, only the newest is drawn."""
+    """The page's routes. ``worker`` must have one thread. Of several waiting pictures, only the newest is drawn."""
     from aiohttp import web
 
     newest: Any = None  # the newest request for a picture

@@ -41,8 +41,6 @@ log = logging.getLogger("gpuaug")
 
 TERMINATED = 143  # exit status after SIGTERM, as a shell reports it
 AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OPTIMIZERS = ("sgd", "adamw")
-LOSSES = ("cross_entropy", "binary_cross_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +75,9 @@ class Settings(Keys):
             )
         checks.whole_number("epochs", self.epochs, 1)
         checks.whole_number("accumulate", self.accumulate, 1)
-        for name, known in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("amp", ("auto", *AMP))):
-            checks.one_of(name, getattr(self, name), known)
+        checks.one_of("optimizer", self.optimizer, ("sgd", "adamw"))
+        checks.one_of("loss", self.loss, ("cross_entropy", "binary_cross_entropy"))
+        checks.one_of("amp", self.amp, ("auto", *AMP))
         for name, high in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf), ("warmup", 1.0)):
             checks.number(name, getattr(self, name), 0.0, high)
         checks.number("label_smoothing", self.label_smoothing, 0.0, 1.0)
