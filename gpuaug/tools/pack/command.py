@@ -212,7 +212,9 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
         for shard, shard_faults in chain(before, made if todo else ()):
             bad += len(shard_faults)
             bar.set_postfix(bad=bad, refresh=False)
-            listed = [Fault(*values, bytes.fromhex(head)) for *values, head in shard_faults]
+            listed = [
+                Fault(row, stage, reason, size, bytes.fromhex(head)) for row, stage, reason, size, head in shard_faults
+            ]
             indices = job.numbers(shard).tolist()
             try:
                 faults.handle(listed, indices=indices, epoch=0, samples=len(indices), key_of=job.source.key)
