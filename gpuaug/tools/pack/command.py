@@ -1,14 +1,6 @@
 """`gpuaug pack`: writes a source's images, resized, as tar shards of JPEG or as pixels.
 
-takes: any source, and an output folder.
-does: reads, decodes and resizes with the same stages as training. Each image is decoded once for all sizes.
-gives: ``out/<size>/<shard>.tar`` (WebDataset) or ``.bin`` (`header.raw_header` and pixels, one image after the other),
-``out/index/`` (keys, labels, offsets, shapes and checksums as .npy), and ``out/manifest.json``, which is written last.
-Extra values of samples are JSON in ``out/index/extra.bin``, and ``extra.npy`` holds the position of each.
-If the source has targets, each mask follows its image, as a tar member ``.seg.png``, and ``out/index/`` has the arrays
-of :func:`gpuaug.tools.pack.targets.index_arrays`.
-
-The samples of a shard are a fixed range. So the bytes do not depend on the number of processes or on restarts.
+Each shard is made from a fixed range of samples, so its bytes do not depend on the number of processes or restarts.
 Until the last file is written, all files are in ``out/.partial``.
 """
 
@@ -49,12 +41,14 @@ from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, refuse_changes, results, to_json
 
+log = logging.getLogger("gpuaug")
+
 PARTS = ("source", "decode", "faults")  # the keys of the loader that `gpuaug pack` uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Keys, Pack):
-    """What to write, and how."""
+    """The keys of `gpuaug pack`."""
 
     out: str | None = None
     num_workers: int | None = None
@@ -67,7 +61,7 @@ class Settings(Keys, Pack):
 
 
 def main(request: Request) -> int:
-    """Pack, or continue a stopped run; then check the files if `verify` is set."""
+    """Write the folder, or continue a stopped run. With `verify=true`, check the files at the end."""
     settings = Settings(**request.settings())
     if (out := settings.out) is None:
         raise ConfigError("`out`, the output folder, must be given. Set it: out=DIR")
@@ -121,9 +115,9 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
 
 
 def _refuse_overrides_without_effect(request: Request) -> None:
-    """Raise ConfigError for overrides that have no effect, such as augmentation, which comes after packing."""
+    """Raise ConfigError for overrides that have no effect on packing, such as those of the recipe."""
     if request.config_name is not None:
-        return  # a user's configuration may also hold keys for training
+        return  # a user's own configuration may also hold keys for training
     for root, text in request.others():
         if "=" in text and root.split("/")[0] not in (*PARTS, "hydra"):
             raise ConfigError(
@@ -132,11 +126,7 @@ def _refuse_overrides_without_effect(request: Request) -> None:
 
 
 def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> list[str]:
-    """Compare every file of a finished folder with its checksum. Returns one line for each damaged file.
-
-    Raises:
-        SourceError: if the folder is not finished, or its manifest is damaged.
-    """
+    """Compare every file of a finished folder with its checksum. Returns one line for each problem."""
     place = Path(out)
     manifest = finished(place)
     if manifest is None:
@@ -153,14 +143,11 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
         if path.is_file() and (actual := path.stat().st_size) != files[name][0]:
             problem = f"has {actual} bytes instead of {files[name][0]}"
         lines.append(f"{name}: {problem}")
-    for size in manifest["sizes"]:  # extra shards would be read too
+    for size in manifest["sizes"]:  # a reader of WebDataset shards would also read extra files
         for path in sorted((place / str(size)).glob(f"*.{ENDINGS[manifest['format']]}")):
             if (extra := f"{size}/{path.name}") not in files:
                 lines.append(f"{extra}: is not in the manifest")
     return lines
-
-
-log = logging.getLogger("gpuaug")
 
 
 def pack(
@@ -175,17 +162,7 @@ def pack(
 ) -> dict[str, Any]:
     """Write ``source`` into the folder ``out``, or continue a stopped run. Returns the manifest.
 
-    Args:
-        source: see :mod:`gpuaug.source`. All samples that are not excluded are packed, in order.
-        out: a new or empty folder, or one written by the same job. A finished folder is not changed.
-        what, decode: what to write, and the decoder settings.
-        faults: ``raise`` stops at a bad sample, ``drop`` leaves it out. ``blank`` is refused.
-        num_workers, on: as in ``conf/gpuaug/command/pack.yaml``.
-
-    Raises:
-        ConfigError: if a setting is wrong, or ``out`` holds other files.
-        DataError, FaultBudgetError: depending on ``faults``.
-        GpuaugError: if a process dies or a file cannot be written. Finished shards are kept.
+    By default, a bad sample stops the run. ``conf/gpuaug/command/pack.yaml`` explains ``num_workers`` and ``on``.
     """
     what, decode, faults = what or Pack(), decode or Decode(), faults or Faults(policy="raise")
     source = adapt(source)
@@ -203,7 +180,7 @@ def pack(
         source=source,
         out=place,
         what=what,
-        # resolve `auto` now, because other machines could choose differently
+        # resolve `auto` now, because another machine could choose another backend
         decode=replace(decode, num_threads=1, backend=choose_backend(decode.backend)),  # type: ignore[arg-type]
         truncated=faults.truncated == "accept",
         drop=faults.policy == "drop",
@@ -211,7 +188,7 @@ def pack(
     )
     if (manifest := finished(place)) is not None:
         refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)
-        shutil.rmtree(job.work, ignore_errors=True)  # left by a run that was killed at its very end
+        shutil.rmtree(job.work, ignore_errors=True)  # a run that was killed at its very end leaves this folder
         log.info("pack %s: already finished", place)
         return manifest
     with only_writer(job.work, out=place):
@@ -229,22 +206,21 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
     samples, bad = sum(len(job.numbers(shard)) for shard, _ in before), 0
     if before:
         log.info("pack %s: %d of %d shards are already done", job.out, len(before), job.shards)
-    with tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty()) as bar:
-        made = results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
-        with closing(made):
-            for shard, shard_faults in chain(before, made if todo else ()):
-                bad += len(shard_faults)
-                bar.set_postfix(bad=bad, refresh=False)
-                listed = [
-                    Fault(row, stage, reason, size, bytes.fromhex(head))
-                    for row, stage, reason, size, head in shard_faults
-                ]
-                indices = job.numbers(shard).tolist()
-                try:
-                    faults.handle(listed, indices=indices, epoch=0, samples=len(indices), key_of=job.source.key)
-                except DataError as error:
-                    remedy = "To leave out such samples, set `faults.policy=drop`."
-                    raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
+    bar = tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty())
+    made = results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
+    with bar, closing(made):
+        for shard, shard_faults in chain(before, made if todo else ()):
+            bad += len(shard_faults)
+            bar.set_postfix(bad=bad, refresh=False)
+            listed = [
+                Fault(row, stage, reason, size, bytes.fromhex(head)) for row, stage, reason, size, head in shard_faults
+            ]
+            indices = job.numbers(shard).tolist()
+            try:
+                faults.handle(listed, indices=indices, epoch=0, samples=len(indices), key_of=job.source.key)
+            except DataError as error:
+                remedy = "To leave out such samples, set `faults.policy=drop`."
+                raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
     faults.end_of_epoch(0, rescued=0, truncated=0)
 
 
@@ -336,7 +312,7 @@ def _dropped(job: Job, notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _publish(job: Job) -> dict[str, Any]:
-    """Move every file to its final place, the manifest last. If this is interrupted, the next run completes it."""
+    """Move every file to its final place, the manifest last. The next run completes an interrupted move."""
     for name in [*map(str, job.what.names), "index", MANIFEST]:
         if (job.work / name).exists():
             os.replace(job.work / name, job.out / name)

@@ -40,7 +40,7 @@ from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json,
 Format = Literal["jpeg", "uint8"]
 PARTIAL = ".partial"
 _READ_SAMPLES = 32  # samples per read
-_CANVAS_BYTES = 1 << 28  # limit for the resized images of a batch; above it, images are resized one by one
+_CANVAS_BYTES = 1 << 28  # if the resized images of a batch need more memory, they are resized one by one
 _LONGEST_JPEG = 65_535  # pixels per side
 
 FIELDS = {"offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32}  # columns of the index
@@ -51,10 +51,7 @@ Encoded = list[tuple[bytes, tuple[int, int]]]  # for each size: the bytes to wri
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """What to write. ``conf/gpuaug/command/pack.yaml`` explains the keys.
-
-    Images are never enlarged. A JPEG that is small enough and has no EXIF rotation goes into a tar shard unchanged.
-    """
+    """What to write. ``conf/gpuaug/command/pack.yaml`` explains the keys."""
 
     format: Format = "jpeg"
     sizes: Sequence[int] | int | None = None
@@ -104,22 +101,22 @@ class Job:
 
     @property
     def work(self) -> Path:
-        """The folder of unfinished work. All files move from here to ``out`` when the last one is written."""
+        """The folder of all files until the last one is written."""
         return self.out / PARTIAL
 
     @property
     def shards(self) -> int:
-        """Number of shards."""
+        """The number of shards."""
         return math.ceil(len(self.source) / self.what.samples)
 
     def numbers(self, shard: int) -> NDArray[np.int64]:
-        """The numbers that the shard's samples have in the source."""
+        """The numbers of a shard's samples in the source."""
         first, last = shard * self.what.samples, min((shard + 1) * self.what.samples, len(self.source))
         indices = self.source.indices
         return np.arange(first, last) if indices is None else indices.numpy()[first:last]
 
     def note_file(self, shard: int) -> Path:
-        """The shard's note: a file that lists the content of the shard. It is written after the shard."""
+        """The file that lists the content of a shard. It is written after the shard."""
         return self.work / "done" / f"{shard:05d}.json"
 
     def note(self, shard: int) -> dict[str, Any] | None:
@@ -159,7 +156,7 @@ class Job:
         }
 
     def begin(self) -> None:
-        """Create the work folder, or continue in that of an earlier run. ConfigError if it holds another job."""
+        """Record the job in the work folder. Raises ConfigError if the folder holds another job."""
         file = self.work / "job.json"
         if file.exists():
             try:
@@ -171,7 +168,7 @@ class Job:
             refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
         else:
             files.write(file, to_json(self.describe()), sync=True)
-        for part in self.work.rglob("*.part"):  # left by a killed run, because no other run can hold the lock now
+        for part in self.work.rglob("*.part"):  # a killed run left them: no other run can hold the lock now
             part.unlink()
 
 
@@ -194,8 +191,7 @@ def _labels_digest(source: Source) -> str | None:
     if not callable(label):
         return None
     numbers = range(len(source)) if source.indices is None else source.indices.tolist()
-    given = map(label, numbers)  # each is a float, several labels, or a target
-    values = [value.label if isinstance(value, Target) else value for value in given]
+    values = [value.label if isinstance(value, Target) else value for value in map(label, numbers)]
     return None if all(value is None for value in values) else digest(repr(values).encode())
 
 
@@ -214,7 +210,7 @@ def checked_out(out: Path, source: Source) -> Path:
 
 
 class Packer:
-    """Writes shards of a job one after another in one thread."""
+    """Writes shards of a job."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -228,10 +224,9 @@ class Packer:
         self._decoder.close()
 
     def write(self, shard: int, progress: Callable[[int], Any]) -> list[list[Any]]:
-        """Write a shard at all sizes, then its note. ``progress`` is called with each batch's number of samples.
+        """Write a shard at all sizes, then its note. Returns the bad samples: (row, stage, reason, size, head in hex).
 
-        Returns the bad samples as (row, stage, reason, size, head in hex). If bad samples are not dropped, the first
-        batch with a bad sample stops the work, and no file is written.
+        If bad samples are not dropped, the first batch with a bad sample stops the work, and no file is written.
         """
         job = self.job
         paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
@@ -311,7 +306,7 @@ class Packer:
     def _encode_row(
         self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]
     ) -> Encoded | Fault:
-        """The bytes to write for one image. ``views`` holds the batch's windows and resized images for each size."""
+        """The bytes to write for one image. ``views``: for each size, the batch's windows and resized images."""
         what, data = self.job.what, batch.encoded(row).numpy()
         begin = data[:16].tobytes()
         upright = headers.orientation[row] == 1 and row not in headers.replaced
@@ -336,7 +331,7 @@ class Packer:
 
 
 def _json(value: Any, key: str) -> str:
-    """An extra value as JSON; ConfigError if JSON would change it."""
+    """An extra value as JSON. Raises ConfigError if JSON would change it."""
     with suppress(TypeError, ValueError, RecursionError):
         if _same(json.loads(text := json.dumps(value)), value):
             return text
@@ -347,7 +342,7 @@ def _json(value: Any, key: str) -> str:
 
 
 def _same(read: Any, value: Any) -> bool:
-    """Whether a value that was read from JSON is the value that was written. NaN is the same as NaN."""
+    """Whether JSON kept a value. NaN is equal to NaN here."""
     if isinstance(read, dict):
         return isinstance(value, dict) and read.keys() == value.keys() and all(_same(read[x], value[x]) for x in read)
     if isinstance(read, list):
@@ -358,7 +353,7 @@ def _same(read: Any, value: Any) -> bool:
 
 
 class _BadSampleError(Exception):
-    """Stops the writing of a shard, so that the shard's files are removed. The argument is the list of faults."""
+    """Stops the writing of a shard. The argument is the list of faults."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
@@ -369,7 +364,7 @@ def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
-    """Windows that resize whole images to a shorter side of at most ``size``. ``sizes`` [B, 2]: sizes of the images."""
+    """Windows that resize whole images, ``sizes`` [B, 2], to a shorter side of at most ``size``."""
     box = np.maximum(sizes, 1)  # bad rows are 0x0
     resized = box.copy()
     if isinstance(size, int) and (larger := box.min(axis=1) > size).any():
@@ -380,10 +375,7 @@ def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
 
 
 class _ShardFile:
-    """One shard file: a tar of JPEGs, or raw pixels, each image after a header. Masks come after their images.
-
-    ``index`` holds the positions of images and masks.
-    """
+    """A shard file: a tar of JPEGs, or pixels with a header before each image. Each mask follows its image."""
 
     def __init__(self, stack: ExitStack, path: Path, *, jpeg: bool) -> None:
         self._file = stack.enter_context(files.replacing(path, sync=True))
@@ -392,7 +384,7 @@ class _ShardFile:
         self.index: dict[str, list[Any]] = {name: [] for name in (*FIELDS, *MASK_FIELDS)}
 
     def add(self, number: int, data: bytes, shape: tuple[int, int], label: Any, mask: bytes | None) -> None:
-        """Append a sample. Whole-number labels go into WebDataset's `cls` member, others into a JSON member."""
+        """Append a sample. A tar stores a whole-number label as WebDataset's ``cls``, and another label as JSON."""
         name, index = f"{number:09d}", self.index
         begin = self._append(f"{name}.jpg", data)
         for field, value in zip(FIELDS, (begin, len(data), zlib.crc32(data), shape), strict=True):
@@ -409,7 +401,7 @@ class _ShardFile:
             self._append(f"{name}.json", json.dumps({"label": label}).encode())
 
     def _append(self, name: str, data: bytes) -> int:
-        """Append bytes, and in a tar first the header of a member. Returns the position of the first byte."""
+        """Append bytes, in a tar as a member. Returns the position of the first byte."""
         begin = self._file.tell()
         if self._tar is None:
             self._file.write(data)

@@ -1,9 +1,6 @@
-"""Targets of packed images: masks resized by the same rule as the images, and objects in pixels of the packed images.
+"""Resizes masks with the images that `gpuaug pack` writes, and moves boxes and keypoints.
 
-takes: an :class:`EncodedBatch` with targets, its headers, and the windows that resize its images.
-does: checks targets as a training run does, resizes masks by nearest neighbour, and moves objects. Objects are neither
-clipped nor dropped here, because the rules of a training run do this later.
-gives: the encoded masks of each size, and columns of numbers for ``out/index/``.
+Objects are neither clipped nor dropped here, because the rules of a training run do this later.
 """
 
 from __future__ import annotations
@@ -37,15 +34,12 @@ from gpuaug.tools.store import npy
 Columns = dict[str, NDArray[Any]]
 
 EXAMPLES = 4  # number of samples to try if a source does not declare its targets
-KINDS = ("masks", "boxes", "keypoints")
+KINDS = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}  # for each kind, the field of `Target`
 COMMON = ("counts", "labels", "crowd", "ids")  # columns that are the same for all sizes
 
 
 def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
-    """Describe the targets of a source as JSON for the manifest; None if the source has no targets.
-
-    If the source does not declare ``target_kinds``, the first sample that can be read shows the kinds.
-    """
+    """Describe a source's targets as JSON for the manifest. Returns None if the source has no targets."""
     declared = getattr(source, "target_kinds", None)
     found = _of_example(source) if declared is None else declared
     kinds = [kind for kind in KINDS if kind in found]
@@ -64,6 +58,7 @@ def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
 
 
 def _of_example(source: Source) -> set[str]:
+    """The kinds of targets of the first sample that can be read."""
     if source.labels is not None:  # the labels are class numbers, so there are no targets
         return set()
     for number in range(len(source))[:EXAMPLES] if source.indices is None else source.indices[:EXAMPLES].tolist():
@@ -71,19 +66,12 @@ def _of_example(source: Source) -> set[str]:
             target = as_target(source[number][1], number)
         except (OSError, GpuaugError):
             continue
-        fields = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}
-        return {kind for kind, field in fields.items() if getattr(target, field, None) is not None}
+        return {kind for kind, field in KINDS.items() if getattr(target, field, None) is not None}
     return set()
 
 
 class TargetPacker:
-    """Encodes the targets of batches.
-
-    Args:
-        described: from :func:`describe`.
-        decoder: the decoder of the images.
-        raw: whether images are written as pixels. If so, most masks are written as runs, which need no PNG decoder.
-    """
+    """Encodes the targets of batches. With ``raw``, most masks become runs, which need no PNG decoder."""
 
     def __init__(self, described: Mapping[str, Any], decoder: Decoder, *, raw: bool) -> None:
         self.kinds: tuple[str, ...] = tuple(described["kinds"])
@@ -160,7 +148,7 @@ class TargetRows:
 
 
 def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.float64]) -> Objects:
-    """Objects moved by one matrix per image; areas are multiplied by ``scale`` [B]."""
+    """Move objects by one matrix per image, and multiply their areas by ``scale`` [B]."""
     own, boxes, keypoints = matrices[objects.sample], objects.boxes, objects.keypoints
     if boxes is not None:
         boxes = geometry.hulls(own, boxes)
@@ -173,11 +161,9 @@ def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.fl
 
 
 def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
-    """A mask, uint8 or int32 [H, W], encoded without loss.
+    """Encode a mask, uint8 or int32 [H, W], without loss: as gray PNG, as runs (see `source.runs`), or as color PNG.
 
-    With ``raw``: runs (see `source.runs`), unless the runs need more bytes than the pixels. Otherwise a PNG of gray
-    values with 8 or 16 bits. If a value needs more than 16 bits, a panoptic mask becomes a PNG of colours
-    (R + 256 G + 65536 B), and another mask becomes runs.
+    A color PNG holds panoptic ids above 65535 as R + 256 G + 65536 B.
     """
     largest = int(mask.max())
     if raw and len(made := runs.encode(mask)) <= mask.nbytes:
@@ -199,11 +185,7 @@ def to_note(parts: Sequence[Columns]) -> dict[str, str]:
 
 
 def index_arrays(notes: Sequence[Mapping[str, Any]]) -> Columns:
-    """The arrays of ``out/index/`` by name, from the notes of all shards; {} if there are no objects.
-
-    ``object_bounds`` is int64 [samples + 1]. In the other arrays, sample i has the rows from ``object_bounds[i]`` to
-    before ``object_bounds[i + 1]``.
-    """
+    """The arrays of ``out/index/`` by name. Sample i has the rows ``object_bounds[i]:object_bounds[i + 1]``."""
     parts = [{name: _from_text(text) for name, text in note["objects"].items()} for note in notes]
     columns = _joined(parts)
     if not columns:

@@ -26,7 +26,7 @@ CELL = 280  # pixels of a picture's longer side
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Keys):
-    """What to compare."""
+    """The keys of `gpuaug parity`."""
 
     out: str = "parity.png"
     indices: Any = None
@@ -74,16 +74,13 @@ def main(request: Request) -> int:
 
 
 def worst_cases(parity: Parity, rows: int) -> list[Difference]:
-    """The comparisons that are not equal, largest difference first. If all are equal: only the first one."""
+    """The comparisons that are not equal, largest difference first. If all are equal, only the largest."""
     ordered = sorted(parity.nearest, key=lambda d: (d.largest, d.mean), reverse=True)
     return ([d for d in ordered if d.verdict != "equal"] or ordered[:1])[:rows]
 
 
 def row(difference: Difference) -> Row:
-    """The row of a comparison's worst image. It shows gpuaug's image, the other image, and their difference.
-
-    The difference is signed and amplified; gray is zero.
-    """
+    """The row of a comparison's worst image: ours, theirs, and the amplified difference, in which gray is zero."""
     worst = difference.worst
     assert isinstance(worst, Worst)  # every comparison has at least one image
     amplify = next((k for k in (128, 64, 32, 16, 8, 4, 2) if k * difference.largest <= 128), 1)

@@ -1,8 +1,4 @@
-"""The other side of a comparison: torchvision's functions that match a Kornia operation, and crops by Pillow.
-
-The counterpart of an operation is a list of ``torchvision.transforms.v2.functional`` calls with the operation's random
-parameters. An operation without a counterpart gets a text with the reason instead.
-"""
+"""The other side of a comparison: torchvision's functions that match a Kornia operation, and crops by Pillow."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.batch import CropWindows
 from gpuaug.tools.peers import torchvision
 
-Call = tuple[str, dict[str, Any]]  # a torchvision function and its arguments, for pixels in 0..1
+Call = tuple[str, dict[str, Any]]  # a function of torchvision.transforms.v2 and its arguments, for pixels in 0..1
 
 
 def call(one: Call, image: Tensor) -> Tensor:
@@ -33,8 +29,7 @@ def call(one: Call, image: Tensor) -> Tensor:
         given = {**given, "v": torch.tensor(given["v"] * (255 if whole else 1)).to(image.dtype)}
     elif whole and name == "solarize":
         given = {"threshold": given["threshold"] * 255}
-    out: Tensor = getattr(torchvision()[0].functional, name)(image, **given)
-    return out
+    return getattr(torchvision()[0].functional, name)(image, **given)
 
 
 def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: Image.Resampling, fill: Any) -> NDArray[Any]:
@@ -50,10 +45,7 @@ def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: Image.Res
 
 
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
-    """The torchvision functions that correspond to a Kornia operation, or a text that says why there are none.
-
-    ``params`` are the operation's parameters for one sample. A parameter with one value per pixel is [channels, H, W].
-    """
+    """torchvision's calls that match a Kornia operation with the parameters of one sample, or why there are none."""
     if isinstance(module, PillowOp):
         return "its operations are Pillow's, level for level, and torchvision's functions for tensors differ from them"
     make = by_class(TABLE, module)
@@ -65,13 +57,9 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 def calls_of(
     op: Prepared, chosen: Chosen, slots: Iterable[int], size: tuple[int, ...]
 ) -> tuple[list[Call] | str, set[str]]:
-    """torchvision's calls for the chosen modules (or why there are none), and the names of the modules' classes.
+    """torchvision's calls for one sample's modules in ``slots``, or why there are none, and the modules' class names.
 
-    Args:
-        op: the operation. In each of its slots, a sample gets one of several Kornia modules, or none.
-        chosen: the choices and parameters for one sample.
-        slots: the slots to look at.
-        size: (H, W) of the image.
+    ``chosen`` are the choices and parameters of the sample. ``size`` is the image's (H, W).
     """
     calls: list[Call] = []
     kinds = set()
@@ -93,7 +81,7 @@ def calls_of(
 
 
 def why(kinds: Iterable[str], reference: str) -> str:
-    """Why these Kornia classes differ from torchvision's functions. ``reference`` ends in torchvision's arithmetic."""
+    """Why these Kornia classes differ from ``reference``, which is torchvision in float or in uint8."""
     cut = reference.endswith("uint8")
     reasons = [table[kind] for table in (_ALWAYS, _UINT8 if cut else _FLOAT) for kind in sorted(kinds) if kind in table]
     return next(iter(reasons), _CUT if cut else "")
@@ -116,7 +104,7 @@ Make = Callable[[Any, dict[str, Any]], list[Call] | str]  # (module, parameters)
 
 
 def _same(function: str, **names: str) -> Make:
-    """A function that takes Kornia's parameters. ``names``: torchvision's name of a parameter to Kornia's name."""
+    """A function that takes Kornia's parameters. ``names`` maps torchvision's names to Kornia's."""
     return lambda op, p: [(function, {theirs: p[ours] for theirs, ours in names.items()})]
 
 
@@ -153,8 +141,6 @@ def _elastic(op: Any, p: dict[str, Any]) -> list[Call] | str:
 
 
 def _warp(function: str, arguments: Callable[[dict[str, Any]], dict[str, Any]]) -> Make:
-    """A geometric function. It is only compared if resampling is bilinear and pixels outside are zero."""
-
     def make(op: Any, p: dict[str, Any]) -> list[Call] | str:
         if op.flags["resample"].name != "BILINEAR" or ("padding_mode" in op.flags and op.flags["padding_mode"].value):
             return f"{function} is only compared if it is bilinear, with zeros outside"

@@ -19,10 +19,10 @@ HEADINGS = {  # by stage, in the order of the table
     "all": "everything, from the bytes to the normalized view",
     "targets": "masks and boxes, from the same input; boxes in pixels",
 }
-EPOCHS = 32  # how many epochs are searched for samples to which an operation is applied
+EPOCHS = 32  # number of epochs to search for samples to which an operation is applied
 # Limits of the verdicts. EQUAL, LEVEL and CLOSE are in levels, for images.
 EQUAL, LEVEL = 0.05, 1.001  # EQUAL: above the rounding of float32. LEVEL: one level plus the rounding of float32
-CLOSE = 4.0  # truncation to uint8 loses half a level per step, and recipes have up to eight steps
+CLOSE = 4.0  # enough for eight operations in uint8, because each truncation loses half a level on average
 SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes. SAME_BOX: above the rounding of float32
 TIES = 0.002  # share of the mask pixels; rounding can decide pixels at an edge, or between two equally near pixels
 
@@ -64,12 +64,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """How near the two sides are: ``equal``, ``rounding``, ``close`` or ``other``.
-
-        - images: ``rounding`` is at most one level except in rare pixels, ``close`` at most four levels on average.
-        - boxes: ``close`` is at most half a pixel.
-        - masks: ``rounding`` is at most 0.2% of the pixels, ``close`` at most 1%.
-        """
+        """How near the two sides are: ``equal``, ``rounding``, ``close`` or ``other``."""
         if self.kind == "boxes":
             return "equal" if self.largest <= SAME_BOX else "close" if self.largest <= NEAR_BOX else "other"
         if self.kind == "masks":
@@ -110,7 +105,7 @@ class Difference:
             self.worst = Worst(key, index, epoch, int(y), int(x), ours, theirs, what)
 
     def add_targets(self, gaps: NDArray[Any], key: str) -> None:
-        """Add one more image. ``gaps``: each box's largest difference in pixels, or whether each mask pixel differs."""
+        """Add one more image. ``gaps``: the largest difference of each box in pixels, or which mask pixels differ."""
         gaps = np.asarray(gaps, dtype=np.float64).reshape(-1)
         if not len(gaps):
             self.images += 1
@@ -124,7 +119,7 @@ class Difference:
         self._average(len(gaps), off=off, mean=mean)
 
     def _average(self, count: int, **means: float) -> None:
-        """Include the means over ``count`` pixels or boxes of one more image."""
+        """Include one more image with its means over ``count`` pixels or boxes."""
         self.images, self.count = self.images + 1, self.count + count
         for name, mean in means.items():
             before = getattr(self, name)
@@ -154,14 +149,14 @@ class Parity:
 
     @property
     def nearest(self) -> list[Difference]:
-        """The comparisons of images. If one exists for float and one for uint8, this returns only the closer one."""
+        """The comparisons of images. Of torchvision in float and in uint8, only the closer one."""
         best: dict[tuple[str, str], Difference] = {}
         for d in sorted(self.differences, key=lambda d: d.mean):
             best.setdefault((d.stage, d.title), d)
         return [d for d in self.differences if d.stage != "targets" and best[d.stage, d.title] is d]
 
     def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "", kind: str = "") -> Difference:
-        """Return the comparison with these names. If it does not exist yet, it is created."""
+        """Return the comparison with these names, which is created if it is new."""
         names = stage, name, reference, view, kind
         for d in self.differences:
             if (d.stage, d.name, d.reference, d.view, d.kind) == names:
@@ -170,7 +165,7 @@ class Parity:
         return self.differences[-1]
 
     def note(self, text: str) -> None:
-        """Add a note, unless it is there already."""
+        """Add a note if it is new."""
         if text not in self.notes:
             self.notes.append(text)
 

@@ -1,10 +1,7 @@
 """Compares the images of a loader with Pillow's and torchvision's, stage by stage and operation by operation.
 
-In each stage both sides get the same input, so a difference comes from that stage alone. At the end the complete
-pipelines are compared.
-
-Differences are in levels: 1/255 of the pixel range. torchvision runs once in float and once in uint8, because the two
-give different results.
+In each stage both sides get the same input, so a difference comes from that stage alone. Differences are in levels:
+1/255 of the pixel range. torchvision runs in float and in uint8, because their results differ.
 """
 
 from __future__ import annotations
@@ -67,8 +64,7 @@ class Sample:
 def compare(loader: Loader, *, indices: Sequence[int], epoch: int = 0) -> Parity:
     """Compare every stage of a loader on some samples, with the random parameters of an epoch.
 
-    If this epoch applies an operation to too few samples, later epochs are used too. Raises ConfigError if torchvision
-    cannot be imported.
+    If this epoch applies an operation to too few samples, later epochs are used too.
     """
     parity = Parity(torchvision()[1])
     views = [view for view in loader.augment.at(epoch).views if view.copy == 0]
@@ -152,7 +148,7 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
 
 
 def _by_pillow(data: bytes) -> Image:
-    """Decode to uint8 [H, W, 3]. Raises ValueError if Pillow opens the image as 16 or 32-bit gray."""
+    """Decode to uint8 [H, W, 3]. Raises ValueError if Pillow opens the image as 16-bit or 32-bit gray."""
     with PIL.Image.open(io.BytesIO(data)) as image:
         if image.mode.startswith("I"):
             raise ValueError(DEEP)
@@ -208,7 +204,7 @@ def _chosen(op: Prepared, drawn: Drawn, view: View, row: int, image: Image) -> C
 
 
 def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
-    """Names and slots to compare: one name for a color jitter, one per chosen operation for a random choice."""
+    """The names and slots to compare: all slots together, or one by one if the operation is a random choice."""
     active = [s for s in range(len(op.slots)) if chosen.choice[0, s] >= 0]
     if len({type(module) for modules in op.slots for module in modules}) == 1:
         return [(op.name, [*range(len(op.slots))])] if active else []

@@ -1,7 +1,6 @@
 """Compares masks and boxes with torchvision's, for the crop and each operation; cropped masks also with Pillow's.
 
-Both sides get the same upright masks and boxes, and the same random parameters. Boxes are compared before rules drop
-any. Differences of boxes are in pixels of the output.
+Both sides get the same input and the same random parameters. Boxes are compared before rules drop any.
 """
 
 from __future__ import annotations
@@ -58,14 +57,9 @@ class _Placed:
 def compare(
     parity: Parity, loader: Loader, view: View, samples: Sequence[tuple[int, str, BatchTargets]], *, epoch: int
 ) -> None:
-    """Compare the crop, each operation, and the whole recipe of one view.
+    """Compare the crop, each operation, and the whole recipe of one view. The results are added to ``parity``.
 
-    Args:
-        parity: the results are added here.
-        loader: a loader with targets.
-        view: one of the loader's views.
-        samples: number, key and upright targets of each sample.
-        epoch: the epoch whose random parameters are used. If it does not apply an operation, later epochs are searched.
+    ``samples`` are the number, the key and the upright targets of each sample.
     """
     asked = loader.targets
     assert asked is not None
@@ -210,17 +204,14 @@ def _slots(op: Prepared, chosen: Chosen) -> list[int]:
 
 
 def _boxes(given: _Placed, window: CropWindows, calls: Sequence[Call]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Boxes [n, 4] by torchvision, in float64, and for each box whether the crop or an operation removed all of it.
-
-    torchvision keeps such a box at the border with no area. A later rotation can give it an area again, so only this
-    second result tells that the box was removed.
-    """
+    """Boxes [n, 4] by torchvision, in float64, and for each box whether the crop or an operation removed all of it."""
     from torchvision.tv_tensors import BoundingBoxes
 
     assert given.boxes is not None
     boxes = torch.from_numpy(given.boxes.astype(np.float64))
     steps = [*_called(BoundingBoxes(boxes, format="XYXY", canvas_size=given.size), window, calls, {})]
     made = [np.asarray(step.as_subclass(torch.Tensor).numpy()) for step in steps]
+    # torchvision keeps a removed box at the border with no area, and a later rotation can give it an area again
     empty = [(step[:, 2:] <= step[:, :2]).any(axis=1) for step in made]
     return made[-1], np.logical_or.reduce(empty)
 
@@ -234,7 +225,7 @@ def _mask(mask: NDArray[np.int32], window: CropWindows, calls: Sequence[Call], f
 
 
 def _called(x: Any, window: CropWindows, calls: Sequence[Call], fill: dict[str, int]) -> Iterator[Any]:
-    """Apply torchvision's functions to ``x``. Yield ``x`` after crop, resize and pad, then after each operation."""
+    """Yield ``x`` after torchvision's crop, resize and pad, then after each operation."""
     F = torchvision()[0].functional
     (h, w), (top, left), (H, W) = window.resized[0].tolist(), window.offset[0].tolist(), window.size
     x = F.crop(x, *window.window[0].tolist())

@@ -41,25 +41,16 @@ NAME = re.compile(r"\w+")  # keys and words that need no quotes in an override
 
 @dataclass(frozen=True)
 class Control:
-    """One parameter. Its value is a number, a list of numbers, true or false, or a word from a list of choices.
+    """One parameter. Its value is a number, a list of numbers, true or false, or a word from a list of choices."""
 
-    Attributes:
-        key: the full key, such as ``augment.ops.jitter.p``.
-        group: path of the operation in the recipe, such as ``ops.jitter``; empty for the recipe's own parameters.
-        title: name of the operation's class.
-        value: the value in the configuration.
-        low, high, step: the slider's ends and step; None if the value is not a number.
-        choices: the words to choose from; empty if the value is not a word.
-    """
-
-    key: str
-    group: str
-    title: str
-    value: Any
-    low: float | None = None
+    key: str  # the full key, such as augment.ops.jitter.p
+    group: str  # path of the operation in the recipe, such as ops.jitter; "" for the recipe's own parameters
+    title: str  # name of the operation's class
+    value: Any  # the value in the configuration
+    low: float | None = None  # ends and step of the slider; None if the value is not a number
     high: float | None = None
     step: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # words to choose from; empty if the value is not a word
 
     @property
     def name(self) -> str:
@@ -67,7 +58,7 @@ class Control:
         return self.key.rpartition(".")[2]
 
     def checked(self, value: Any) -> Any:
-        """Return a value of this parameter's type, or raise ConfigError. The operation checks its range later."""
+        """Return ``value`` if it has this parameter's type, else raise ConfigError. The operation checks the range."""
         if isinstance(self.value, bool):
             return checks.flag(self.key, value)
         if self.choices:
@@ -108,7 +99,7 @@ def _walk(node: Any, key: str, path: tuple[str, ...], title: str) -> Iterator[Co
 
 
 def _control(key: str, group: str, title: str, value: Any) -> Control | None:
-    """The control for a value. None if there is no control for such values, for example null."""
+    """The control for a value, or None for a value that cannot be changed, such as null."""
     name = key.rpartition(".")[2]
     if isinstance(value, bool):
         return Control(key, group, title, value)
@@ -134,11 +125,7 @@ def _step(high: float) -> float:
 
 
 def changed(known: list[Control], changes: Any) -> list[str]:
-    """The override strings for ``changes``, a mapping from key to value. Unchanged values are left out.
-
-    Raises:
-        ConfigError: if a key is not a parameter of the recipe, or a value has another type than the recipe's.
-    """
+    """The override strings for ``changes``, a mapping from key to value. Unchanged values are left out."""
     if not isinstance(changes, Mapping):
         raise ConfigError(f"`changes` must be a mapping of keys to values. Found: {changes!r:.100}.")
     if foreign := sorted({*changes} - {control.key for control in known}):

@@ -35,8 +35,8 @@ from gpuaug.tools.request import Keys, Request
 
 WIDE, CELL = 6, 160  # defaults: augmented pictures in a row, and longer side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
-ORIGINAL = 1.35  # factor: the original is drawn larger than the other pictures, because it also shows the crops
-SHOWN = {"samples": 5, "operations": 8}  # number of samples to read. show=operations shows only the most colorful one
+ORIGINAL = 1.35  # size of the original relative to the other pictures; it is larger, because it shows the crops too
+SHOWN = {"samples": 5, "operations": 8}  # samples to read; show=operations then shows the most colorful one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Drawing(NamedTuple):
     legend: list[tuple[Color | None, str]]
 
     def picture(self) -> Image.Image:
-        """One picture of the heading, lines, legend and rows."""
+        """Draw the rows and the text as one picture."""
         return sheet(self.rows, heading=self.heading, lines=self.lines, legend=self.legend)
 
 
@@ -86,7 +86,7 @@ def drawing(
 ) -> Drawing:
     """Build the loader that ``config`` describes, and draw its samples.
 
-    ``objects`` are arguments of the loader that replace parts of ``config``. With ``is_page``, pictures are not scaled.
+    ``objects`` replace parts of ``config``. On a page, augmented pictures of show=samples are not scaled.
     """
     legend: list[tuple[Color | None, str]] = []
     # no workers, because they would not change the pixels
@@ -119,7 +119,7 @@ def preview(
     """Draw samples of a loader as one picture. A notebook displays the result, a ``PIL.Image``.
 
     Each row shows one sample: first the original with its crops, then its augmented images in several epochs. The
-    augmented images are those of training, but without mix. `gpuaug preview` writes the same picture as a file.
+    augmented images are those of training, but without mix.
 
     Args:
         loader: the loader whose source, recipe and seed are used. Its position does not change, and no worker starts.
@@ -128,7 +128,7 @@ def preview(
         size: longer side of the largest augmented image, in pixels; None: 160, or 280 if the loader has targets.
 
     Raises:
-        DataError: a sample cannot be decoded and the loader's ``faults.policy`` is ``raise``.
+        DataError: if a sample cannot be decoded, and the loader's ``faults.policy`` is ``raise``.
 
     >>> loader = gpuaug.Loader(gpuaug.FolderSource("data/train"), augment=recipe, num_workers=0, device="cpu")
     >>> gpuaug.preview(loader, [0, 1], epochs=2, size=64).mode
@@ -152,12 +152,8 @@ def preview(
 
 
 def _listed(name: str, given: Any, cell: int) -> list[int]:
-    """Return ``given`` as a list of whole numbers.
-
-    Raises ConfigError if the picture would be too large with one cell per number. To prevent a huge list, the length is
-    checked before the list is made.
-    """
-    if isinstance(given, Sized):
+    """Return ``given`` as a list of whole numbers. Raises ConfigError if a cell per number needs too many pixels."""
+    if isinstance(given, Sized):  # before the list is made, because it could be huge
         check_pixels(len(given) * cell**2)
     return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
 
@@ -178,7 +174,7 @@ def _epochs(loader: Loader, settings: Settings) -> range:
 def samples(
     loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
-    """The rows of some samples in some epochs, and the legend of their annotations. See :func:`rows` for ``cell``."""
+    """The rows of some samples in some epochs, and the legend. :func:`rows` explains ``cell``."""
     # Check the size before decoding. If the recipe is a Progressive, its largest stage counts for all epochs.
     crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.stages.values()]
     least = (cell or 16) ** 2
@@ -214,7 +210,7 @@ def _operations(loader: Loader, indices: list[int], settings: Settings, report: 
 
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
-    """The recipe's steps in an epoch, one line per named view, then the seed and the number of samples."""
+    """The recipe's steps in an epoch, then the seed and the number of samples."""
     return [*described(loader.augment, epoch), f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
 
 
@@ -234,7 +230,7 @@ class Sample:
 
 
 def indices_of(given: Any) -> list[int] | None:
-    """The key `indices` as a list or None. ConfigError unless its value is a number, a list of numbers or null."""
+    """Return the key `indices` as a list of numbers, or None."""
     if isinstance(given, int) and not isinstance(given, bool):
         given = [given]
     if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
@@ -243,7 +239,7 @@ def indices_of(given: Any) -> list[int] | None:
 
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """Sample numbers: ``indices``, which the source must not exclude, or ``count`` evenly spread ones."""
+    """Return ``indices``, which the source must not exclude, or ``count`` evenly spread sample numbers."""
     active = active_numbers(source)
     if indices is None:
         count = min(count, len(active))
@@ -300,11 +296,9 @@ def rows(
     cell: int | None,
     style: Style | None = None,
 ) -> list[Row]:
-    """A row for each sample: the original with the crop boxes drawn on it, then the views of each epoch.
+    """A row for each sample: the original with its crops, then the views of each epoch.
 
-    ``cell`` is the longer side of the largest augmented picture, in pixels. All augmented pictures are scaled by the
-    same factor; if ``cell`` is None, they are not scaled. The originals are drawn ``ORIGINAL`` times as large as the
-    largest augmented picture. With a ``style``, annotations are drawn on all pictures.
+    ``cell`` is the longer side of the largest augmented picture in pixels. None: augmented pictures keep their size.
     """
     largest = max(max(p.size) for s in samples for p in s.pictures)
     scale = 1 if cell is None else cell / largest
@@ -331,10 +325,7 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
 
 
 def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoch: int) -> list[list[Tensor]]:
-    """Each image, resized and center-cropped to each view's size.
-
-    Returns one list per view, with a uint8 tensor [H, W, 3] per sample on the loader's device.
-    """
+    """Images [view][sample], uint8 [H, W, 3] on the loader's device, resized and center-cropped to the view's size."""
     originals = [image for image, _ in _originals(loader, indices, epoch)]
     for index, image in zip(indices, originals, strict=True):
         if not image.size:
@@ -352,7 +343,7 @@ def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoc
 
 
 def colorful(loader: Loader, indices: Sequence[int], *, epoch: int) -> int:
-    """The number of the most colorful sample. It is shown because half of the operations do not change a gray image."""
+    """The number of the most colorful sample. Many operations do not change a gray image."""
     images = _originals(loader, indices, epoch)
     spread = [float(np.ptp(image, axis=2).mean()) if image.size else -1.0 for image, _ in images]
     return indices[int(np.argmax(spread))]

@@ -1,9 +1,9 @@
-// The page of `gpuaug preview serve=true`. It sends requests only to its own server, and inserts text never as HTML.
+// The page of `gpuaug preview serve=true`. It sends requests only to its own server, and never inserts text as HTML.
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const values = new Map(); // by key, as the controls show them now
-let state, shown, busy = false, again = false, address; // shown: the request that the picture answers
+const values = new Map(); // by key, as the controls now show them
+let state, shown, busy = false, again = false, address; // shown: the request of the picture on the page
 
 function make(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
@@ -36,7 +36,7 @@ function fail(error) {
   at("error").hidden = false;
 }
 
-// One request at a time. A change during a request is drawn after its answer.
+// Requests run one at a time. A change during a request is drawn after the answer.
 async function draw() {
   again = true;
   if (busy) return;

@@ -14,20 +14,11 @@ from gpuaug.tools.preview.drawing import SHOWN, Settings, chosen, drawing
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
-QUESTION = ("changes", "indices", "epoch")  # keys of a request of the page or the notebook
+QUESTION = ("changes", "indices", "epoch")  # keys of a request, all optional; `changes` maps parameters to values
 
 
 class Live:
-    """Draws the samples of a request with changed parameters of the recipe. The source is opened only once.
-
-    Args:
-        request: the call of ``gpuaug preview``. Changed parameters are appended to its overrides.
-        settings: the command's keys.
-
-    Attributes:
-        controls: the parameters that can be changed.
-        indices: numbers of the samples that are drawn unless a call names others.
-    """
+    """Draws samples with changed parameters of a recipe. The source is opened only once."""
 
     def __init__(self, request: Request, settings: Settings) -> None:
         self.request, self.settings = request, settings
@@ -43,15 +34,7 @@ class Live:
         return {"controls": listed, "indices": self.indices, "epoch": self.settings.epoch, "size": len(self.source)}
 
     def png(self, asked: Any = None) -> bytes:
-        """Draw the samples. Returns a PNG of the picture that ``gpuaug preview`` writes with the same overrides.
-
-        Args:
-            asked: a mapping with ``changes`` (values by key), ``indices`` (sample numbers) and ``epoch``. Each may be
-                left out.
-
-        Raises:
-            ConfigError: if a key is not a parameter of the recipe, or a value is not allowed.
-        """
+        """The picture that ``gpuaug preview`` writes with these overrides, as PNG. See ``QUESTION`` for ``asked``."""
         request, stream = self._changed(asked), io.BytesIO()
         given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}
         settings = replace(self.settings, **given)
@@ -60,7 +43,7 @@ class Live:
         return stream.getvalue()
 
     def overrides(self, asked: Any = None) -> str:
-        """The options (such as ``--config-dir``) and overrides that select the changed recipe, quoted for a shell."""
+        """The command-line options and overrides that select the changed recipe, quoted for a shell."""
         call = self._changed(asked)
         options = {"--config-dir": call.config_dir, "--config-name": call.config_name, "--at": call.at}
         words = [word for option, value in options.items() if value is not None for word in (option, value)]
@@ -77,7 +60,7 @@ class Live:
         return where + OmegaConf.to_yaml(OmegaConf.create(tree))
 
     def _changed(self, asked: Any) -> Request:
-        """The request with the changed parameters. ConfigError if ``asked`` has unknown keys."""
+        """The request with the changed parameters."""
         asked = {} if asked is None else asked
         if not isinstance(asked, Mapping) or any(name not in QUESTION for name in asked):
             raise ConfigError(f"A request must be a mapping with {', '.join(QUESTION)}. Found: {asked!r:.100}.")

@@ -23,9 +23,8 @@ def preview_widgets(
 ) -> Any:
     """Show samples in a notebook, with sliders for the recipe's parameters, as `gpuaug preview serve=true` does.
 
-    After each change, the configuration is composed and the loader is built again, and the same samples are drawn.
-    Below the picture are the overrides and the YAML of the changed recipe. Needs ipywidgets:
-    ``pip install 'gpuaug[live]'``.
+    After each change, the same samples are drawn again. Below the picture are the overrides and the YAML of the changed
+    recipe. This function needs ipywidgets: ``pip install 'gpuaug[live]'``.
 
     Args:
         overrides: strings as on the command line of ``gpuaug preview``, such as ``["source.root=/data", "samples=3"]``.
@@ -60,7 +59,6 @@ def preview_widgets(
 
 
 def _panel(widgets: Any, live: Live) -> Any:
-    """Sliders on the left; on the right the picture, and the recipe as overrides and YAML."""
     wide = widgets.Layout(width="100%")
     picture, message = widgets.Image(format="png", layout=widgets.Layout(max_width="100%")), widgets.Label()
     words = widgets.Textarea(description="overrides", rows=2, layout=wide)
@@ -101,7 +99,7 @@ def _widgets(widgets: Any, control: Control, change: Callable[[Control, int | No
             widget = widgets.Checkbox(value, **named)
         elif isinstance(value, str):
             widget = widgets.Dropdown(options=control.choices, value=value, **named)
-        else:  # `continuous_update=False`: draw when the slider is released
+        else:  # `continuous_update=False`: draw after the slider is released
             whole = isinstance(value, int) and isinstance(control.step, int)
             kind, text = (widgets.IntSlider, "d") if whole else (widgets.FloatSlider, ".3g")
             ends = {"min": control.low, "max": control.high, "step": control.step, "readout_format": text}

@@ -1,7 +1,7 @@
 """`gpuaug preview show=operations`: shows every operation of a recipe at the ends and in the middle of its range.
 
-To find the ranges, this module changes one random number of an operation at a time. The Kornia parameters that change
-with this random number belong to it. So no list of operations is needed. The pixels come from the training backend.
+To find the ranges, this module changes one random number of an operation at a time, and compares the Kornia
+parameters. So it needs no table of operations.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-# parameter of each step of a jitter; the order of a jitter has positions in this tuple
+# the parameter of each step of a jitter; the order of a jitter is a list of positions in this tuple
 STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
-EXAMPLES = 3  # largest number of pictures of a range; exactly so many if the range is unknown
+EXAMPLES = 3  # largest number of pictures of a range; exactly this many if the range is unknown
 
 
 class Span(NamedTuple):
@@ -91,11 +91,7 @@ def _kind(module: Any) -> str:
 def _over(
     params: Callable[[Float], Params], count: int, names: Sequence[str], columns: list[int], at: tuple[str, int, int]
 ) -> Span:
-    """The span of the parameters ``names``, which the random numbers ``columns`` change.
-
-    Values are compared by the sum of their elements. If all sums are equal, the first values are shown.
-    ``at`` is the kind, the slot and the alternative of the module.
-    """
+    """The span of the parameters ``names``, which the random numbers ``columns`` change."""
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
     points = list(many)  # combinations, because a parameter can use several random numbers, such as a size and a sign
     u = np.full((len(points), count), 0.5, dtype=np.float32)
@@ -128,11 +124,7 @@ def _short_name(name: str) -> str:
 
 
 def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int, cell: int) -> list[Row]:
-    """A row for each combination of view, operation, range and sample.
-
-    ``images`` are the operations' inputs per view and sample, uint8 [H, W, 3]. ``cell`` is the longer side of a
-    picture. ``seed`` selects the noise of operations with one random value per pixel.
-    """
+    """A row for each combination of view, operation, range and sample. ``images`` [view][sample]: uint8 [H, W, 3]."""
     made_rows = []
     for view, samples in zip(views, images, strict=True):
         kind = FusedBackend if view.augment.backend == "fused" else ReferenceBackend

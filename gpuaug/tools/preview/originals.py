@@ -21,10 +21,7 @@ from gpuaug.targets.batch import BatchTargets
 def upright_targets(
     loader: Loader, decoder: Decoder, encoded: EncodedBatch, headers: HeaderInfo
 ) -> BatchTargets | None:
-    """The targets of a whole upright image, before the recipe. ``encoded`` and the result are batches of one.
-
-    None if the loader has no targets, or if the targets of this sample cannot be used.
-    """
+    """The targets of one whole upright image, before the recipe. None if there are none that can be used."""
     stage = loader.pipeline.stage
     if not isinstance(stage, LiveStage) or stage.targets is None or encoded.faults or headers.faults:
         return None

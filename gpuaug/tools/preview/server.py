@@ -1,8 +1,8 @@
 """`gpuaug preview serve=true`: serves a page with sliders for a recipe, to this machine only.
 
-The page can read the list of parameters, draw samples by number, and read the changed recipe. No request names a file.
-The path of every address begins with a random token. Requests to host names other than 127.0.0.1 and localhost are
-refused, because a foreign web page can let its own host name point to this machine (DNS rebinding).
+No request names a file, and the path of every address begins with a random token. Requests to host names other than
+127.0.0.1 and localhost are refused, because another web page can let its own host name point to this machine (DNS
+rebinding).
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
-Answer = Callable[[Any], str | bytes]  # takes a request's JSON, returns a PNG or text
 HOST = "127.0.0.1"
-LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may have another one
+LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may use another one
 LARGEST_BODY = 1 << 16  # bytes
 FILES = {"": "live.html", "live.js": "live.js"}
 HEADERS = {
@@ -65,7 +64,7 @@ def main(request: Request, settings: Settings) -> int:
         log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
         served = application(live, token, worker)
         web.run_app(served, sock=listening, print=None, access_log=None, shutdown_timeout=1)
-    idle = worker.submit(int)  # this task cannot start while a picture is being drawn
+    idle = worker.submit(int)  # this empty task waits while a picture is being drawn
     worker.shutdown(wait=False)
     if not wait([idle], timeout=0.1).done:
         sys.stdout.flush()
@@ -85,17 +84,13 @@ def _guard(token: str) -> Any:
         first = request.path.removeprefix("/").partition("/")[0]
         if not secrets.compare_digest(first.encode("utf-8", "replace"), token.encode()):
             raise web.HTTPNotFound(text="There is nothing here. Open the address that the terminal shows.")
-        answer: web.StreamResponse = await handler(request)
-        return answer
+        return await handler(request)
 
     return guarded
 
 
 def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
-    """The page's routes. ``worker`` has one thread, so only one request is worked on at a time.
-
-    While a picture is being drawn, further requests for pictures wait. Then only the newest of them is drawn.
-    """
+    """The page's routes. ``worker`` must have one thread. Of several waiting pictures, only the newest is drawn."""
     from aiohttp import web
 
     newest: Any = None  # the newest request for a picture
@@ -109,7 +104,7 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
     async def state(_: web.Request) -> web.Response:
         return web.json_response(live.state())
 
-    async def made(request: web.Request, *, make: Answer) -> web.Response:
+    async def made(request: web.Request, *, make: Callable[[Any], str | bytes]) -> web.Response:
         try:
             asked = json.loads(await request.read())
         except (ValueError, RecursionError) as error:

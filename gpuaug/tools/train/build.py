@@ -21,12 +21,8 @@ _REFUSED = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "num
 def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -> nn.Module:
     """Build a model with random weights, which ``seed`` decides. torch's random state does not change.
 
-    Args:
-        request: the call of the command, whose ``--trust`` says which modules ``_target_`` may name.
-        config: ``timm:NAME``, ``torchvision:NAME``, or the path of a class or function; or a mapping with one of these
-            as ``_target_`` and further arguments.
-        num_classes: number of logits.
-        seed: seed of the random weights; the commands use the loader's seed.
+    ``config`` is ``timm:NAME``, ``torchvision:NAME``, or the path of a class or function. It may also be a mapping with
+    one of these as ``_target_``, and further arguments.
     """
     from omegaconf import OmegaConf
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints of `gpuaug train`, without executing their content, and checks them part by part."""
+"""Reads checkpoints of `gpuaug train` without executing their content, and checks each part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 2  # version of the checkpoint format
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:
-    """Read a checkpoint without executing its content. StateError if it is invalid or damaged."""
+    """Read a checkpoint without executing its content. Raises StateError if it is invalid or damaged."""
     try:
         check_regular(os.stat(file), file)  # torch would read a pipe or device forever
         with zipfile.ZipFile(file) as members:  # torch does not check the checksums
@@ -28,7 +28,7 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         parts = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if isinstance(error, UnpicklingError):  # torch's text recommends to execute the content
+        if isinstance(error, UnpicklingError):  # torch's message advises the user to execute the content
             reason = "it holds more than tensors, numbers and text"
         raise StateError(
             f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."

@@ -26,11 +26,9 @@ class _Block(nn.Module):
 
 
 class SmallNet(nn.Module):
-    """A residual network for any image size: float [B, 3, H, W] to logits [B, num_classes].
+    """A residual network: float [B, 3, H, W], with H and W of at least 4, to logits [B, num_classes].
 
-    Args:
-        num_classes: number of classes.
-        width: channels of the first stage. Each of the two later stages doubles them.
+    ``width`` is the number of channels of the first stage. Each of the two later stages doubles it.
     """
 
     def __init__(self, *, num_classes: int, width: int = 32) -> None:

@@ -12,9 +12,8 @@ import torch
 class Pace:
     """Counts images, seconds of training, and the seconds in which the device waited for a batch.
 
-    On the CPU, the waiting time is the time to get the next batch. On CUDA, the host may wait for a batch while the
-    device still works on the previous batch. So on CUDA the waiting time is the gap between two steps on the training's
-    stream. The time before the very first batch does not count, because workers start and kernels are compiled then.
+    On CUDA, the host may wait for a batch while the device still works. So the waiting time on CUDA is the gap between
+    two steps on the training's stream. The time before the first batch does not count: workers start in that time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +24,7 @@ class Pace:
         self._gaps: deque[tuple[Any, Any]] | None = None  # (begin, end) of uncounted waits; None: no batch yet
 
     def ask(self) -> None:
-        """Call before requesting the next batch."""
+        """Call before you request the next batch."""
         self._asked = self._mark()
 
     def have(self) -> None:

@@ -41,8 +41,6 @@ log = logging.getLogger("gpuaug")
 
 TERMINATED = 143  # exit status after SIGTERM, as a shell reports it
 AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OPTIMIZERS = ("sgd", "adamw")
-LOSSES = ("cross_entropy", "binary_cross_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +75,9 @@ class Settings(Keys):
             )
         checks.whole_number("epochs", self.epochs, 1)
         checks.whole_number("accumulate", self.accumulate, 1)
-        for name, known in (("optimizer", OPTIMIZERS), ("loss", LOSSES), ("amp", ("auto", *AMP))):
-            checks.one_of(name, getattr(self, name), known)
+        checks.one_of("optimizer", self.optimizer, ("sgd", "adamw"))
+        checks.one_of("loss", self.loss, ("cross_entropy", "binary_cross_entropy"))
+        checks.one_of("amp", self.amp, ("auto", *AMP))
         for name, high in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf), ("warmup", 1.0)):
             checks.number(name, getattr(self, name), 0.0, high)
         checks.number("label_smoothing", self.label_smoothing, 0.0, 1.0)
@@ -133,11 +132,7 @@ class EachView(nn.Sequential):
 
 
 class Training:
-    """One training run on the loader's device. The model maps images [B, 3, H, W] to logits [B, classes].
-
-    Each epoch ends with a checkpoint and the accuracy on the held-out images of ``val``. With ``ema``, this is the
-    accuracy of the averaged weights.
-    """
+    """One training run on the loader's device. The model maps images [B, 3, H, W] to logits [B, classes]."""
 
     def __init__(
         self,
@@ -175,7 +170,7 @@ class Training:
         self.history: list[dict[str, float | int | None]] = []
 
     def run(self, report: Report) -> int:
-        """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training. Writes a checkpoint."""
+        """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training."""
         file = Path(self.settings.out) / "last.pt"
         if self.first:
             output(str(file), "out")
@@ -274,11 +269,7 @@ class Training:
     def step(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
         """Train on one batch. The weights change after ``accumulate`` batches, and after the last batch of an epoch.
 
-        Args:
-            batch: this rank's batch.
-            valid: number of valid samples in this batch, over all ranks.
-            progress: share of the training that is done, for the learning rate.
-            last: whether ``batch`` is the epoch's last batch.
+        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that is done.
         """
         if not self.group.batches:
             self._begin_group(valid, progress)
@@ -336,7 +327,7 @@ class Training:
         self.group = Group()
 
     def _forget_group(self, epoch: int, position: int) -> None:
-        """Forget an unfinished group: go back to its first batch, so that its samples come again after a resume."""
+        """Go back to the first batch of an unfinished group, so that its samples come again after a resume."""
         if self.group.batches:
             for buffer, before in zip(self.model.buffers(), self.group.buffers or [], strict=True):
                 buffer.copy_(before)
@@ -425,10 +416,7 @@ class Training:
             raise GpuaugError(f"the checkpoint {file} cannot be written: {error}. Set another `out`.") from error
 
     def load(self, file: Path) -> None:
-        """Load a checkpoint, so that training continues with the next sample.
-
-        The batch size and the numbers of workers and ranks may differ from those of the checkpoint.
-        """
+        """Load a checkpoint, so that training continues with the next sample."""
         parts = read_checkpoint(file)
         classes = self.loader.source.classes
         if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
@@ -502,12 +490,8 @@ def outcome(
 ) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, both float [B].
 
-    With several views, the loss is the mean of the views' losses, and the accuracy is that of the views' summed logits.
-    For mixed labels, the class with the largest value is right. With ``binary_cross_entropy``, the accuracy of a sample
-    is the share of its classes that are right.
-
-    ``logits`` are float [B, C] per view, and ``labels`` are int64 [B] or float [B, C]. ``classes`` is the expected C;
-    None if it is unknown.
+    ``logits`` are float [B, C] per view, and ``labels`` are int64 [B] or float [B, C]. With several views, the loss is
+    the mean of the views' losses, and the accuracy is that of the views' summed logits.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
@@ -540,7 +524,7 @@ def outcome(
 
 
 def _explain(error: Exception, batch: Batch) -> str | None:
-    """What a user can do about an error in the model's forward pass; None if unknown."""
+    """What a user can do about an error in the model's forward pass, or None."""
     text = str(error).strip()
     if isinstance(error, ValueError) and "more than 1 value per channel" in text:
         return (
