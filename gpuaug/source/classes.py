@@ -80,7 +80,7 @@ def label_column(
 def encode(
     values: Sequence[Any] | NDArray[Any], *, classes: Mapping[str, int] | None, place: str
 ) -> tuple[NDArray[Any], list[str] | None]:
-    """The labels of all samples, and the class names, if the classes have names.
+    """The labels of all samples, and the class names (None if there are no names).
 
     ==================  ==================================================
     values              labels

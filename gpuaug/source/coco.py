@@ -39,9 +39,9 @@ class CocoSource(FileSource):
 
     Args:
         root: the dataset's folder, or its URL.
-        annotations: path of the JSON file, if relative below ``root``; or the first part of the file's name, such as
-            ``person_keypoints`` for ``annotations/person_keypoints_<split>.json``. None: ``panoptic`` for panoptic
-            masks, else ``instances``.
+        annotations: path of the JSON file, or the first part of the file's name. A relative path is below ``root``. The
+            first part ``person_keypoints`` means ``annotations/person_keypoints_<split>.json``. None: ``panoptic`` for
+            panoptic masks, else ``instances``.
         split: subfolder of the images, such as ``train2017``. None: the image paths in the JSON file are relative to
             ``root``, and ``annotations`` must be a path.
         masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths (needs

@@ -43,7 +43,7 @@ class Files:
         self.root, self.names = root, names
         self._versions: Names | None = None  # versions of remote files, for the disk cache
         self._large: dict[int, int] = {}  # sizes of large remote files, by number
-        if listing:  # keep only what reading needs
+        if listing:
             files = [listing[os.fsdecode(name)] for name in names]
             self._large = {i: file.size for i, file in enumerate(files) if file.size > LARGE}
             if storage.remote.cache is not None:
@@ -145,7 +145,7 @@ class FileSource(ListedSource):
         if reasons:
             usable = iter(self._read([i for i in numbers if i not in reasons]))
             return [GpuaugError(reasons[i]) if i in reasons else next(usable) for i in numbers]
-        if self._mask_files is None and not self._is_remote:  # takes 17 us per image, the code below 22 us
+        if self._mask_files is None and not self._is_remote:  # takes 17 us per image instead of 22 us
             return [self._read_local(i) for i in numbers]
         data = self._storage.read(self._ranges(numbers))
         masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
@@ -199,10 +199,10 @@ class LocalTree:
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
         """Paths of the images below a class folder (None: below the root), one sorted list per folder."""
-        listed: list[tuple[str, list[str]]] = []  # folder, names of its images
+        listed: list[tuple[str, list[str]]] = []  # folders and the names of their images
         visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
-        # breadth first and by name, because every machine must skip the same folders
+        # breadth first and by name, so that every machine skips the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
         while waiting:
             prefix, above, links = waiting.popleft()

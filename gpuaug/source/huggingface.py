@@ -45,8 +45,8 @@ class DatasetSource(RowSource):
         objects: the column of objects, as in :class:`ParquetSource`; ``auto``: the only column with boxes, if there is
             no label column; ``none``: no objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
-        extra: a column of extras, such as ``caption``, or a list of columns, which give each sample a dict. A sample is
-            then ``(bytes, label, extra)``.
+        extra: column of extras, such as ``caption``, or a list of columns, which give each sample a dict. With extras,
+            a sample is ``(bytes, label, extra)``.
         classes: class mapping of the objects, as in :class:`FolderSource`.
 
     Raises:

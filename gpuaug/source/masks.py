@@ -107,7 +107,7 @@ class MaskFolderSource(FileSource):
         self._activate(subset, exclude, began=began)
 
     def _is_mask(self, text: str, ending: str) -> bool:
-        """Whether a listed image is a mask, because the folder of masks is the folder of images, or inside it."""
+        """Whether a listed image is a mask. The folder of masks may be the folder of images, or be inside it."""
         if self.masks == self.root:
             return text.lower().endswith(ending.lower())
         return f"{self.root}/{text}".startswith(f"{self.masks}/") and self.masks.startswith(f"{self.root}/")

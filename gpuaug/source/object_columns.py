@@ -30,9 +30,9 @@ def _read_objects(
     box_format: BoxFormat,
     place: str,
 ) -> tuple[ObjectTable, Damaged, list[str] | None]:
-    """Return the table of all objects, the damaged rows (without objects in the table), and the class names.
+    """The table of the objects, the damaged rows, and the class names. The table has no objects of damaged rows.
 
-    ``column`` is an Arrow ChunkedArray, and ``names`` are the class names in its metadata.
+    ``column`` is an Arrow ChunkedArray. ``names`` are the class names in the metadata of the column.
     """
     import pyarrow
 
@@ -114,7 +114,7 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
 
 
 def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
-    """The class names that ``datasets`` stored for a column or, with ``objects``, for the labels of its objects."""
+    """The class names that ``datasets`` stored for a column, or, with ``objects``, for the labels of its objects."""
     try:
         feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
         if objects:
@@ -141,7 +141,7 @@ class _Field(NamedTuple):
 
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """The name of the column, and the Arrow type of an object's value, for each field of a Target that exists."""
+    """The column's name, and the Arrow type of one object's value, by field of a Target."""
     import pyarrow
 
     types = pyarrow.types
@@ -173,7 +173,7 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
         good |= field not in ("labels", "ids", "crowd") and types.is_floating(inner)
         good |= (field == "labels" and _is_text(inner)) or types.is_null(inner)
         if field == "ids" and not good:
-            del names[field]  # ids are optional, so ids of another type, such as text, are ignored
+            del names[field]  # ids are optional, so text is ignored
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
     flatten = pyarrow.compute.list_flatten

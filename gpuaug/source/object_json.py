@@ -96,7 +96,7 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """The columns of the same length, and their names in the JSON, by field of a Target."""
+    """The columns, all of one length, and their names in the JSON, by field of a Target."""
     inner = value
     if isinstance(value, dict):
         inner = next((value[name] for name in ("objects", "annotations") if name in value), value)

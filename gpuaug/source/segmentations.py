@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for a map; Pillow refuses larger images too
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # the first packed number: run lengths, or COCO's text; else the number of polygons
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # packed before run lengths or COCO's text; before polygons, their number is packed
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # objects that are packed together, to save memory
 LONGEST_CODE = 7  # largest number of characters (5 bits each) of a number in COCO's text
@@ -46,8 +46,11 @@ class Segmentations:
     ) -> NDArray[Any]:
         """The map of an image with the objects begin .. end - 1: 0 is no object, k + 1 is object ``begin + k``.
 
-        Small objects are above large objects, and all are above crowds. ``size`` is (height, width), and ``ids`` are
-        for messages. The map is unsigned integers [H, W], not contiguous. A damaged outline raises GpuaugError.
+        Where objects overlap, the object with fewer pixels is on top, and crowds are below all other objects. ``size``
+        is (height, width). ``ids`` are for messages. A damaged outline raises GpuaugError.
+
+        Returns:
+            Unsigned integers [H, W], not contiguous.
         """
         height, width = size
         if height * width > MOST_PIXELS:
@@ -69,7 +72,7 @@ class Segmentations:
 
 
 def _pack(value: Any) -> bytes:
-    """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text; b"": no outline."""
+    """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text."""
     try:
         if isinstance(value, dict):
             return _pack_runs(value)

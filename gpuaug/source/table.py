@@ -42,9 +42,9 @@ class TableSource(FileSource):
         root: path or URL of the table: .csv, .tsv or .parquet. The first line of a CSV or TSV file names its columns.
         path: column of the image paths. Paths are relative to the table's folder and must stay inside this folder.
         label: column of the labels, or a list of columns; ``none`` or None: no labels.
-        mask: column of the masks' paths, in the same form as image paths. A sample is then ``(bytes, Target)``.
-        extra: column of extras, such as ``caption``, or a list of columns, which give each sample a dict. A sample is
-            then ``(bytes, label, extra)``. Values from CSV and TSV are text.
+        mask: column of the masks' paths, in the same form as image paths. With masks, a sample is ``(bytes, Target)``.
+        extra: column of extras, such as ``caption``, or a list of columns, which give each sample a dict. With extras,
+            a sample is ``(bytes, label, extra)``. Values from CSV and TSV are text.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 

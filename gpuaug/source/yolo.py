@@ -47,7 +47,8 @@ class YoloSource(FileSource):
         data: the YAML file, relative to ``root``. None: ``data.yaml``, if there is one. The file may have ``names`` (a
             list, or a mapping from numbers), ``nc``, ``train``, ``val``, ``test`` (folders of images, or text files
             that list images), ``kpt_shape``, ``flip_idx``, and ``path``, the folder where the paths of splits begin.
-            ``path`` is ignored if ``root`` is a URL or has no such folder. All images must be below ``root``.
+            ``path`` is used only if it is a relative path of a folder in a local ``root``. All images must be below
+            ``root``.
         split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
@@ -188,7 +189,7 @@ class _Data:
     """Content of the YAML file."""
 
     place: str  # path of the file, for errors
-    folder: str = ""  # where the paths of splits start, relative to the root
+    folder: str = ""  # where the paths of splits begin, relative to the root
     splits: dict[str, list[str]] | None = None  # None: no file
     names: list[str] | None = None
     points: tuple[int, int] | None = None
@@ -196,7 +197,7 @@ class _Data:
 
 
 def _read_data(root: str, data: Any, storage: Storage) -> _Data:
-    import yaml  # here, because workers do not need it
+    import yaml  # workers do not need yaml
 
     file = absolute("data.yaml" if data is None else data, key="source.data", below=root)
     try:
@@ -287,7 +288,7 @@ def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = Fa
         short = text.removeprefix(f"{root.rstrip('/')}/")
     else:
         short = posixpath.normpath(posixpath.join(folder, text))
-        short = short.removeprefix("../") if is_split else short  # Roboflow's files have it; ultralytics removes it too
+        short = short.removeprefix("../") if is_split else short  # as in ultralytics, for Roboflow's files
     if short == "." and is_split:
         return ""
     if not is_safe(short):

@@ -61,8 +61,8 @@ class Curl:
     Args:
         connections: maximum number of requests at a time.
         login: returns the credentials; called before every request.
-        options: values by pycurl's option numbers.
-        encoded: whether to accept answers with a ``Content-Encoding``, which object stores send for some files.
+        options: values of libcurl's options, by pycurl's option number.
+        encoded: whether to accept answers with a ``Content-Encoding``, because object stores may store this header.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Curl:
                 raise
 
     def close(self) -> None:
-        """Close all connections; a later read opens new ones."""
+        """Close all connections. A later read opens new connections."""
         try:
             for transfer in self._busy.values():
                 with suppress(self._curl.error):  # the handle may not have been added yet
@@ -108,7 +108,6 @@ class Curl:
         self._multi = c.CurlMulti()
         self._multi.setopt(c.M_MAXCONNECTS, 2 * self._connections)  # redirects need connections too
         self._free: list[_Transfer] = []
-        self._made = 0
         self._busy: dict[Get, _Transfer] = {}
         self._done: dict[Get, bytes | Exception] = {}
 
@@ -137,7 +136,7 @@ class Curl:
     def _begin(self, todo: deque[Get]) -> bool:
         """Start requests on free connections. Return whether any request was started."""
         begun = False
-        while todo and (self._free or self._made < self._connections):
+        while todo and len(self._busy) < self._connections:
             get = todo.popleft()
             begun = True
             try:
@@ -145,10 +144,7 @@ class Curl:
             except Exception as error:  # credential providers may raise any exception
                 self._done[get] = StatusError(f"no credentials: {error!r}", 0)
                 continue
-            if not self._free:
-                self._free.append(_Transfer(self._curl, self._options, self._encoded))
-                self._made += 1
-            transfer = self._free.pop()
+            transfer = self._free.pop() if self._free else _Transfer(self._curl, self._options, self._encoded)
             try:
                 transfer.start(get, login)
             except (UnicodeEncodeError, self._curl.error):
@@ -199,7 +195,7 @@ class _Transfer:
         self.easy = easy = c.Curl()
         easy.transfer = self
         easy.setopt(c.NOSIGNAL, 1)
-        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # a connection has one request at a time, so none waits
+        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # one request at a time per connection
         easy.setopt(c.PROTOCOLS, c.PROTO_HTTP | c.PROTO_HTTPS)
         easy.setopt(c.BUFFERSIZE, BUFFER_BYTES)
         easy.setopt(c.USERAGENT, "gpuaug")
@@ -261,6 +257,6 @@ class _Transfer:
         return body
 
     def clear(self) -> None:
-        """Free the received bytes."""
+        """Free the received bytes before the next request."""
         self._head.clear()
         self._body.clear()

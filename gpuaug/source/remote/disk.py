@@ -20,13 +20,14 @@ log = logging.getLogger("gpuaug")
 _HEAD = struct.Struct("<8sQI")  # magic, then length and CRC-32 of the data that follow
 _MAGIC = b"gpuaug1\n"
 _BLOCK = 4096  # bytes; files occupy whole blocks
-_KEEP = 0.9  # an eviction leaves this share of the limit in use; a larger share makes evictions frequent
+_KEEP = 0.9  # an eviction leaves this share of the limit in use, so that evictions are rare
 
 
 class Disk:
-    """Stores bytes by name in ``folder``, which must contain no other files. Removes the least recently used entries.
+    """Stores bytes by name in ``folder``, which must contain no other files.
 
-    Writers lock the folder, and rename files when they are complete. So readers need no lock.
+    If the folder is full, the least recently used entries are removed. Writers lock the folder, and rename files when
+    the files are complete. So readers need no lock.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int) -> None:
@@ -43,7 +44,7 @@ class Disk:
             ) from error
 
     def get(self, name: str) -> bytes | None:
-        """The bytes stored under this name; None if they are missing or damaged."""
+        """The bytes stored under this name; None if the entry is missing or damaged."""
         path = self._path(name)
         try:
             with open(path, "rb") as file:

@@ -32,7 +32,7 @@ class Range(NamedTuple):
     path: str  # local path or URL
     begin: int = 0  # first byte
     size: int | None = None  # bytes; None: the whole file
-    version: str = ""  # of the file in a listing. A local file must still have this version
+    version: str = ""  # version of the file in a listing, which a local file must still have
     image: int | None = None  # expected bytes of an encoded image, 0: not known; None: not an image
     most: int = 0  # limit in bytes; 0: 512 MiB for an image, 1 GiB for other data
 
@@ -149,7 +149,7 @@ def check_size(data: Any, part: Range) -> bytes | OSError:
 
 
 async def info(system: Any, threads: Executor | None, url: str) -> Any:
-    """What :func:`size_and_version` needs."""
+    """The information about a file that :func:`size_and_version` needs."""
     return await _call(system, threads, "info", system._strip_protocol(url))
 
 

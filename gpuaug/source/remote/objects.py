@@ -25,7 +25,7 @@ log = logging.getLogger("gpuaug")
 TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
 LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # a login is used for at most 60 s, and renewed 300 s before it expires
 LOGIN_RETRY_S = 5.0  # pause after a failed login
-# options that libcurl supports, or that make no difference to it
+# options that libcurl supports, or that do not matter for libcurl
 S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}
 S3 |= {"requester_pays", "config_kwargs", "session", "profile"}
 S3_CLIENT = {"region_name", "endpoint_url", "use_ssl", "verify"}
@@ -45,7 +45,7 @@ class Objects(NamedTuple):
 
 
 def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
-    """Return a function for `Objects.url`. It refuses keys that HTTP clients would change, such as ``a/../b``."""
+    """The function for `Objects.url`. HTTP clients would change keys such as ``a/../b``, so these keys give None."""
 
     def url(user_url: str) -> str | None:
         key = user_url.split("://", 1)[1].partition("/")[2]

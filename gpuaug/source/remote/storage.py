@@ -379,7 +379,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer. A failure that may pass becomes a ReadError, because the reader retries an OSError."""
+        """The answer. An error that a retry may avoid becomes a ReadError, because the reader retries an OSError."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):
