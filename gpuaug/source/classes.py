@@ -50,7 +50,7 @@ def class_mapping(classes: Any) -> dict[str, int]:
 def numbers_of(
     names: Sequence[str], classes: Mapping[str, int], what: str, *, remedy: str = "Add them to `source.classes`."
 ) -> NDArray[np.int64]:
-    """The label of each name, int64 [n]; SourceError if ``classes`` lacks a name. ``what``: describes the names."""
+    """The label of each name, int64 [n]; SourceError if ``classes`` lacks a name. ``what`` describes the names."""
     if unknown := [name for name in names if name not in classes]:
         raise SourceError(
             f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} {what}: {some(unknown)}. {remedy}"

@@ -51,7 +51,6 @@ OBJECT = {
     "image_id": WHOLE,
     "keypoints": LATER,
 }
-OUTLINE = {"segmentation": LATER}
 PANOPTIC = {"image_id": WHOLE, "file_name": TEXT, "segments_info": Field((list,), None)}
 
 
@@ -99,7 +98,7 @@ def refused(place: str, reason: str) -> SourceError:
 
 def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     panoptic = kind == "panoptic"
-    fields = PANOPTIC if panoptic else OBJECT if kind is None else {**OBJECT, **OUTLINE}
+    fields = PANOPTIC if panoptic else OBJECT if kind is None else {**OBJECT, "segmentation": LATER}
     document, later = _document(data, fields)
     categories, categories_of = _by_id(document("categories", CATEGORY), "categories")
     images, images_of = _by_id(document("images", IMAGE), "images")
@@ -108,11 +107,7 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     if len(set(categories["name"])) < len(categories_of):
         raise ValueError("two categories have the same name")
     names = [_path(name, "images", int(i)) for name, i in zip(images["file_name"], images_of, strict=True)]
-    masks = None
-    if panoptic:
-        rows, masks = _segments(document, images_of)
-    else:
-        rows = document("annotations", fields)
+    rows, masks = _segments(document, images_of) if panoptic else (document("annotations", fields), None)
     sizes = np.array([_side(images["height"], images_of), _side(images["width"], images_of)], dtype=np.int32).T
     columns, owners = _objects(rows, images_of, panoptic)
     order = np.argsort(owners, kind="stable")
@@ -236,9 +231,8 @@ def _unique(ids: Int64, what: str, groups: Int64 | None = None) -> None:
 def _find(values: Sequence[int], known: Int64, field: str, what: str) -> Int64:
     """The position of each value in the ascending ids ``known``."""
     numbers = _ids(values, f"annotations.{field}")
-    at = np.minimum(np.searchsorted(known, numbers), max(0, len(known) - 1))
-    wrong = known[at] != numbers if len(known) else np.ones(len(numbers), dtype=bool)
-    if wrong.any():
+    at = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
+    if (wrong := known[at] != numbers).any():
         first = int(wrong.argmax())
         raise ValueError(f"`{field}` of object {first} is {numbers[first]}, but `{what}` has no such id")
     return at

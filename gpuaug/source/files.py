@@ -78,7 +78,7 @@ def read_text(path: str, storage: Storage) -> str:
 
 
 def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
-    """The non-empty lines of a file that lists samples; SourceError if two are equal. ``key``: key of ``path``."""
+    """The non-empty lines of a list of samples; SourceError if two are equal. ``key``: the configuration key."""
     try:
         lines = [line for line in map(str.strip, read_text(path, storage).split("\n")) if line]
     except (OSError, GpuaugError) as error:
@@ -121,7 +121,7 @@ def by_stem(
 
 
 def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root: str) -> list[bytes]:
-    """The image path of each stem in ``known``; SourceError if a stem has none. ``place``: the file of the stems."""
+    """The image path of each stem; SourceError if ``known`` lacks a stem. ``place``: the file that lists the stems."""
     if missing := [stem for stem in stems if stem not in known]:
         raise SourceError(
             f"{len(missing)} of the {len(stems)} samples in {redact(place)!r} have no image in {redact(root)!r}: "
@@ -198,7 +198,7 @@ class LocalTree:
         return folders, len(images)
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Paths of the images below a class folder (None: below the root), one sorted list per folder."""
+        """Paths, relative to the root, of the images below a class folder (None: the root), one list per folder."""
         listed: list[tuple[str, list[str]]] = []  # folders and the names of their images
         visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])

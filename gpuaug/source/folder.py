@@ -38,7 +38,7 @@ class FolderSource(FileSource):
         subset: a count or a fraction of samples, or a FILE or sequence of sample numbers. A count or fraction is spread
             evenly over the sorted files, so classes keep their proportions, and every run gets the same samples.
         exclude: a FILE of samples to leave out after ``subset``: JSON lines with the field ``key``, as ``faults.file``
-            writes them. ``subset`` and ``exclude`` do not renumber: ``source[i]`` is sample ``i`` of the whole folder.
+            writes them. After ``subset`` and ``exclude``, ``source[i]`` is still sample ``i`` of the whole folder.
         extensions: file name extensions of images; case is ignored.
         remote: how to read from a URL.
 

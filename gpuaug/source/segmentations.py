@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for a map; Pillow refuses larger images too
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # packed before run lengths or COCO's text; before polygons, their number is packed
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # packed before run lengths, or before COCO's text; polygons have their count there
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # objects that are packed together, to save memory
 LONGEST_CODE = 7  # largest number of characters (5 bits each) of a number in COCO's text

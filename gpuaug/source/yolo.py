@@ -45,10 +45,9 @@ class YoloSource(FileSource):
     Args:
         root: folder or URL of the data set.
         data: the YAML file, relative to ``root``. None: ``data.yaml``, if there is one. The file may have ``names`` (a
-            list, or a mapping from numbers), ``nc``, ``train``, ``val``, ``test`` (folders of images, or text files
-            that list images), ``kpt_shape``, ``flip_idx``, and ``path``, the folder where the paths of splits begin.
-            ``path`` is used only if it is a relative path of a folder in a local ``root``. All images must be below
-            ``root``.
+            list, or a mapping from numbers), ``nc``, ``kpt_shape`` and ``flip_idx``. ``train``, ``val`` and ``test``
+            are folders of images, or text files that list images. Their paths begin at the folder ``path``, if this is
+            a relative path of a folder in a local ``root``. All images must be below ``root``.
         split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.

@@ -336,7 +336,7 @@ class Storage:
                     answers[i] = answer if i in rows else self._final(answer, requests[i], attempt)
                 if not rows:
                     break
-                # random, so that workers do not retry together; not from the global generator, which is the user's
+                # random, so that workers do not retry together. The global generator belongs to the user
                 pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
                 time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers
