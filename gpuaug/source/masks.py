@@ -77,8 +77,8 @@ class MaskFolderSource(FileSource):
         for key, value in (("image_suffix", image_suffix), ("mask_suffix", mask_suffix)):
             if not isinstance(value, str) or "/" in value:
                 raise ConfigError(f"`source.{key}` must be the end of a file name. Found: {value!r}.")
-        endings, mask_endings = extensions_of(extensions), extensions_of([checks.text(
-            "source.mask_extension", mask_extension)])  # fmt: skip
+        endings = extensions_of(extensions)
+        mask_endings = extensions_of([checks.text("source.mask_extension", mask_extension)])
         self._storage = Storage(remote)
         self.root = absolute(images, key="source.images", below=root)
         self.masks = absolute(masks, key="source.masks", below=root)

@@ -82,9 +82,9 @@ class YoloSource(FileSource):
         self._storage = Storage(remote)
         began = time.monotonic()
         described = _read_data(self.root, data, self._storage)
-        self.num_keypoints = None if described.points is None else described.points[0]
         self.flip_pairs = described.flip
-        if self.num_keypoints is not None:
+        if described.points is not None:
+            self.num_keypoints = described.points[0]
             self.target_kinds = frozenset({"boxes", "keypoints"})
         names, listing = self._list_images(described, split, endings)
         self._names = Names.of([names])

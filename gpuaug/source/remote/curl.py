@@ -206,14 +206,13 @@ class _Transfer:
         self.deadline = 0.0
         self._head: list[bytes] = []
         self._body: list[bytes] = []
+        easy.setopt(c.HEADERFUNCTION, self._head.append)
+        easy.setopt(c.WRITEFUNCTION, self._body.append)
 
     def start(self, get: Get, login: Login) -> None:
         c, easy = self._curl, self.easy
         self.get, self.deadline = get, time.monotonic() + get.seconds
-        self._head, self._body = [], []
         easy.setopt(c.URL, get.url)
-        easy.setopt(c.WRITEFUNCTION, self._body.append)
-        easy.setopt(c.HEADERFUNCTION, self._head.append)
         easy.setopt(c.MAXFILESIZE_LARGE, get.limit if get.size is None else min(get.size, get.limit))
         if get.size is None and not get.begin:
             easy.unsetopt(c.RANGE)
@@ -257,6 +256,5 @@ class _Transfer:
         return body
 
     def clear(self) -> None:
-        """Free the received bytes before the next request."""
         self._head.clear()
         self._body.clear()

@@ -301,9 +301,8 @@ class Storage:
     def _system(self, url: str) -> Any:
         with self._lock:
             if (key := _bucket(url)) not in self._systems:
-                remote = self.remote
                 self._systems[key] = filesystem.open_filesystem(
-                    url, remote.options or {}, connections=remote.concurrency
+                    url, self.remote.options or {}, connections=self.remote.concurrency
                 )
             return self._systems[key]
 
