@@ -96,7 +96,7 @@ class DatasetSource(RowSource):
         if label is not None:
             names = getattr(features[label], "names", None)
             values = list(dataset.select_columns([label])[:][label])
-            if None in values:
+            if any(value is None for value in values):
                 raise SourceError(f"column {label!r} of the Dataset has no value in row {values.index(None)}. Add one.")
             self._set_labels(values, classes=None, names=names if isinstance(names, list) else None)
         needed = [] if objects is None else [objects, *(name for name in ("height", "width") if name in features)]
