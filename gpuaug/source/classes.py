@@ -50,10 +50,7 @@ def class_mapping(classes: Any) -> dict[str, int]:
 def numbers_of(
     names: Sequence[str], classes: Mapping[str, int], what: str, *, remedy: str = "Add them to `source.classes`."
 ) -> NDArray[np.int64]:
-    """Return the label of each of ``names``, int64 [n]; SourceError if ``classes`` (names to labels) lacks a name.
-
-    ``what`` says in the error message what the names are.
-    """
+    """The label of each name, int64 [n]; SourceError if ``classes`` lacks a name. ``what`` describes the names."""
     if unknown := [name for name in names if name not in classes]:
         raise SourceError(
             f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} {what}: {some(unknown)}. {remedy}"
@@ -64,12 +61,7 @@ def numbers_of(
 def label_column(
     label: str | None, columns: Sequence[str], *, with_classes: Sequence[str], place: str, remedy: str
 ) -> str | None:
-    """Return the name of the label column; None if there are no labels.
-
-    ``with_classes`` lists the columns whose numbers have class names. ``columns`` lists all columns except images.
-    ``label="auto"`` means the column ``label`` or ``labels``; if there is neither, and ``with_classes`` has only one
-    column, this column. ``place`` and ``remedy`` are texts for error messages.
-    """
+    """The label column; None if there are no labels. ``with_classes``: columns whose numbers have class names."""
     if label in (None, "none") or (label == "auto" and not columns):
         return None
     known = [label] if label != "auto" else ["label", "labels", *(with_classes if len(with_classes) == 1 else ())]
@@ -88,7 +80,7 @@ def label_column(
 def encode(
     values: Sequence[Any] | NDArray[Any], *, classes: Mapping[str, int] | None, place: str
 ) -> tuple[NDArray[Any], list[str] | None]:
-    """Return the labels of all samples as an array, and the class names (None if the classes have no names).
+    """The labels of all samples, and the class names (None if there are no names).
 
     ==================  ==================================================
     values              labels
@@ -100,11 +92,8 @@ def encode(
     lists of names      float32 [N, C], 1 for each class in the list, or 0
     ==================  ==================================================
 
-    ``classes`` maps names to class numbers; None: the names are sorted and numbered from 0. ``place`` appears in error
-    messages. Raises SourceError if the values are of several kinds, or a name is not in ``classes``.
-
-    >>> encode(["dog", "cat"], classes=None, place="train.csv")
-    (array([1, 0]), ['cat', 'dog'])
+    Without ``classes``, the names are sorted and numbered from 0. Raises SourceError if the values are of several
+    kinds, or a name is not in ``classes``.
     """
     kinds: set[Any] = {values.dtype.type} if isinstance(values, np.ndarray) else set(map(type, values))
     named = None if classes is None else list(classes)

@@ -34,23 +34,20 @@ class CocoSource(FileSource):
     """Images with boxes, keypoints and masks of objects, in COCO's format: ``root/<split>/*.jpg``.
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.
-    Keypoints are read if the categories in the JSON file list keypoint names. Crowds are read and marked;
-    ``gpuaug.Boxes`` drops crowds. A sample with a damaged box or outline becomes a fault when the sample is read. The
-    fault names the annotation.
+    Keypoints are read if categories list keypoint names. If a box or outline is damaged, reading its sample gives a
+    fault.
 
     Args:
         root: the dataset's folder, or its URL.
         annotations: path of the JSON file, or the first part of the file's name. A relative path is below ``root``. The
-            first part ``person_keypoints`` means ``root/annotations/person_keypoints_<split>.json``. None:
-            ``panoptic`` for panoptic masks, else ``instances``.
-        split: subfolder of the images, such as ``train2017``. With the first part of a name, ``split`` is the last part
-            of the name of the JSON file. None: the image paths in the JSON file are relative to ``root``, and
-            ``annotations`` must be a path.
-        masks: ``instances``, ``panoptic`` or None (no masks). ``instances`` draws one map of object numbers for each
-            image from polygons and run lengths, and needs pycocotools. ``panoptic`` reads PNG files of segment ids;
-            their folder has the name of the JSON file without ``.json``.
-        empty: ``drop`` leaves out images without objects; the others are numbered without gaps. ``keep`` keeps all
-            images.
+            first part ``person_keypoints`` means ``annotations/person_keypoints_<split>.json``. None: ``panoptic`` for
+            panoptic masks, else ``instances``.
+        split: subfolder of the images, such as ``train2017``. None: the image paths in the JSON file are relative to
+            ``root``, and ``annotations`` must be a path.
+        masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths (needs
+            pycocotools). ``panoptic``: PNG files of segment ids, in a folder with the name of the JSON file without
+            ``.json``. None: no masks.
+        empty: ``drop`` leaves out images without objects, and numbers the other images without gaps.
         classes: class mapping of another run, as in :class:`FolderSource`. It must name all categories of the file.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
@@ -142,7 +139,7 @@ class CocoSource(FileSource):
 
 
 def _reasons(parsed: Annotations, counts: NDArray[np.int64]) -> dict[int, str]:
-    """Map each unusable sample to the reason: a box is inverted or not finite, or a keypoint is damaged."""
+    """Why samples cannot be used, by sample number."""
     sample, reasons = np.repeat(np.arange(len(counts)), counts), dict[int, str]()
     number = np.arange(len(sample)) - (np.cumsum(counts) - counts)[sample] if parsed.ids is None else parsed.ids
     boxes, points = parsed.boxes, parsed.keypoints
@@ -159,7 +156,6 @@ def _reasons(parsed: Annotations, counts: NDArray[np.int64]) -> dict[int, str]:
 
 
 def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> str:
-    """Path of the JSON file."""
     if split is not None and not (isinstance(split, str) and is_safe(split) and not split.endswith("/")):
         raise ConfigError(f"`source.split` must be a subfolder of `source.root`, or null. Found: {split!r}.")
     name = ("panoptic" if masks == "panoptic" else "instances") if given is None else given
@@ -174,7 +170,7 @@ def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> s
 
 
 def _read_file(place: str, storage: Storage) -> bytes | bytearray:
-    """Return all bytes of the file. A file above the limit of :meth:`Storage.read_file` is read in parts."""
+    """All bytes of a file, which may exceed the limit of :meth:`Storage.read_file`."""
     if not is_url(place) and not os.path.exists(place):
         raise SourceError(f"the annotations do not exist: {place!r}. Set `source.annotations`, or `source.split`.")
     try:
@@ -194,7 +190,7 @@ def _read_file(place: str, storage: Storage) -> bytes | bytearray:
 
 
 def _png_folder(place: str, images: str) -> str:
-    """Return the folder of panoptic masks, which is beside the JSON file, or, if local, beside the folder of images."""
+    """The folder of panoptic masks, beside the JSON file or beside the local folder of images."""
     beside, name = split_path(place)
     name = os.path.splitext(name)[0]
     folders = [join(beside, name), join(split_path(images)[0], name)]

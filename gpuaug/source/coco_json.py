@@ -1,4 +1,4 @@
-"""Reads COCO's JSON files into arrays: images, categories and objects, in the order of the image ids."""
+"""Reads COCO's JSON files into arrays of images, categories and objects, in the order of the image ids."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Field(NamedTuple):
 
     types: tuple[type, ...]  # allowed types of a value that Python's json returned
     kind: Any  # type that msgspec requires
-    default: Any = ...  # the value if the field is absent; ...: the field is required
+    default: Any = ...  # value of an absent field; ...: the field is required
 
 
 WHOLE, NUMBER, TEXT = Field((int,), int), Field((int, float), float), Field((str,), str)
 BOX = Field((list, tuple), tuple[float, float, float, float])
 OPTIONAL_NUMBER = Field((int, float, type(None)), float | None, None)
 CROWD = Field((int, bool), int | bool, 0)
-LATER = Field((object,), None, None)  # each value is parsed when it is needed; until then msgspec keeps its JSON text
+LATER = Field((object,), None, None)  # msgspec keeps the JSON text until the value is needed
 
 IMAGE = {"id": WHOLE, "file_name": TEXT, "width": NUMBER, "height": NUMBER}
 CATEGORY = {"id": WHOLE, "name": TEXT, "keypoints": Field((list, tuple), list[str], ()), "skeleton": LATER}
@@ -51,59 +51,34 @@ OBJECT = {
     "image_id": WHOLE,
     "keypoints": LATER,
 }
-OUTLINE = {"segmentation": LATER}
 PANOPTIC = {"image_id": WHOLE, "file_name": TEXT, "segments_info": Field((list,), None)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotations:
-    """Content of a file of annotations: N images and M objects.
+    """Content of a file of annotations: N images and M objects."""
 
-    Attributes:
-        names: paths of the images, relative to their folder.
-        image_ids: int64 [N], ascending.
-        sizes: int32 [N, 2], (height, width).
-        counts: int64 [N], number of objects in each image.
-        boxes: float32 [M, 4], (x1, y1, x2, y2).
-        labels: int64 [M], positions in ``categories``.
-        crowd: bool [M], whether the object is a crowd.
-        area: float32 [M]; None if the file has no areas.
-        ids: int64 [M], ids of the objects; None if the file has none.
-        keypoints: float32 [M, K, 3]; None if the categories have no keypoints.
-        categories: names of the categories, in ascending order of their ids.
-        points: names of the K points; [] if there are no keypoints.
-        skeleton: pairs of point indices; drawings connect the two points by a line. () if the file has none.
-        outlines: values of ``segmentation`` in the order of the objects. The iterable can be read only once.
-        masks: path of each image's panoptic mask, b"" for an image without mask; None if the file is not panoptic.
-    """
-
-    names: list[bytes]
-    image_ids: Int64
-    sizes: NDArray[np.int32]
-    counts: Int64
-    boxes: NDArray[np.float32]
-    labels: Int64
-    crowd: NDArray[np.bool_]
-    area: NDArray[np.float32] | None
-    ids: Int64 | None
-    keypoints: NDArray[np.float32] | None
-    categories: list[str]
-    points: list[str]
-    skeleton: tuple[tuple[int, int], ...]
-    outlines: Iterable[Any]
-    masks: list[bytes] | None
+    names: list[bytes]  # paths of the images, relative to their folder
+    image_ids: Int64  # [N], ascending
+    sizes: NDArray[np.int32]  # [N, 2], (height, width)
+    counts: Int64  # [N], number of objects in each image
+    boxes: NDArray[np.float32]  # [M, 4], (x1, y1, x2, y2)
+    labels: Int64  # [M], positions in `categories`
+    crowd: NDArray[np.bool_]  # [M]
+    area: NDArray[np.float32] | None  # [M]
+    ids: Int64 | None  # [M]
+    keypoints: NDArray[np.float32] | None  # [M, K, 3]
+    categories: list[str]  # names, by ascending id
+    points: list[str]  # names of the K keypoints
+    skeleton: tuple[tuple[int, int], ...]  # pairs of keypoint indices
+    outlines: Iterable[Any]  # value of `segmentation` of each object; can be read only once
+    masks: list[bytes] | None  # path of each image's panoptic mask, b"" if there is none; None: not panoptic
 
 
 def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotations:
-    """Parse the text of a file of annotations.
+    """Parse COCO's JSON of instances, person_keypoints or panoptic segments; SourceError if it is not valid.
 
-    Args:
-        data: JSON text of COCO's file of instances, of person_keypoints, or of panoptic segments.
-        masks: ``instances``: read the outlines too; ``panoptic``: the file has panoptic segments; None: no masks.
-        place: path of the file, for error messages.
-
-    Raises:
-        SourceError: if the file is damaged, has another format, or contradicts itself.
+    ``masks`` is the argument of :class:`CocoSource`. ``place`` is the path of the file, for error messages.
     """
     try:
         return _annotations(data, masks)
@@ -123,7 +98,7 @@ def refused(place: str, reason: str) -> SourceError:
 
 def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     panoptic = kind == "panoptic"
-    fields = PANOPTIC if panoptic else OBJECT if kind is None else {**OBJECT, **OUTLINE}
+    fields = PANOPTIC if panoptic else OBJECT if kind is None else {**OBJECT, "segmentation": LATER}
     document, later = _document(data, fields)
     categories, categories_of = _by_id(document("categories", CATEGORY), "categories")
     images, images_of = _by_id(document("images", IMAGE), "images")
@@ -132,11 +107,7 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     if len(set(categories["name"])) < len(categories_of):
         raise ValueError("two categories have the same name")
     names = [_path(name, "images", int(i)) for name, i in zip(images["file_name"], images_of, strict=True)]
-    masks = None
-    if panoptic:
-        rows, masks = _segments(document, images_of)
-    else:
-        rows = document("annotations", fields)
+    rows, masks = _segments(document, images_of) if panoptic else (document("annotations", fields), None)
     sizes = np.array([_side(images["height"], images_of), _side(images["width"], images_of)], dtype=np.int32).T
     columns, owners = _objects(rows, images_of, panoptic)
     order = np.argsort(owners, kind="stable")
@@ -165,17 +136,13 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     )
 
 
-# -- JSON: parsed by msgspec if it is installed, else by Python's json. Both give columns: one list of values per field
+# -- columns (one list of values per field) from msgspec if it is installed, else from Python's json
 
 
 def _document(
     data: bytes | bytearray, fields: Mapping[str, Field]
 ) -> tuple[Callable[..., dict[str, list[Any]]], Callable[..., Any]]:
-    """Parse the file, and return two functions that read the result.
-
-    The first function returns the columns of a list of the file, such as ``images``. The second function parses one
-    value of a field that is :data:`LATER`.
-    """
+    """Return a function that returns the columns of a list, such as ``images``, and a parser of `LATER` values."""
     text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
     try:
         import msgspec
@@ -236,7 +203,7 @@ def _no_constant(text: str) -> None:
 
 
 def _by_id(columns: dict[str, list[Any]], what: str) -> tuple[dict[str, list[Any]], Int64]:
-    """Sort the rows by id, and return the columns and the ids. Raises ValueError if an id occurs twice."""
+    """The rows sorted by id, and the ids."""
     ids = _ids(columns["id"], what)
     order = np.argsort(ids, kind="stable")
     _unique(ids, what)
@@ -252,7 +219,7 @@ def _ids(values: Sequence[Any], what: str, low: int = 0, high: int = 2**63 - 1) 
 
 
 def _unique(ids: Int64, what: str, groups: Int64 | None = None) -> None:
-    """Raise ValueError if an id occurs twice. With ``groups``: if it occurs twice in one group."""
+    """Raise ValueError if an id occurs twice (with ``groups``: twice in one group)."""
     order = np.argsort(ids, kind="stable") if groups is None else np.lexsort((ids, groups))
     same = ids[order][1:] == ids[order][:-1]
     if groups is not None:
@@ -262,18 +229,16 @@ def _unique(ids: Int64, what: str, groups: Int64 | None = None) -> None:
 
 
 def _find(values: Sequence[int], known: Int64, field: str, what: str) -> Int64:
-    """The position of each value in ``known``, which are ascending ids. Raises ValueError for an unknown value."""
+    """The position of each value in the ascending ids ``known``."""
     numbers = _ids(values, f"annotations.{field}")
-    at = np.minimum(np.searchsorted(known, numbers), max(0, len(known) - 1))
-    wrong = known[at] != numbers if len(known) else np.ones(len(numbers), dtype=bool)
-    if wrong.any():
+    at = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
+    if (wrong := known[at] != numbers).any():
         first = int(wrong.argmax())
         raise ValueError(f"`{field}` of object {first} is {numbers[first]}, but `{what}` has no such id")
     return at
 
 
 def _path(name: str, what: str, number: int) -> bytes:
-    """The path as bytes; ValueError if it leads outside its folder."""
     if not is_safe(name) or name.endswith("/"):
         raise ValueError(
             f"`file_name` must be relative and stay in its folder. Found in `{what}`, id {number}: {name!r:.200}"
@@ -293,7 +258,7 @@ def _side(values: Sequence[Any], ids: Int64) -> Int64:
 
 
 def _segments(document: Callable[..., Any], images: Int64) -> tuple[dict[str, list[Any]], list[bytes]]:
-    """The columns of all segments, and the path of each image's mask (b"" for an image without mask)."""
+    """The columns of all segments, and the path of each image's mask."""
     rows = document("annotations", PANOPTIC)
     owners = _find(rows["image_id"], images, "image_id", "images")
     _unique(images[owners], "annotations.image_id")
@@ -333,10 +298,7 @@ def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[di
 def _keypoints(
     values: list[Any], later: Callable[[Any], Any], categories: dict[str, list[Any]], order: Int64
 ) -> tuple[NDArray[np.float32] | None, list[str]]:
-    """The keypoints of all objects in the given order, [M, K, 3], and the names of the K points.
-
-    An object without keypoints has zeros.
-    """
+    """The keypoints of all objects in the given order, [M, K, 3], and the K names."""
     lists = [list(names) for names in categories["keypoints"] if names]
     if not lists:
         return None, []
@@ -358,10 +320,7 @@ def _keypoints(
 
 
 def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
-    """The first skeleton that a category has, as pairs of point indices. The indices start at 0, in the file at 1.
-
-    An invalid skeleton gives () and no error, because only drawings use skeletons.
-    """
+    """The first skeleton of the categories; () if it is invalid, because only drawings use it."""
     pairs: Any = next((value for value in lists if value), [])
     known = range(1, count + 1)
     if not isinstance(pairs, list) or not all(
@@ -373,9 +332,7 @@ def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
 
 
 def mirror_images(names: Sequence[str]) -> tuple[int, ...] | None:
-    """The index of each point's mirror image; None if the names do not tell it.
-
-    A point and its mirror image have the same name, except for ``left`` and ``right``.
+    """The index of each point's mirror image, by ``left`` and ``right`` in the names; None if it is not known.
 
     >>> mirror_images(["nose", "left_eye", "right_eye"])
     (0, 2, 1)

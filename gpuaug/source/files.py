@@ -23,26 +23,19 @@ log = logging.getLogger("gpuaug")
 
 MOST_VISITS = 8  # limit for visits of one folder through links, because n folders that link to each other have n! paths
 TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # errors for paths of more than 4096 bytes or 40 links
-LARGEST_TEXT = 1 << 24  # bytes; an annotation file may not be larger
-TEXTS_AT_ONCE = 128  # number of annotation files that are read together, so at most 2 GiB
+LARGEST_TEXT = 1 << 24  # bytes; limit for an annotation file
+TEXTS_AT_ONCE = 128  # annotation files that are read together, at most 2 GiB
 
 
 def open_tree(
     root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root"
 ) -> LocalTree | UrlTree:
-    """The files below a folder or URL whose names end in one of ``endings``. ``key``: names ``root`` in messages."""
+    """The files below a folder or URL whose names end in one of ``endings``. ``key``: configuration key of ``root``."""
     return UrlTree(root, storage, endings, key=key) if is_url(root) else LocalTree(root, endings, key=key)
 
 
 class Files:
-    """Image files by number.
-
-    Args:
-        root: the folder or URL.
-        names: paths of the files, relative to ``root``.
-        storage: reads URLs.
-        listing: sizes and versions of remote files by name, if they are known.
-    """
+    """Image files by number. ``listing`` has the sizes and versions of remote files by name."""
 
     def __init__(
         self, root: str, names: Names, storage: Storage, listing: Mapping[str, FileInfo] | None = None
@@ -50,7 +43,7 @@ class Files:
         self.root, self.names = root, names
         self._versions: Names | None = None  # versions of remote files, for the disk cache
         self._large: dict[int, int] = {}  # sizes of large remote files, by number
-        if listing:  # keep only what reading needs
+        if listing:
             files = [listing[os.fsdecode(name)] for name in names]
             self._large = {i: file.size for i, file in enumerate(files) if file.size > LARGE}
             if storage.remote.cache is not None:
@@ -68,12 +61,8 @@ class Files:
 
 
 def texts(paths: Iterable[str], storage: Storage) -> Iterator[bytes | Exception]:
-    """The bytes of each annotation file, or the exception that reading it raised.
-
-    A file above 16 MiB gives an exception. The disk cache is not used, because it would return old bytes for a changed
-    file.
-    """
-    if storage.remote.cache is not None:
+    """The bytes of each annotation file, or the exception that reading it raised."""
+    if storage.remote.cache is not None:  # the cache would return old bytes for a changed file
         storage = Storage(replace(storage.remote, cache=None))
     ranges = (Range(path, most=LARGEST_TEXT) for path in paths)
     while together := list(islice(ranges, TEXTS_AT_ONCE)):
@@ -81,7 +70,7 @@ def texts(paths: Iterable[str], storage: Storage) -> Iterator[bytes | Exception]
 
 
 def read_text(path: str, storage: Storage) -> str:
-    """Text of an annotation file, with ``surrogateescape``; OSError or ReadError if the file cannot be read."""
+    """The text of an annotation file; OSError or ReadError if the file cannot be read."""
     (data,) = texts([path], storage)
     if isinstance(data, Exception):
         raise data
@@ -89,10 +78,7 @@ def read_text(path: str, storage: Storage) -> str:
 
 
 def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
-    """The lines of a file that lists samples, without empty lines. ``key`` is its configuration key, for messages.
-
-    SourceError if the file cannot be read, is empty, or names a sample twice.
-    """
+    """The non-empty lines of a list of samples; SourceError if two are equal. ``key``: the configuration key."""
     try:
         lines = [line for line in map(str.strip, read_text(path, storage).split("\n")) if line]
     except (OSError, GpuaugError) as error:
@@ -110,11 +96,7 @@ def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
 def by_stem(
     tree: LocalTree | UrlTree, *, suffix: str = "", skip: Callable[[str], bool] = lambda name: False
 ) -> dict[str, bytes]:
-    """Maps each file's path without ``suffix`` and extension to its full path.
-
-    Files that ``skip`` selects are left out. Files without ``suffix`` are left out too, and are counted in the log.
-    Raises SourceError if two paths differ only in their extension.
-    """
+    """Map each file's path without ``suffix`` and extension to its path. Files without ``suffix`` are left out."""
     found: dict[str, bytes] = {}
     place, ignored = redact(tree.root), 0
     for name in chain.from_iterable(tree.images(None)):
@@ -139,7 +121,7 @@ def by_stem(
 
 
 def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root: str) -> list[bytes]:
-    """The image path of each stem in ``known``; SourceError if a stem has none. ``place``: the file of the stems."""
+    """The image path of each stem; SourceError if ``known`` lacks a stem. ``place``: the file that lists the stems."""
     if missing := [stem for stem in stems if stem not in known]:
         raise SourceError(
             f"{len(missing)} of the {len(stems)} samples in {redact(place)!r} have no image in {redact(root)!r}: "
@@ -149,10 +131,7 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
 
 
 class FileSource(ListedSource):
-    """A source whose samples are files. A sample with bad annotations is a fault when it is read.
-
-    A subclass sets ``_files``, and ``_mask_files`` if masks are files too.
-    """
+    """A source whose samples are files. A subclass sets ``_files``, and ``_mask_files`` if masks are files too."""
 
     _files: Files
     _mask_files: Files | None = None
@@ -166,7 +145,7 @@ class FileSource(ListedSource):
         if reasons:
             usable = iter(self._read([i for i in numbers if i not in reasons]))
             return [GpuaugError(reasons[i]) if i in reasons else next(usable) for i in numbers]
-        if self._mask_files is None and not self._is_remote:  # takes 17 us per image, the code below 22 us
+        if self._mask_files is None and not self._is_remote:  # takes 17 us per image instead of 22 us
             return [self._read_local(i) for i in numbers]
         data = self._storage.read(self._ranges(numbers))
         masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
@@ -179,7 +158,7 @@ class FileSource(ListedSource):
             return error
 
     def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
-        """``(bytes, label or Target)``; if the image or the mask cannot be read, the exception instead."""
+        """``(bytes, label or Target)``, or the exception if the image or the mask cannot be read."""
         for part in (image, mask):
             if isinstance(part, Exception):
                 return part
@@ -187,7 +166,6 @@ class FileSource(ListedSource):
         return image, label if mask is None else replace(label, mask=mask)
 
     def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        """Locations of the images. If masks are files too, their locations follow."""
         parts = [self._files] if self._mask_files is None else [self._files, self._mask_files]
         return [files.range(i) for files in parts for i in numbers]
 
@@ -220,15 +198,11 @@ class LocalTree:
         return folders, len(images)
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Keys of the images below a class folder, one list per folder, in the order of ``sorted(os.walk(...))``.
-
-        ``folder``: the class folder; None: the root. A key is a path relative to the root.
-        """
-        listed: list[tuple[str, list[str]]] = []  # folder, names of its images
-        # number of visits of each folder (device and inode) through links inside linked folders
-        visits: Counter[tuple[int, int]] = Counter()
+        """Paths, relative to the root, of the images below a class folder (None: the root), one list per folder."""
+        listed: list[tuple[str, list[str]]] = []  # folders and the names of their images
+        visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
-        # breadth first and by name, because every machine must skip the same folders
+        # breadth first and by name, so that every machine skips the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
         while waiting:
             prefix, above, links = waiting.popleft()
@@ -285,11 +259,11 @@ class UrlTree:
             self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)
 
     def classes(self) -> tuple[list[str], int]:
-        """Names of the folders directly in the root, and number of images directly in it."""
+        """As :meth:`LocalTree.classes`."""
         return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Keys of the images below a class folder, one list per folder. ``folder`` None: below the root."""
+        """As :meth:`LocalTree.images`."""
         folders: dict[str, list[str]] = {}
         for first in self.by_class if folder is None else [folder]:
             folders |= self.by_class[first]
@@ -297,7 +271,7 @@ class UrlTree:
             yield [os.fsencode(key) for key in sorted(keys)]
 
     def warn(self) -> None:
-        """Does nothing, because no folder below a URL is skipped."""
+        """Do nothing, because no folder below a URL is skipped."""
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
@@ -315,7 +289,7 @@ def _unlisted(folder: str, error: OSError) -> SourceError:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # such as a link to itself. Such an entry is listed as a file if its name has an image extension
+    except OSError:  # for example a link to itself
         return False
 
 

@@ -26,25 +26,21 @@ log = logging.getLogger("gpuaug")
 class FolderSource(FileSource):
     """Images ``root/<class>/**/<image>`` in the order of torchvision's ImageFolder: classes, folders, files are sorted.
 
-    Every file with an image extension is listed without opening it. So a broken link or an empty file becomes a fault
-    of its sample. Names need not be UTF-8. Links to folders are followed, except to a folder above the link. If links
-    inside linked folders lead to the same folder again and again, this folder is visited at most eight times per class.
-    Folders whose path is too long for the system are skipped. One warning counts the skipped folders.
+    Files are listed by their extension and not opened, so a broken link or an empty file is a fault of its sample.
+    Links to folders are followed, except to a folder above the link.
 
     Args:
         root: the folder, or its URL (``s3://bucket/train``).
         labels: ``folder``: the first subfolder is the class; ``none``: all images below ``root``, without labels.
-        classes: class mapping of another run, so that evaluation uses the same labels. It is a list of names in the
-            order of their labels, or a mapping from name to label, or a FILE with one of these (.json, or text with one
-            name per line). A class without a folder is allowed. A folder that is not a class is an error.
+        classes: class mapping of another run, so that evaluation uses the same labels: a list of names in the order of
+            their labels, a mapping from name to label, or a FILE with one of these (.json, or text with one name per
+            line). A class without a folder is allowed. A folder that is not a class is an error.
         subset: a count or a fraction of samples, or a FILE or sequence of sample numbers. A count or fraction is spread
             evenly over the sorted files, so classes keep their proportions, and every run gets the same samples.
-        exclude: a FILE of samples to leave out, with JSON lines that have the field ``key``, as ``faults.file`` writes
-            them. ``exclude`` is applied after ``subset``.
+        exclude: a FILE of samples to leave out after ``subset``: JSON lines with the field ``key``, as ``faults.file``
+            writes them. After ``subset`` and ``exclude``, ``source[i]`` is still sample ``i`` of the whole folder.
         extensions: file name extensions of images; case is ignored.
         remote: how to read from a URL.
-
-    ``subset`` and ``exclude`` do not renumber the samples: ``source[i]`` is still sample ``i`` of the whole folder.
 
     Raises:
         SourceError: if the folder or a FILE cannot be used, or no image is left.

@@ -24,7 +24,7 @@ MASKS = ("annotation", "annotations", "label", "labels", "mask", "masks", "segme
 
 
 def is_dataset(candidate: Any) -> bool:
-    """Whether an object has the attributes of a Dataset. ``datasets`` need not be installed."""
+    """Whether an object has the attributes of a Dataset."""
     attributes = ("features", "column_names", "select_columns", "with_format", "__len__", "__getitem__")
     return all(hasattr(candidate, name) for name in attributes)
 
@@ -32,9 +32,8 @@ def is_dataset(candidate: Any) -> bool:
 class DatasetSource(RowSource):
     """Rows of a ``datasets.Dataset`` with a column of images (``Image(decode=False)``, or binary).
 
-    A Loader wraps a Dataset in this class automatically. Call it yourself to name the columns, or to read no labels.
-
-    With a mask or objects, a sample is ``(bytes, Target)``. :class:`ParquetSource` describes the column of objects.
+    A Loader wraps a Dataset in this class automatically. Create a DatasetSource yourself to name the columns. With a
+    mask or objects, a sample is ``(bytes, Target)``.
 
     Args:
         dataset: a Dataset.
@@ -43,11 +42,11 @@ class DatasetSource(RowSource):
         image: the image column; None: the only image column that is neither the mask nor in ``extra``.
         mask: the column of encoded masks; ``auto``: if there are two image columns, the one whose name is
             ``annotation``, ``label``, ``mask`` or similar; ``none``: no masks.
-        objects: the column of objects; ``auto``: if there is no label column, the only column with boxes; ``none``: no
-            objects.
+        objects: the column of objects, as in :class:`ParquetSource`; ``auto``: the only column with boxes, if there is
+            no label column; ``none``: no objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
-        extra: a column, such as ``caption``. Its value in a row is the extra of that sample, and a sample is
-            ``(bytes, label, extra)``. With a list of columns, the extra is a dict. None: no extras.
+        extra: column of extras, such as ``caption``, or a list of columns, which give each sample a dict. With extras,
+            a sample is ``(bytes, label, extra)``.
         classes: class mapping of the objects, as in :class:`FolderSource`.
 
     Raises:
@@ -117,7 +116,6 @@ class DatasetSource(RowSource):
             return error
 
     def _bytes(self, value: Any) -> Any:
-        """The bytes of an image or mask; None if the row has none."""
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
         if data is None and path is not None:  # a Dataset made from an image folder has only paths
             return self._storage.read_file(path) if is_url(path) else read_file(path, image=True)
@@ -125,10 +123,7 @@ class DatasetSource(RowSource):
 
 
 def _image_columns(features: Any, image: str | None, mask: str | None, *, besides: Sequence[str]) -> list[str]:
-    """The column of images, and the column of masks if there is one.
-
-    A column in ``besides`` (the extras) is chosen only if ``image`` or ``mask`` names it.
-    """
+    """The column of images, then of masks. Extras (``besides``) are chosen only if ``image`` or ``mask`` names them."""
     images = [name for name, feature in features.items() if _is_image(feature)]
     for key, name in (("image", image), ("mask", mask)):
         if name not in (None, "auto", "none", *images):
@@ -158,7 +153,6 @@ def _image_columns(features: Any, image: str | None, mask: str | None, *, beside
 
 
 def _objects_column(features: Any, objects: str | None, *, has_label: bool) -> str | None:
-    """The column of objects; None if no objects are read."""
     if objects in (None, "none") or (objects == "auto" and has_label):
         return None
     schema = getattr(features, "arrow_schema", ())

@@ -24,9 +24,8 @@ log = logging.getLogger("gpuaug")
 class MaskFolderSource(FileSource):
     """Images in one folder, and their masks in another folder under the same paths.
 
-    The mask of ``images/a/x<image_suffix>.jpg`` is ``masks/a/x<mask_suffix>.png``. Images are sorted as in
-    :class:`FolderSource`. An image without a mask is an error. Masks without an image are ignored and counted in the
-    log. A sample is ``(bytes, Target(mask=bytes))``.
+    The mask of ``images/a/x<image_suffix>.jpg`` is ``masks/a/x<mask_suffix>.png``. Masks without an image are ignored.
+    A sample is ``(bytes, Target(mask=bytes))``.
 
     Arguments for well-known data sets:
 
@@ -39,10 +38,10 @@ class MaskFolderSource(FileSource):
         root: folder or URL that contains the two folders; None: ``images`` and ``masks`` are complete paths or URLs.
         images: folder of the images: relative to ``root``, an absolute path, or a URL.
         masks: folder of the masks, in the same form.
-        image_suffix: text before the extension of each image. Images without it are ignored and counted in the log.
-        mask_suffix: text before the extension of each mask. It replaces ``image_suffix``.
-        list: a FILE of the samples to use, relative to ``root``. Each line is the path of an image in the folder of
-            images, without suffix and extension. Samples are in the order of the lines. None: all images.
+        image_suffix: text before the extension of each image. Images without this text are ignored.
+        mask_suffix: text before the extension of each mask.
+        list: a FILE of the samples, in order, relative to ``root``. Each line is the path of an image in the folder of
+            images, without suffix and extension. None: all images.
         extensions: file name extensions of images; case is ignored.
         mask_extension: file name extension of masks; case is ignored.
         classes: names of the classes, as in :class:`FolderSource`. They do not change the numbers in the masks.
@@ -78,8 +77,8 @@ class MaskFolderSource(FileSource):
         for key, value in (("image_suffix", image_suffix), ("mask_suffix", mask_suffix)):
             if not isinstance(value, str) or "/" in value:
                 raise ConfigError(f"`source.{key}` must be the end of a file name. Found: {value!r}.")
-        endings, mask_endings = extensions_of(extensions), extensions_of([checks.text(
-            "source.mask_extension", mask_extension)])  # fmt: skip
+        endings = extensions_of(extensions)
+        mask_endings = extensions_of([checks.text("source.mask_extension", mask_extension)])
         self._storage = Storage(remote)
         self.root = absolute(images, key="source.images", below=root)
         self.masks = absolute(masks, key="source.masks", below=root)

@@ -30,19 +30,9 @@ def _read_objects(
     box_format: BoxFormat,
     place: str,
 ) -> tuple[ObjectTable, Damaged, list[str] | None]:
-    """Read the objects of N rows. Returns their table, the damaged rows, and the names of the classes.
+    """The table of the objects, the damaged rows, and the class names. The table has no objects of damaged rows.
 
-    In the table, a damaged row has no objects.
-
-    Args:
-        column: an Arrow ChunkedArray [N]. A row is a struct of lists or a list of structs, and its fields have names of
-            :data:`gpuaug.source.object_json.NAMES`.
-        classes: class numbers by name; None: labels that are numbers stay the same, and labels that are names are
-            numbered in sorted order.
-        names: class names that the metadata of the column declares, in the order of their numbers; None: it has none.
-
-    Raises:
-        SourceError: if the column has an unusable type or a class that ``classes`` lacks, or if all rows are damaged.
+    ``column`` is an Arrow ChunkedArray. ``names`` are the class names in the metadata of the column.
     """
     import pyarrow
 
@@ -52,7 +42,7 @@ def _read_objects(
     most = len(names or known or ()) or MOST_CLASSES
     rows, reasons = np.arange(count), dict[int, str]()
     fields = _fields(column, place)
-    # remove one kind of damage at a time, because each check relies on the checks before it
+    # remove one kind of damage at a time, because each check relies on those before it
     while bad := next(filter(None, _checks(fields, most)), None):
         reasons |= {int(rows[row]): reason for row, reason in bad.items()}
         keep = ~np.isin(np.arange(len(rows)), list(bad))
@@ -74,7 +64,7 @@ def _read_objects(
 
 
 class RowSource(ListedSource):
-    """A source of rows, each with an image. If rows also have masks or objects, a sample is ``(bytes, Target)``.
+    """A source of rows, each with an image.
 
     A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_objects` and :meth:`_sample`.
     """
@@ -82,10 +72,7 @@ class RowSource(ListedSource):
     _has_masks = False
 
     def _set_objects(self, table: Any, column: str | None, classes: Classes, box_format: BoxFormat) -> None:
-        """Set the objects and the kinds of targets.
-
-        ``table``: an Arrow table of all rows. ``column``: the name of its column of objects; None: no objects.
-        """
+        """Set the objects in ``column`` of an Arrow table of all rows, and the kinds of targets."""
         if column is not None:
             mapping = None if classes is None else class_mapping(classes)
             self._objects, self._damaged, names = _read_objects(
@@ -100,10 +87,7 @@ class RowSource(ListedSource):
             self.target_kinds |= {"masks"}
 
     def _sample(self, index: int, image: bytes | None, *more: Any) -> Any:
-        """Bytes, label (or Target) and extra of a sample, or the error if the sample cannot be used.
-
-        ``more``: the mask if the rows have masks, then the values of the extra fields.
-        """
+        """The sample or its error. ``more``: the mask if the rows have masks, then the values of the extra fields."""
         mask = more[0] if self._has_masks else None
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
@@ -119,10 +103,7 @@ class RowSource(ListedSource):
 
 
 def _sizes(table: Any) -> NDArray[np.int64] | None:
-    """(height, width) of each row's image, int64 [N, 2]; None unless the table has whole numbers for both.
-
-    In the result, a height or width is 0 if it is null, not positive or too large.
-    """
+    """(height, width) of each row's image, int64 [N, 2], 0 if not known; None if the table lacks these columns."""
     import pyarrow
 
     columns = [table.column(name) for name in ("height", "width") if name in table.column_names]
@@ -133,10 +114,7 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
 
 
 def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
-    """The class names that ``datasets`` wrote to the schema's metadata for a column; None if there are none.
-
-    ``objects``: True: the names are for the labels of the column's objects; False: for the values of the column.
-    """
+    """The class names that ``datasets`` stored for a column, or, with ``objects``, for the labels of its objects."""
     try:
         feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
         if objects:
@@ -150,9 +128,8 @@ def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str]
 
 
 def is_objects(kind: Any) -> bool:
-    """Whether a column of this Arrow type has objects with boxes: a struct of lists, or a list of structs."""
-    names, _ = _members(kind)
-    return "boxes" in names
+    """Whether a column of this Arrow type has objects with boxes."""
+    return "boxes" in _members(kind)[0]
 
 
 class _Field(NamedTuple):
@@ -164,10 +141,7 @@ class _Field(NamedTuple):
 
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """Two dicts with the fields of a Target as keys: the name of the column, and the Arrow type of an object's value.
-
-    Both dicts are empty if ``kind`` is neither a struct of lists nor a list of structs.
-    """
+    """The column's name, and the Arrow type of one object's value, by field of a Target."""
     import pyarrow
 
     types = pyarrow.types
@@ -182,7 +156,6 @@ def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _fields(column: Any, place: str) -> dict[str, _Field]:
-    """A dict from fields of a Target to columns of the objects. Raises SourceError if a column has an unusable type."""
     import pyarrow.compute
 
     names, kinds = _members(column.type)
@@ -200,7 +173,7 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
         good |= field not in ("labels", "ids", "crowd") and types.is_floating(inner)
         good |= (field == "labels" and _is_text(inner)) or types.is_null(inner)
         if field == "ids" and not good:
-            del names[field]  # ids are optional, so ids of another type, such as text, are ignored
+            del names[field]  # ids are optional, so text is ignored
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
     flatten = pyarrow.compute.list_flatten
@@ -213,10 +186,7 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
 
 
 def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, str]]:
-    """Check for one kind of damage after another. Each check yields the damaged rows, and why they cannot be used.
-
-    A check is valid only if the checks before it have found no damage.
-    """
+    """Yield, for each kind of damage, the damaged rows and why they cannot be used."""
     boxes = fields["boxes"]
     for part in fields.values():
         yield dict.fromkeys(np.flatnonzero(part.counts < 0).tolist(), f"`{part.name}` is null")
@@ -253,7 +223,7 @@ def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, 
 
 
 def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
-    """Columns of an :class:`ObjectTable`, except labels, from fields without damage."""
+    """The columns of an :class:`ObjectTable`, except labels."""
     name, _, values = fields["boxes"]
     columns: dict[str, Any] = {"boxes": corners(_floats(_flat(values)).reshape(-1, 4), name, box_format)}
     if "keypoints" in fields:

@@ -1,4 +1,4 @@
-"""Parses JSON with the objects of one image: a list of COCO's annotations, or columns."""
+"""Parses JSON with the objects of one image: a list of COCO's annotations, or one list per field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuaug.source.files import LARGEST_TEXT
 
 BoxFormat = Literal["xywh", "xyxy"]
 
-# The names that each field of a Target may have in the data. The first of them that exists is used.
+# possible names of each field of a Target; the first of them that exists is used
 NAMES: dict[str, tuple[str, ...]] = {
     "boxes": ("bbox", "boxes"),
     "labels": ("category_id", "category", "label", "labels"),
@@ -23,12 +23,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "area": ("area",),
     "ids": ("id", "ids"),
 }
-REQUIRED = ("boxes", "labels")  # every object must have a box. If one object has a label, every object must have one
-LISTS = ("objects", "annotations")  # possible names of the field that holds the objects
 
 
 def column_names(given: Collection[str]) -> dict[str, str]:
-    """Maps fields of a Target to their names in ``given``. Fields that ``given`` lacks are left out."""
+    """Map the fields of a Target that exist in ``given`` to their names."""
     present = {field: [name for name in names if name in given] for field, names in NAMES.items()}
     return {field: names[0] for field, names in present.items() if names}
 
@@ -47,16 +45,10 @@ def parse(
     classes: Mapping[str, int] | None = None,
     box_format: BoxFormat = "xywh",
 ) -> dict[str, Any]:
-    """Fields of a :class:`~gpuaug.batch.Target`: boxes, labels, and the optional fields that the JSON has.
-
-    Args:
-        data: the JSON.
-        num_keypoints: number of keypoints of an object; None: keypoints are ignored.
-        classes: class numbers by name; None: labels must be numbers.
-        box_format: the format of a field ``bbox``.
+    """Fields of a :class:`~gpuaug.batch.Target`. Without ``num_keypoints``, keypoints are ignored.
 
     Raises:
-        ValueError: if the JSON cannot be used. The message says why.
+        ValueError: if the JSON cannot be used.
 
     >>> parse(b'[{"bbox": [10, 20, 30, 40], "category_id": 2}]')["boxes"]
     array([[10., 20., 40., 60.]])
@@ -90,7 +82,7 @@ def parse(
 
 
 def _size(value: Any) -> tuple[int, int] | None:
-    """The image's (height, width), from the JSON or its field ``image``; None if neither has both numbers."""
+    """The image's (height, width), from the JSON or its field ``image``; None if not known."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("image"), dict) and not ("width" in value and "height" in value):
@@ -104,10 +96,10 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """The columns and their names in the JSON, by field of a Target. All columns have the same length."""
+    """The columns, all of one length, and their names in the JSON, by field of a Target."""
     inner = value
     if isinstance(value, dict):
-        inner = next((value[name] for name in LISTS if name in value), value)
+        inner = next((value[name] for name in ("objects", "annotations") if name in value), value)
     if isinstance(inner, list):
         return _from_rows(inner)
     if not isinstance(inner, dict):
@@ -132,7 +124,7 @@ def _from_rows(rows: list[Any]) -> tuple[dict[str, list[Any]], dict[str, str]]:
             raise ValueError(f"object {k} must have named fields, such as bbox. Found: {row!r:.100}")
     names = {"boxes": "bbox", **column_names({name for row in rows for name in row})}
     columns = {field: [row.get(name) for row in rows] for field, name in names.items()}
-    for field in REQUIRED:
+    for field in ("boxes", "labels"):  # `labels` may be missing, but only in all objects
         if field in columns and None in columns[field]:
             raise ValueError(f"object {columns[field].index(None)} has no `{names[field]}`")
     return columns, names

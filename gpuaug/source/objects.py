@@ -20,17 +20,15 @@ log = logging.getLogger("gpuaug")
 
 
 class ObjectTable:
-    """Boxes, labels and keypoints of N objects in the order of their samples.
+    """Boxes, labels and keypoints of N objects in the order of their samples. :class:`Target` describes the columns.
 
     Args:
         counts: number of objects of each sample.
-        boxes: float [N, 4], (x1, y1, x2, y2) in pixels; None: objects have only keypoints.
+        boxes: float [N, 4]; None: objects have only keypoints.
         labels: int [N].
-        keypoints: float [N, K, 3], or None.
-        crowd: bool [N]; None: no object is a crowd.
-        area: float [N]; None: not known.
-        ids: int [N]; None: not known.
-        sizes: int [samples, 2], (height, width) of the images that the objects belong to; None or 0: not known.
+        keypoints: float [N, K, 3].
+        crowd, area, ids: [N].
+        sizes: int [samples, 2], (height, width) of the annotated images; 0: not known.
         fractions: whether coordinates are fractions of the image's sides instead of pixels.
     """
 
@@ -65,17 +63,13 @@ class ObjectTable:
         }
         self.sizes = None if sizes is None else share(torch.from_numpy(np.ascontiguousarray(sizes, dtype=np.int32)))
 
-    def __len__(self) -> int:
-        """Number of objects."""
-        return int(self.bounds[-1])
-
     @property
     def num_keypoints(self) -> int | None:
-        """Number of keypoints of an object; None without keypoints."""
+        """Number of keypoints of an object."""
         return self._columns["keypoints"].shape[1] if "keypoints" in self._columns else None
 
     def target(self, index: int, **more: Any) -> Target:
-        """The objects of sample ``index``; ``more`` are further fields of the :class:`~gpuaug.batch.Target`."""
+        """The objects of sample ``index``. ``more``: other fields of the :class:`~gpuaug.batch.Target`."""
         begin, end = self.bounds.numpy()[index : index + 2].tolist()
         columns: dict[str, Any] = {name: column.numpy()[begin:end] for name, column in self._columns.items()}
         if self.sizes is not None and all(size := self.sizes.numpy()[index].tolist()):
@@ -92,15 +86,9 @@ class ObjectTable:
 
 
 class Damaged:
-    """The samples whose objects cannot be used, and the reasons. Logs the number of these samples.
+    """The samples whose objects cannot be used; SourceError if no sample has usable objects.
 
-    Args:
-        reasons: why the objects of a sample cannot be used, by sample number.
-        total: number of all samples.
-        place: name of the source, for messages.
-
-    Raises:
-        SourceError: if no sample has usable objects.
+    ``reasons`` has the reason of each such sample, by sample number. ``total`` is the number of all samples.
     """
 
     def __init__(self, reasons: Mapping[int, str], total: int, *, place: str) -> None:
@@ -115,7 +103,7 @@ class Damaged:
             log.warning("source %s: %s", place, text)
 
     def reason(self, index: int) -> str | None:
-        """Why the objects of sample ``index`` cannot be used; None if they can."""
+        """Why the objects of sample ``index`` cannot be used; None if the sample is not damaged."""
         at = int(np.searchsorted(self._numbers.numpy(), index))
         if at == len(self._numbers) or int(self._numbers[at]) != index:
             return None

@@ -15,12 +15,10 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for a map; Pillow refuses larger images too
-# The first packed number says what comes next. COUNTS: run lengths, as numbers. TEXT: run lengths, as COCO's text. Any
-# other value: so many polygons.
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # packed before run lengths, or before COCO's text; polygons have their count there
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
-BLOCK = 4096  # number of objects that are packed at a time, to save memory
-LONGEST_CODE = 7  # largest number of characters of a number in COCO's text; they hold 35 bits
+BLOCK = 4096  # objects that are packed together, to save memory
+LONGEST_CODE = 7  # largest number of characters (5 bits each) of a number in COCO's text
 
 
 def import_pycocotools() -> Any:
@@ -35,12 +33,8 @@ def import_pycocotools() -> Any:
 class Segmentations:
     """Outlines of N objects, in the order of their ``ObjectTable``.
 
-    Args:
-        values: the outline of each object, as parsed from JSON: a list of polygons [x, y, x, y, ...], run lengths
-            ``{"size": [height, width], "counts": ...}``, or None.
-
-    Raises:
-        ValueError: if a value has another form.
+    ``values`` are parsed JSON: polygons [x, y, x, y, ...], run lengths ``{"size": [height, width], "counts": ...}``, or
+    None. A value of another form raises ValueError.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -50,21 +44,13 @@ class Segmentations:
     def draw(
         self, begin: int, end: int, *, size: tuple[int, int], crowd: Sequence[bool] | None, ids: Sequence[int]
     ) -> NDArray[Any]:
-        """The map of object numbers of one image: 0 is no object, k + 1 is object ``begin + k``.
+        """The map of an image with the objects begin .. end - 1: 0 is no object, k + 1 is object ``begin + k``.
 
-        Where objects overlap, the one with fewer pixels is on top. Crowds are below all others.
-
-        Args:
-            begin, end: the image's objects are begin .. end - 1.
-            size: (height, width) of the image.
-            crowd: [end - begin], whether an object is a crowd; None: no object is.
-            ids: [end - begin], the annotations' ids, for messages.
+        Where objects overlap, the object with fewer pixels is on top, and crowds are below all other objects. ``size``
+        is (height, width). ``ids`` are for messages. A damaged outline raises GpuaugError.
 
         Returns:
             Unsigned integers [H, W], not contiguous.
-
-        Raises:
-            GpuaugError: if an outline is damaged; the message names the annotation.
         """
         height, width = size
         if height * width > MOST_PIXELS:
@@ -86,7 +72,7 @@ class Segmentations:
 
 
 def _pack(value: Any) -> bytes:
-    """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text; b"" for no outline."""
+    """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text."""
     try:
         if isinstance(value, dict):
             return _pack_runs(value)
@@ -114,7 +100,7 @@ def _is_numbers(values: Any) -> bool:
 
 
 def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and stops of an object's pixels, column by column; ValueError if the outline is damaged."""
+    """Starts and stops of an object's pixels, column by column."""
     if not packed:
         raise ValueError("is missing")
     (kind,) = struct.unpack_from("<I", packed)
@@ -141,7 +127,7 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
     if (bad := lengths[(lengths < 6) | (lengths % 2 == 1)]).size:
         raise ValueError(f"must have polygons of at least 3 points, as x, y pairs. Found: {bad[0]} numbers")
     far = 2 * max(height, width)  # pycocotools takes memory in proportion to a polygon's extent
-    if not (np.abs(points) <= far).all():  # a point that is not finite is also refused here
+    if not (np.abs(points) <= far).all():  # also refuses NaN
         raise ValueError(f"has a point far outside the image of {height} x {width} pixels")
     mask = import_pycocotools()
     polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
@@ -153,10 +139,10 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
 
 
 def _counts(text: bytes) -> NDArray[np.int64]:
-    """Run lengths from COCO's text, as ``rleFrString`` in pycocotools' maskApi.c reads it, but with checks.
+    """Run lengths from COCO's text, as ``rleFrString`` in pycocotools' maskApi.c, but with checks.
 
-    Each character holds 5 bits of a number. From the fourth number on, the text does not have the number, but its
-    difference from the number two places before it.
+    Each character holds 5 bits of a number. From the fourth number on, the text has the difference from the number two
+    places before.
     """
     codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64) - 48
     if not len(codes) or (codes < 0).any() or (codes > 63).any() or codes[-1] & 32:

@@ -34,24 +34,17 @@ _WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 class TableSource(FileSource):
     """Image files that a table lists, in the order of its rows.
 
-    A label column holds one of these:
-
-    - whole numbers, which are class numbers;
-    - other numbers, which stay unchanged;
-    - class names. By default, classes are numbered in the order of the sorted names.
-
-    With K label columns, the label of each sample is float32 [K], and the column names become the class names. A
-    Parquet column may also hold lists of class names, or lists of numbers that all have the same length.
+    Whole numbers in the label column are class numbers. Other numbers stay unchanged. Without ``classes``, class names
+    are numbered in sorted order. A Parquet column may also hold lists of class names, or lists of numbers that all have
+    the same length. With K label columns, the label is float32 [K], and the column names are the class names.
 
     Args:
         root: path or URL of the table: .csv, .tsv or .parquet. The first line of a CSV or TSV file names its columns.
         path: column of the image paths. Paths are relative to the table's folder and must stay inside this folder.
         label: column of the labels, or a list of columns; ``none`` or None: no labels.
-        mask: column of the masks' paths, in the same form as image paths; None: no masks. With masks, a sample is
-            ``(bytes, Target)``.
-        extra: a column, such as ``caption``, whose values are the extras of the samples; or a list of columns, which
-            give each sample a dict. A sample is then ``(bytes, label, extra)``. Values from CSV and TSV are text. None:
-            no extras.
+        mask: column of the masks' paths, in the same form as image paths. With masks, a sample is ``(bytes, Target)``.
+        extra: column of extras, such as ``caption``, or a list of columns, which give each sample a dict. With extras,
+            a sample is ``(bytes, label, extra)``. Values from CSV and TSV are text.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
@@ -116,7 +109,7 @@ class TableSource(FileSource):
 
 
 def _read(table: str, names: list[str], extra: Sequence[str], storage: Storage) -> list[Any]:
-    """Read the columns ``names`` as lists or as arrays of numbers, then the columns ``extra`` without conversion."""
+    """The columns ``names``, with numbers converted, then the columns ``extra``, unchanged."""
     kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
     if kind not in (".csv", ".tsv", ".parquet"):
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
@@ -173,7 +166,7 @@ def _values_of(size: int) -> Iterator[None]:
 
 
 def _lines(text: str, kind: str, place: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the first line and all other non-empty lines with their numbers. Raises SourceError for a wrong line."""
+    """Yield the first line and all other non-empty lines, with their numbers."""
     lines, begin = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if kind == ".tsv" else ",", strict=True), 1
     try:
         for row in lines:
@@ -188,7 +181,7 @@ def _lines(text: str, kind: str, place: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _typed(column: Sequence[str], name: str, place: str) -> Sequence[Any]:
-    """Convert a column of text to whole numbers, or else to floats. If neither is possible, keep the text."""
+    """Convert a column of text to whole numbers or floats, if possible."""
     if "" in column:
         raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Add a value, or remove the row.")
     if all(map(_WHOLE_NUMBER.fullmatch, column)):
@@ -220,7 +213,7 @@ def _column(name: str, head: list[str], place: str) -> int:
 
 
 def _names(paths: Iterable[Any], place: str) -> Names:
-    """The paths without ``./`` at the start. Raises SourceError if a path leads outside the table's folder."""
+    """The paths without ``./`` at the start."""
     names = []
     for row, path in enumerate(paths):
         short = re.sub(r"^(\./+)+", "", path.strip()) if isinstance(path, str) else ""

@@ -36,18 +36,16 @@ class VocSource(FileSource):
     line of ``ImageSets/Main/<split>.txt`` names one image of the split. A sample is ``(bytes, Target)``.
 
     VOC counts pixels from 1, and a box includes the pixels of both corners. The box in pixel edges is therefore
-    (xmin - 1, ymin - 1, xmax, ymax), as in detectron2.
-
-    If an XML file is damaged or has another structure, reading the sample gives a fault. An XML file with a document
-    type (``<!DOCTYPE``) also gives a fault, because the entities of a document type can expand without limit.
+    (xmin - 1, ymin - 1, xmax, ymax), as in detectron2. If an XML file is not valid or has a ``<!DOCTYPE``, reading its
+    sample gives a fault.
 
     Args:
         root: folder or URL of VOCdevkit.
         year: folder in ``root``; None: ``root`` itself contains JPEGImages.
         split: name of a file in ImageSets/Main, without ``.txt``.
         difficult: whether to ``keep`` or ``drop`` the objects that are marked as difficult.
-        classes: class names, as in :class:`FolderSource`. None: VOC's 20 classes, in alphabetical order. Reading a
-            sample that has an object of another class gives a fault.
+        classes: class names, as in :class:`FolderSource`. None: VOC's 20 classes, in alphabetical order. A sample with
+            an object of another class is a fault.
         extensions: file name extensions of images; case is ignored.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
@@ -120,7 +118,7 @@ class VocSource(FileSource):
 
 
 class _Builder(ElementTree.TreeBuilder):
-    """Raises ValueError as soon as the parser reads the start of a document type."""
+    """Refuses a document type, because its entities can expand without limit."""
 
     def doctype(self, *_: Any) -> None:
         raise ValueError("has a <!DOCTYPE>, which is refused. Remove it")
@@ -129,11 +127,7 @@ class _Builder(ElementTree.TreeBuilder):
 def _parse(
     data: bytes, mapping: Mapping[str, int], *, drop: bool
 ) -> tuple[tuple[int, int], list[tuple[tuple[float, ...], int]]]:
-    """Return the (height, width) of the image, and the box and the class of each object.
-
-    The size is (0, 0) if the file does not give it. ``drop`` leaves out difficult objects. Raises ValueError if the
-    file cannot be used.
-    """
+    """The image's (height, width), 0 if not known, and box and class of each object. ``drop``: no difficult objects."""
     try:
         root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_Builder()))
     except (ElementTree.ParseError, LookupError) as error:  # LookupError: an encoding that is not known
@@ -159,7 +153,6 @@ def _parse(
 
 
 def _child(node: Any, tag: str) -> Any:
-    """The only child with this tag; None if there is none."""
     found = [] if node is None else node.findall(tag)
     if len(found) > 1:
         raise ValueError(f"has <{tag}> twice")
@@ -167,7 +160,7 @@ def _child(node: Any, tag: str) -> Any:
 
 
 def _text(node: Any, tag: str, default: str | None = None) -> str:
-    """The text of the only child with this tag. Without a default, the child must exist."""
+    """The text of the only child with this tag."""
     child = _child(node, tag)
     if child is None and default is None:
         raise ValueError(f"has no <{tag}>")

@@ -30,26 +30,24 @@ MOST_KEYPOINTS = 1 << 12
 
 
 class YoloSource(FileSource):
-    """Images with YOLO's label files, as ultralytics reads them.
+    """Images with YOLO's label files, as ultralytics reads them. A sample is ``(bytes, Target)``.
 
     The labels of ``images/train/a/1.jpg`` are in ``labels/train/a/1.txt``: the last ``/images/`` of the full path
     becomes ``/labels/``. An image without such a file has no objects. A line of a label file is one object:
 
-    * ``class cx cy w h``: a box. All coordinates are fractions of the width and height of the upright image.
-    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon. Its box is the smallest one around it.
-    * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``.
+    * ``class cx cy w h``: a box
+    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon, which becomes the smallest box around it
+    * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``
 
-    A sample is ``(bytes, Target)``. Boxes and keypoints stay fractions, because the size of an image is not known
-    before its header is read. A bad line in a label file is no error here, but reading its sample gives a fault. A
-    line is bad if it has a word that is not a number, a wrong count of numbers, an unknown class, or a coordinate more
-    than 0.01 outside 0..1.
+    Coordinates are fractions of the width and height of the upright image, also in the Target. A coordinate may be at
+    most 0.01 outside 0..1. If a line is not valid, reading its sample gives a fault.
 
     Args:
         root: folder or URL of the data set.
-        data: the YAML file, relative to ``root``. None: ``data.yaml``, if there is one. It has ``names`` (a list, or a
-            mapping from numbers), and may have ``train``, ``val``, ``test`` (folders of images, or text files that list
-            images), ``kpt_shape``, ``flip_idx``, and ``path``, the folder where the paths of splits begin. ``path`` is
-            used only if it is relative and exists below ``root``. All images must lie below ``root``.
+        data: the YAML file, relative to ``root``. None: ``data.yaml``, if there is one. The file may have ``names`` (a
+            list, or a mapping from numbers), ``nc``, ``kpt_shape`` and ``flip_idx``. ``train``, ``val`` and ``test``
+            are folders of images, or text files that list images. Their paths begin at the folder ``path``, if this is
+            a relative path of a folder in a local ``root``. All images must be below ``root``.
         split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
@@ -84,9 +82,9 @@ class YoloSource(FileSource):
         self._storage = Storage(remote)
         began = time.monotonic()
         described = _read_data(self.root, data, self._storage)
-        self.num_keypoints = None if described.points is None else described.points[0]
         self.flip_pairs = described.flip
-        if self.num_keypoints is not None:
+        if described.points is not None:
+            self.num_keypoints = described.points[0]
             self.target_kinds = frozenset({"boxes", "keypoints"})
         names, listing = self._list_images(described, split, endings)
         self._names = Names.of([names])
@@ -97,7 +95,7 @@ class YoloSource(FileSource):
     def _list_images(
         self, described: _Data, split: str, endings: tuple[str, ...]
     ) -> tuple[list[bytes], dict[str, FileInfo]]:
-        """Paths of the split's images, relative to the root; and sizes and versions of remote images."""
+        """Paths of the split's images, relative to the root, and the listing of remote images."""
         names: list[bytes] = []
         listing: dict[str, FileInfo] = {}
         for place in self._places(described, split):
@@ -139,7 +137,7 @@ class YoloSource(FileSource):
         ]
 
     def _listed(self, place: str, endings: tuple[str, ...]) -> list[bytes]:
-        """Images that a text file lists, relative to the root. The lines of the file are relative to its folder."""
+        """Images that a text file lists, relative to the root."""
         file = join(self.root, place)
         lines = read_list(file, self._storage, key="source.split")
         for line in lines:
@@ -189,8 +187,8 @@ class YoloSource(FileSource):
 class _Data:
     """Content of the YAML file."""
 
-    place: str  # its name, for errors
-    folder: str = ""  # where the paths of splits start, relative to the root
+    place: str  # path of the file, for errors
+    folder: str = ""  # where the paths of splits begin, relative to the root
     splits: dict[str, list[str]] | None = None  # None: no file
     names: list[str] | None = None
     points: tuple[int, int] | None = None
@@ -198,7 +196,7 @@ class _Data:
 
 
 def _read_data(root: str, data: Any, storage: Storage) -> _Data:
-    import yaml  # here, because workers do not need it
+    import yaml  # workers do not need yaml
 
     file = absolute("data.yaml" if data is None else data, key="source.data", below=root)
     try:
@@ -226,14 +224,12 @@ def _read_data(root: str, data: Any, storage: Storage) -> _Data:
 
 
 def _folder(root: str, path: Any) -> str:
-    """The folder ``path`` of a YAML file, relative to the root; "" if the root has no such folder."""
     if not isinstance(path, str) or not is_safe(short := posixpath.normpath(path)) or is_url(root):
         return ""
     return short if os.path.isdir(os.path.join(root, short)) else ""
 
 
 def _splits(fields: Mapping[Any, Any]) -> dict[str, list[str]]:
-    """The paths of each split. Other keys of the file are ignored."""
     splits = {}
     for key, value in fields.items():
         places = [value] if isinstance(value, str) else value
@@ -286,16 +282,12 @@ def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple
 
 
 def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = False) -> str:
-    """A path from the YAML file or from a list of images, relative to the root.
-
-    A relative path starts at ``folder``. A leading ``../`` of a split is removed, as in ultralytics, because Roboflow's
-    files have it.
-    """
+    """A path from the YAML file or from a list of images, relative to the root."""
     if text.startswith("/") or is_url(text):
         short = text.removeprefix(f"{root.rstrip('/')}/")
     else:
         short = posixpath.normpath(posixpath.join(folder, text))
-        short = short.removeprefix("../") if is_split else short
+        short = short.removeprefix("../") if is_split else short  # as in ultralytics, for Roboflow's files
     if short == "." and is_split:
         return ""
     if not is_safe(short):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
-BLOCK_BYTES = 1 << 22  # text that is parsed at once; a larger block does not fit into the processor's cache
+BLOCK_BYTES = 1 << 22  # text that is parsed together; more does not fit into the processor's cache
 BORDER = 0.01  # how far a coordinate may lie outside 0..1, as in ultralytics
 _SPACE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 _NUMBER = re.compile(rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
@@ -22,34 +22,26 @@ _NUMBER = re.compile(rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|infi
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The objects of all files in order.
+    """The objects of all files in order."""
 
-    Attributes:
-        counts: int64 [files], objects of each file; 0 for a file in ``reasons``.
-        labels: int64 [N], class numbers.
-        boxes: float64 [N, 4], (x1, y1, x2, y2) in units of the image's width and height.
-        keypoints: float64 [N, K, 3], (x, y, visibility 0..2); None without keypoints.
-        reasons: why a file cannot be used, by its number.
-    """
-
-    counts: Int64
-    labels: Int64
-    boxes: Float64
-    keypoints: Float64 | None
-    reasons: dict[int, str]
+    counts: Int64  # [files], objects of each file; 0 for a file in `reasons`
+    labels: Int64  # [N], class numbers
+    boxes: Float64  # [N, 4], (x1, y1, x2, y2) in units of the image's width and height
+    keypoints: Float64 | None  # [N, K, 3], (x, y, visibility 0..2)
+    reasons: dict[int, str]  # why a file cannot be used, by its number
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules for a line. ``points``: (number of keypoints K, numbers per keypoint 2 or 3); None: no keypoints."""
+    """Rules for a line."""
 
     num_classes: int | None
-    points: tuple[int, int] | None
+    points: tuple[int, int] | None  # number of keypoints, and 2 or 3 numbers per keypoint
 
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """The lines of a block, except empty ones. ``values[start:start + length]`` are the numbers of a line."""
+    """The non-empty lines of a block. The numbers of a line are ``values[start:start + length]``."""
 
     values: Float64
     start: Int64
@@ -59,11 +51,7 @@ class _Lines:
 
 
 def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[int], str]) -> Labels:
-    """Parse label files. ``name(i)`` is the name of file i, which ``reasons`` contain.
-
-    A line is ``class cx cy w h`` (a box) or ``class x1 y1 x2 y2 x3 y3 ...`` (a polygon, which becomes its smallest
-    box). With keypoints it is ``class cx cy w h`` and then (x, y) or (x, y, visibility) for each point.
-    """
+    """Parse label files, as :class:`YoloSource` describes them. ``name(i)`` is the name of file i, for ``reasons``."""
     parts: list[tuple[Any, ...]] = []
     reasons: dict[int, str] = {}
     for first, block in _blocks(files):
@@ -82,7 +70,7 @@ def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[i
 
 
 def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[bytes | Exception]]]:
-    """Groups of files, about `BLOCK_BYTES` each, with the number of their first file."""
+    """Yield groups of files of about `BLOCK_BYTES`, each with the number of its first file."""
     block: list[bytes | Exception] = []
     first = size = 0
     for data in files:
@@ -95,7 +83,7 @@ def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[byte
 
 
 def _tokenized(files: list[bytes]) -> tuple[_Lines, dict[int, str]]:
-    """The lines of the files, and why files cannot be used. A file with a word that is no number has no lines."""
+    """The lines of the files, and the reasons why files cannot be used. These files have no lines."""
     lines, reasons = _lines(files), dict[int, str]()
     if lines is None:
         reasons = {i: _wrong_word(data) for i, data in enumerate(files) if _lines([data]) is None}
@@ -145,7 +133,7 @@ def _wrong_word(data: bytes) -> str:
 
 
 def _problems(lines: _Lines, rules: Rules) -> dict[int, str]:
-    """What is wrong in the first bad line of each bad file, by file number. ``{file}`` stands for the file's name."""
+    """What is wrong in each file's first bad line, by file number. ``{file}`` stands for the file's name."""
     if not len(lines.start):
         return {}
     values, start, length = lines.values, lines.start, lines.length

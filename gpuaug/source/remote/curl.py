@@ -1,8 +1,6 @@
 """Sends many GET requests at a time from one thread, through libcurl.
 
-A request takes 25 us of CPU time, or 40 us if it is signed for S3. The clients of fsspec take 300 us and more. libcurl
-keeps connections open, handles TLS and proxies, and signs requests. This module decides which requests to send, and
-interprets the answers.
+A request takes 25 us of CPU time, or 40 us if it is signed for S3. The clients of fsspec take 300 us and more.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from gpuaug.source.paths import redact
 
 log = logging.getLogger("gpuaug")
 
-LONGEST_WAIT_S = 0.2  # longest time between two checks of all connections, even if the system reports no event
+LONGEST_WAIT_S = 0.2  # longest time between two checks of all connections
 PAUSE_S = 0.005
 BUFFER_BYTES = 1 << 19  # receive buffer of a connection, the largest that libcurl allows
 
@@ -32,7 +30,7 @@ _ERROR_TEXT = re.compile(rb'<(?:Code|Message)>([^<]*)<|"message":\s*"([^"]*)"')
 
 
 class StatusError(Exception):
-    """A request that failed. ``status`` is the HTTP status of the answer, or 0 if there was no usable answer."""
+    """A request that failed. ``status`` is the HTTP status, or 0 without a usable answer."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -46,11 +44,11 @@ class Get(NamedTuple):
     begin: int  # first byte
     size: int | None  # number of bytes; None: up to the end of the file
     limit: int  # maximum number of bytes of the answer
-    seconds: float  # time limit
+    seconds: float  # timeout
 
 
 class Login(NamedTuple):
-    """Credentials: header lines, and the user name and password that sign the request."""
+    """Credentials: header lines, and a user name and password that sign the request."""
 
     lines: Sequence[str] = ()
     user: str | None = None
@@ -58,17 +56,13 @@ class Login(NamedTuple):
 
 
 class Curl:
-    """Sends GET requests with one login over connections that stay open. A forked process must create its own Curl.
+    """Sends GET requests over connections that stay open. A forked process must create its own Curl.
 
     Args:
-        connections: maximum number of open connections. Each serves one request at a time.
+        connections: maximum number of requests at a time.
         login: returns the credentials; called before every request.
-        options: libcurl's options: a mapping from pycurl's option number to the value.
-        encoded: whether to accept answers with a ``Content-Encoding``. With object stores, this header may be part of
-            the stored object and is no reason to refuse it.
-
-    Raises:
-        ImportError: if pycurl is not installed.
+        options: values of libcurl's options, by pycurl's option number.
+        encoded: whether to accept answers with a ``Content-Encoding``, because object stores may store this header.
     """
 
     def __init__(
@@ -90,19 +84,17 @@ class Curl:
     def read(self, now: Sequence[Get], then: Sequence[Get] = ()) -> list[bytes | Exception]:
         """Return the body of each request in ``now``, or an exception. Also start ``then`` on free connections.
 
-        The answers to ``then`` are kept for the next call. If a file ends inside a range, the body is shorter. The
-        exception is a FileNotFoundError, PermissionError, TimeoutError, ReadError or StatusError, or an OSError with
-        errno EFBIG or EINVAL.
+        The answers to ``then`` are kept for the next call. If a file ends inside a range, the body is shorter.
         """
         with self._lock:
             try:
                 return self._read(now, then)
-            except BaseException:  # for example Ctrl-C: leave no unfinished request behind
+            except BaseException:  # for example Ctrl-C
                 self.close()
                 raise
 
     def close(self) -> None:
-        """Close all connections; a later read opens new ones."""
+        """Close all connections. A later read opens new connections."""
         try:
             for transfer in self._busy.values():
                 with suppress(self._curl.error):  # the handle may not have been added yet
@@ -116,7 +108,6 @@ class Curl:
         self._multi = c.CurlMulti()
         self._multi.setopt(c.M_MAXCONNECTS, 2 * self._connections)  # redirects need connections too
         self._free: list[_Transfer] = []
-        self._made = 0
         self._busy: dict[Get, _Transfer] = {}
         self._done: dict[Get, bytes | Exception] = {}
 
@@ -125,7 +116,7 @@ class Curl:
         self._done = {get: answer for get, answer in self._done.items() if get in wanted}
         begun = time.monotonic()
         for get, transfer in self._busy.items():
-            if get in wanted:  # the request was prefetched, so its timeout begins now
+            if get in wanted:  # prefetched, so its timeout begins now
                 transfer.deadline = begun + get.seconds
         todo = deque(get for get in wanted if get not in self._busy and get not in self._done)
         missing = set(now)
@@ -143,9 +134,9 @@ class Curl:
         return items
 
     def _begin(self, todo: deque[Get]) -> bool:
-        """Start requests on free connections. Returns whether any request was started."""
+        """Start requests on free connections. Return whether any request was started."""
         begun = False
-        while todo and (self._free or self._made < self._connections):
+        while todo and len(self._busy) < self._connections:
             get = todo.popleft()
             begun = True
             try:
@@ -153,10 +144,7 @@ class Curl:
             except Exception as error:  # credential providers may raise any exception
                 self._done[get] = StatusError(f"no credentials: {error!r}", 0)
                 continue
-            if not self._free:
-                self._free.append(_Transfer(self._curl, self._options, self._encoded))
-                self._made += 1
-            transfer = self._free.pop()
+            transfer = self._free.pop() if self._free else _Transfer(self._curl, self._options, self._encoded)
             try:
                 transfer.start(get, login)
             except (UnicodeEncodeError, self._curl.error):
@@ -168,7 +156,7 @@ class Curl:
         return begun
 
     def _advance(self, wanted: Mapping[Get, Any]) -> bool:
-        """Send and receive without waiting. Returns whether any request ended."""
+        """Send and receive without waiting. Return whether any request ended."""
         self._multi.perform()
         ended = False
         more = 1
@@ -207,7 +195,7 @@ class _Transfer:
         self.easy = easy = c.Curl()
         easy.transfer = self
         easy.setopt(c.NOSIGNAL, 1)
-        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # a connection has one request at a time, so none waits
+        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # one request at a time per connection
         easy.setopt(c.PROTOCOLS, c.PROTO_HTTP | c.PROTO_HTTPS)
         easy.setopt(c.BUFFERSIZE, BUFFER_BYTES)
         easy.setopt(c.USERAGENT, "gpuaug")
@@ -218,14 +206,13 @@ class _Transfer:
         self.deadline = 0.0
         self._head: list[bytes] = []
         self._body: list[bytes] = []
+        easy.setopt(c.HEADERFUNCTION, self._head.append)
+        easy.setopt(c.WRITEFUNCTION, self._body.append)
 
     def start(self, get: Get, login: Login) -> None:
         c, easy = self._curl, self.easy
         self.get, self.deadline = get, time.monotonic() + get.seconds
-        self._head, self._body = [], []
         easy.setopt(c.URL, get.url)
-        easy.setopt(c.WRITEFUNCTION, self._body.append)
-        easy.setopt(c.HEADERFUNCTION, self._head.append)
         easy.setopt(c.MAXFILESIZE_LARGE, get.limit if get.size is None else min(get.size, get.limit))
         if get.size is None and not get.begin:
             easy.unsetopt(c.RANGE)
@@ -242,7 +229,7 @@ class _Transfer:
             self._login = login
 
     def answer(self, code: int, text: str) -> bytes | Exception:
-        """The body or exception of the ended request; ``code`` and ``text`` are libcurl's error code and message."""
+        """The body of the ended request, or an exception. ``code``, ``text``: libcurl's error."""
         c, get = self._curl, self.get
         status, body, head = self.easy.getinfo(c.RESPONSE_CODE), b"".join(self._body), b"".join(self._head)
         url, part = redact(get.url), get.size is not None or get.begin > 0
@@ -269,6 +256,5 @@ class _Transfer:
         return body
 
     def clear(self) -> None:
-        """Free the received bytes now; otherwise they stay in memory until the next request."""
         self._head.clear()
         self._body.clear()

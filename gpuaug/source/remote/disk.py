@@ -20,21 +20,14 @@ log = logging.getLogger("gpuaug")
 _HEAD = struct.Struct("<8sQI")  # magic, then length and CRC-32 of the data that follow
 _MAGIC = b"gpuaug1\n"
 _BLOCK = 4096  # bytes; files occupy whole blocks
-_KEEP = 0.9  # an eviction leaves this share of the limit in use; a larger share makes evictions frequent
+_KEEP = 0.9  # an eviction leaves this share of the limit in use, so that evictions are rare
 
 
 class Disk:
-    """Stores bytes by name. If the folder is full, the least recently used entries are removed.
+    """Stores bytes by name in ``folder``, which must contain no other files.
 
-    Writers lock the folder, and rename files when they are complete. So readers need no lock and never see an
-    incomplete file. The files never exceed the limit, even if processes are killed.
-
-    Args:
-        folder: created if it is missing. It must contain no other files.
-        max_bytes: limit for all files together, counted in blocks of 4 KiB.
-
-    Raises:
-        SourceError: if the folder cannot be created, written or locked.
+    If the folder is full, the least recently used entries are removed. Writers lock the folder, and rename files when
+    the files are complete. So readers need no lock.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int) -> None:
@@ -51,7 +44,7 @@ class Disk:
             ) from error
 
     def get(self, name: str) -> bytes | None:
-        """The bytes stored under this name; None if they are missing or damaged."""
+        """The bytes stored under this name; None if the entry is missing or damaged."""
         path = self._path(name)
         try:
             with open(path, "rb") as file:
@@ -60,7 +53,7 @@ class Disk:
             return None
         data = entry[_HEAD.size :]
         if len(entry) < _HEAD.size or _HEAD.unpack_from(entry) != (_MAGIC, len(data), zlib.crc32(data)):
-            with suppress(OSError):  # damaged, because the machine lost power or another program wrote the file
+            with suppress(OSError):  # for example the machine lost power during a write
                 os.unlink(path)
             return None
         with suppress(OSError):
@@ -68,15 +61,15 @@ class Disk:
         return data
 
     def has(self, name: str) -> bool:
-        """Whether bytes are stored under this name. Does not read them."""
+        """Whether bytes are stored under this name."""
         return os.path.exists(self._path(name))
 
     def put(self, entries: Sequence[tuple[str, bytes]]) -> None:
-        """Store pairs (name, bytes), except those above the limit. If the disk cannot be written, log one warning."""
+        """Store pairs (name, bytes). If the disk cannot be written, log one warning."""
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 known = os.pread(lock, 9, 0)
-                os.pwrite(lock, b"?", 0)  # if this process is killed, the next one finds 1 byte here and counts again
+                os.pwrite(lock, b"?", 0)  # if this process is killed, the next process finds 1 byte and counts again
                 os.ftruncate(lock, 1)
                 used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
                 for name, data in entries:
@@ -94,7 +87,7 @@ class Disk:
                 log.warning("cache %s cannot be written, so new data is not stored: %s", self.folder, error)
 
     def _evict(self, limit: int) -> int:
-        """Remove the least recently used entries until at most ``limit`` bytes are in use; return the bytes in use."""
+        """Remove entries until at most ``limit`` bytes are in use. Return the bytes in use."""
         entries = []
         for path in glob.iglob(os.path.join(glob.escape(self.folder), "*", "*"), include_hidden=True):
             with suppress(OSError):
@@ -113,14 +106,13 @@ class Disk:
         return used
 
     def _path(self, name: str) -> str:
-        # the file's name is a hash, so that no entry can be outside the folder
         word = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
         return os.path.join(self.folder, word[:2], word[2:])
 
 
 @contextmanager
 def locked(path: str) -> Iterator[int]:
-    """Lock a file against other processes and threads, and yield its descriptor. A missing file is created."""
+    """Lock a file against other processes and threads, and yield its descriptor."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock when the process ends

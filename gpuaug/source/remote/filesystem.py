@@ -27,24 +27,14 @@ UNUSED |= {"fixed_upload_size", "local_expiry_check", "block_size", "cache_timeo
 
 
 class Range(NamedTuple):
-    """A part of a file.
+    """A part of a file."""
 
-    Attributes:
-        path: local path or URL.
-        begin: first byte.
-        size: number of bytes; None: the whole file.
-        version: version of the file in a listing; "": not known. A local file must still have this version. The disk
-            cache stores each version separately.
-        image: for an encoded image, its expected size in bytes (0: not known); None: the range is not an image.
-        most: limit for the size in bytes; 0: 512 MiB for an image, 1 GiB for other data.
-    """
-
-    path: str
-    begin: int = 0
-    size: int | None = None
-    version: str = ""
-    image: int | None = None
-    most: int = 0
+    path: str  # local path or URL
+    begin: int = 0  # first byte
+    size: int | None = None  # bytes; None: the whole file
+    version: str = ""  # version of the file in a listing, which a local file must still have
+    image: int | None = None  # expected bytes of an encoded image, 0: not known; None: not an image
+    most: int = 0  # limit in bytes; 0: 512 MiB for an image, 1 GiB for other data
 
     @property
     def limit(self) -> int:
@@ -53,18 +43,13 @@ class Range(NamedTuple):
 
 
 def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -> Any:
-    """The fsspec file system of a URL.
-
-    Raises:
-        ConfigError: if the protocol or an option is unknown.
-        SourceError: if a package or a service is missing.
-    """
+    """The fsspec file system of a URL; ConfigError or SourceError if it cannot be opened."""
     import fsspec
     from fsspec.core import url_to_fs
 
     protocol, settings = url.split("://", 1)[0], dict(options)
     if protocol in ("s3", "s3a"):
-        # botocore's default is ten connections. It must not retry, because its pauses take seconds and gpuaug retries
+        # no retries by botocore, because its pauses take seconds and gpuaug retries
         config = {"max_pool_connections": max(10, connections), "retries": {"max_attempts": 0}}
         settings["config_kwargs"] = {**config, **(settings.get("config_kwargs") or {})}
     if protocol not in fsspec.available_protocols():
@@ -92,7 +77,7 @@ def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -
 
 
 def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> set[str]:
-    """Names of unknown options. s3fs would refuse them only at the first request, and gcsfs would never refuse them."""
+    """Names of unknown options. s3fs refuses them only at the first request, and gcsfs never."""
     if protocol in ("s3", "s3a"):
         from botocore.session import Session
 
@@ -106,7 +91,6 @@ def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> 
 
 
 async def _call(system: Any, threads: Executor | None, method: str, *args: Any, **settings: Any) -> Any:
-    """Call a method of a file system, as a coroutine if possible, else in a thread (such as for HDFS)."""
     if getattr(system, "async_impl", False):
         return await getattr(system, f"_{method}")(*args, **settings)
     call = partial(getattr(system, method), *args, **settings)
@@ -119,18 +103,18 @@ async def read(system: Any, threads: Executor | None, url: str, *, part: Range) 
         return await _read_http(system, part)
     end = None if part.size is None else part.begin + part.size
     if end is None and url.startswith(("s3:", "s3a:", "gs:", "gcs:")):
-        end = part.limit + 1  # the end limits the answer. Without it, s3fs would first request the size
+        end = part.limit + 1  # without an end, s3fs first requests the size
     try:
         data = await _call(system, threads, "cat_file", system._strip_protocol(url), start=part.begin, end=end)
     except OSError as error:
-        if part.size is None and "range" in str(error).lower():  # the object is empty, so it has no such range
+        if part.size is None and "range" in str(error).lower():  # the object is empty
             return b""
         raise
     return check_size(data, part)
 
 
 async def _read_http(system: Any, part: Range) -> bytes | OSError:
-    """Send a GET directly, because fsspec would download the whole file for a range, and has no size limit."""
+    """Send a GET without fsspec, which downloads the whole file for a range, and has no size limit."""
     session = await system.set_session()
     options = dict(system.kwargs)
     headers = {**(options.pop("headers", None) or {}), "Accept-Encoding": "identity"}
@@ -155,7 +139,7 @@ async def _read_http(system: Any, part: Range) -> bytes | OSError:
 
 
 def check_size(data: Any, part: Range) -> bytes | OSError:
-    """Return ``data``, or an OSError if its length is not that of the range."""
+    """Return ``data``, or an OSError if its length is wrong."""
     if part.size is not None and len(data) != part.size:
         text = f"{len(data)} bytes instead of {part.size} at position {part.begin}"
         return OSError(errno.EIO, text, redact(part.path))
@@ -165,7 +149,7 @@ def check_size(data: Any, part: Range) -> bytes | OSError:
 
 
 async def info(system: Any, threads: Executor | None, url: str) -> Any:
-    """The file system's information about a file, for :func:`size_and_version`."""
+    """The information about a file that :func:`size_and_version` needs."""
     return await _call(system, threads, "info", system._strip_protocol(url))
 
 

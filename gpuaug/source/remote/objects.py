@@ -1,7 +1,6 @@
 """Opens buckets of S3 and Google Cloud Storage, and web servers, for libcurl (:mod:`gpuaug.source.remote.curl`).
 
-Endpoint and credentials come from the fsspec file system. The file system also lists folders. If an option is set that
-libcurl does not support, the file system also reads the files.
+The endpoint and the credentials come from the fsspec file system.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ log = logging.getLogger("gpuaug")
 TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
 LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # a login is used for at most 60 s, and renewed 300 s before it expires
 LOGIN_RETRY_S = 5.0  # pause after a failed login
-# options that libcurl supports, or that make no difference to it
+# options that libcurl supports, or that do not matter for libcurl
 S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}
 S3 |= {"requester_pays", "config_kwargs", "session", "profile"}
 S3_CLIENT = {"region_name", "endpoint_url", "use_ssl", "verify"}
@@ -41,15 +40,12 @@ AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 class Objects(NamedTuple):
     """The objects of a bucket, or of a web server."""
 
-    curl: Curl  # sends the requests
-    url: Callable[[str], str | None]  # converts a user's URL to the URL to request; None: only fsspec can read this key
+    curl: Curl
+    url: Callable[[str], str | None]  # converts a user's URL to the URL to request; None: only fsspec can read the key
 
 
 def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
-    """Return a function that converts a user's URL to ``root + key + end``, with the key quoted.
-
-    The function returns None for keys that HTTP clients would change, such as ``a/../b``.
-    """
+    """The function for `Objects.url`. HTTP clients would change keys such as ``a/../b``, so these keys give None."""
 
     def url(user_url: str) -> str | None:
         key = user_url.split("://", 1)[1].partition("/")[2]
@@ -64,11 +60,7 @@ def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | Non
 
 
 def open_objects(system: Any, url: str, *, connections: int) -> Objects | None:
-    """Open the bucket of a URL for libcurl, with the endpoint and credentials of fsspec's ``system``.
-
-    Returns None if only fsspec can read the bucket: libcurl does not support the store or an option, or pycurl is
-    missing.
-    """
+    """Open the bucket of a URL with the settings of fsspec's ``system``; None if libcurl cannot read the bucket."""
     scheme, rest = url.split("://", 1)
     bucket = rest.split("/", 1)[0]
     make = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "http": _http, "https": _http}.get(scheme)
@@ -92,11 +84,11 @@ def _check_libcurl() -> None:
 
 
 class _UnfitError(Exception):
-    """Libcurl cannot read this bucket; the text says why."""
+    """Libcurl cannot read this bucket."""
 
 
 class _RenewedLogin:
-    """Keeps a login and renews it before it expires. ``ask`` returns a login and its expiry time."""
+    """Keeps a login, and renews the login before it expires. ``ask`` returns a login and its expiry time."""
 
     def __init__(self, ask: Callable[[], tuple[Login, datetime | None]]) -> None:
         self._ask, self._lock = ask, threading.Lock()
@@ -126,7 +118,6 @@ def _check(options: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _s3(system: Any, bucket: str, connections: int) -> Objects:
-    """Open a bucket with the settings of s3fs (options, fsspec's configuration, environment, AWS's files, roles)."""
     import pycurl
 
     if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or SPECIAL.search(bucket):
@@ -147,8 +138,7 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
         endpoint = f"https://s3.{region}.amazonaws.com{amazon[1] or ''}"
     elif "amazonaws.com" in endpoint:
         raise _UnfitError(f"unsupported endpoint {endpoint}")
-    # Like botocore, make the bucket a subdomain only if its name has no dots, because certificates would not match, and
-    # if the endpoint is not an IP address, because an IP address has no subdomains.
+    # As in botocore, a bucket with dots is no subdomain, because certificates would not match.
     virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
     root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
     lines = ("x-amz-request-payer: requester",) if system.requester_pays else ()
@@ -157,9 +147,9 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
     if system.anon:
         curl = Curl(connections=connections, login=lambda: Login(lines), options=options)
     else:
-        credentials = client._request_signer._credentials  # botocore found them in the options or its usual places
+        credentials = client._request_signer._credentials
         if credentials is None:
-            raise _UnfitError("no credentials")  # s3fs will raise an error that lists where it searched
+            raise _UnfitError("no credentials")  # the error of s3fs lists where it searched
 
         def ask() -> tuple[Login, datetime | None]:
             frozen = wait(credentials.get_frozen_credentials())
@@ -183,7 +173,7 @@ def _trust(verify: Any) -> dict[int, Any]:
 
 
 def _system_trust() -> dict[int, Any]:
-    """Options to trust this system's certificates. Without them, pycurl's own OpenSSL looks elsewhere."""
+    """Options to trust this system's certificates, because pycurl's own OpenSSL looks elsewhere."""
     import pycurl
 
     known = ssl.get_default_verify_paths()
@@ -199,7 +189,7 @@ def _system_trust() -> dict[int, Any]:
 
 
 def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
-    """Region of a bucket. The server sends the region even if it denies access."""
+    """The region of a bucket. The server sends the region even if it denies access."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -212,7 +202,6 @@ def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
 
 
 def _gcs(system: Any, bucket: str, connections: int) -> Objects:
-    """Open a bucket with the settings of gcsfs (options, fsspec's configuration, environment, Google's files)."""
     from google.auth.credentials import AnonymousCredentials
 
     _check(system.storage_options, GCS)
@@ -234,7 +223,6 @@ def _gcs(system: Any, bucket: str, connections: int) -> Objects:
 
 
 def _http(system: Any, server: str, connections: int) -> Objects:
-    """Open a web server with the settings of fsspec. Follows redirects, such as from a hub to its storage."""
     import pycurl
     from fsspec.implementations.http import get_client
 

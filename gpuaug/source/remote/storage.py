@@ -1,4 +1,4 @@
-"""Reads ranges of local files and of URLs. Reads many URLs at a time, with retries, timeouts and a disk cache."""
+"""Reads ranges of local files, and of many URLs at a time with retries, timeouts and a disk cache."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from gpuaug.source.remote.objects import Objects, open_objects
 
 log = logging.getLogger("gpuaug")
 
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try; it doubles for each further try, up to the maximum
-GAP_BYTES = 1 << 16  # ranges with at most this gap become one request, because two requests take longer
-BYTES_PER_S = 1e6  # assumed speed of a slow connection, for timeouts
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try, which doubles for each further try
+GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, because two requests take longer
+BYTES_PER_S = 1e6  # speed of a slow connection, for timeouts
 OPEN_FILES = 32  # local files that a process keeps open
-DEEPEST = 32  # levels of folders; without a limit, a server that lists a folder in itself would never end
+DEEPEST = 32  # limit for levels of folders, because a server may list a folder in itself
 BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
@@ -51,11 +51,11 @@ class Remote:
         options: options of the fsspec file system, such as ``{endpoint_url: ..., anon: true}``. None: from fsspec's
             configuration and the environment. Put credentials into the environment.
         concurrency: maximum number of requests at a time in each worker.
-        tries: maximum number of tries of a request. The pause between two tries begins at 0.1 s and doubles.
+        tries: maximum number of tries of a request.
         timeout: seconds for one try, plus one second for each megabyte of a range. All tries of a batch together should
             take less than the ``timeout`` of the loader.
         cache: folder on a local disk that stores what was read. Processes and runs may share it. None: no cache.
-        cache_bytes: limit of the cache folder in bytes; the least recently used entries are removed first.
+        cache_bytes: limit of the cache folder in bytes. The least recently used entries are removed first.
 
     >>> Remote(options={"anon": True}, cache="/scratch/images").concurrency
     64
@@ -83,13 +83,13 @@ class Remote:
 class FileInfo(NamedTuple):
     """A file of a listing."""
 
-    path: str  # path or URL; in a listing by :meth:`Storage.find`, relative to the listed folder
+    path: str  # path or URL; in a listing by `Storage.find`, relative to the listed folder
     size: int  # bytes; -1: not known
     version: str  # changes when the file changes
 
 
 class _Request(NamedTuple):
-    """A request about a URL, sent by libcurl (``client`` is an Objects) or by an fsspec file system."""
+    """A request about a URL. ``client`` is an Objects, or an fsspec file system."""
 
     client: Any
     url: str
@@ -99,12 +99,9 @@ class _Request(NamedTuple):
 
 
 class Storage:
-    """Reads and lists files, local or behind URLs.
+    """Reads and lists files, local or behind URLs. Every process opens its own connections, also after a fork."""
 
-    A pickled Storage holds only the settings. Every process opens its own connections, also after a fork.
-    """
-
-    _next: list[Range]  # prefetch hints for the read after next
+    _next: list[Range]  # to prefetch during the next read
 
     def __init__(self, remote: Remote | None = None) -> None:
         self.remote: Remote = checks.instance("source.remote", remote, Remote, optional=True) or Remote()
@@ -134,14 +131,14 @@ class Storage:
         return results
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Announce ranges that the read after next will need. libcurl fetches small ones during the next read."""
+        """Announce ranges for the read after the next. libcurl fetches small ranges during the next read."""
         self._reset_after_fork()
         self._next = [
             x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
         ]
 
     def read_file(self, path: str, *, limit: int = 0) -> bytes:
-        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: maximum size; 0: 1 GiB."""
+        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: bytes; 0: 1 GiB."""
         (data,) = self.read([Range(path, most=limit)])
         if isinstance(data, Exception):
             raise data
@@ -169,10 +166,7 @@ class Storage:
         return files
 
     def find(self, root: str, *, key: str = "source.root") -> list[FileInfo]:
-        """All files below a URL, in no fixed order; SourceError if a folder cannot be listed.
-
-        Folders of the same level are listed at the same time. ``key``: the configuration key of ``root``, for errors.
-        """
+        """All files below a URL, in no fixed order; SourceError if a folder cannot be listed."""
         self._reset_after_fork()
         files: list[FileInfo] = []
         folders = [""]
@@ -201,14 +195,10 @@ class Storage:
         )
 
     def expand(self, root: Any, *, ending: str) -> list[FileInfo]:
-        """The files that ``root`` names, in order, with full paths or URLs.
+        """The files that ``root`` names, in order, with full paths or URLs; SourceError if there are none.
 
-        Args:
-            root: path or URL of a file or folder, possibly with ``{000..099}``, ``{a,b}`` or ``*``; or a list of them.
-            ending: file name extension. Other files in a folder are ignored.
-
-        Raises:
-            ConfigError, SourceError: if a file is missing, or no files are found.
+        ``root`` is a path or URL of a file or folder, possibly with ``{000..099}``, ``{a,b}`` or ``*``, or a list of
+        these. In folders, only files with ``ending`` are listed.
         """
         paths: list[str] = []
         known: dict[str, FileInfo] = {}
@@ -237,7 +227,7 @@ class Storage:
         return [known[path] for path in paths]
 
     def _match(self, path: str, ending: str) -> list[FileInfo]:
-        """The files below a folder, or those that a pattern matches, sorted."""
+        """The sorted files below a folder, or the files that a pattern matches."""
         pattern = None
         if "*" in path:
             path, pattern = split(path)
@@ -259,7 +249,7 @@ class Storage:
     # -- local files
 
     def _read_local(self, ranges: Sequence[Range]) -> tuple[list[Any], list[int]]:
-        """Read local ranges. Returns the results (None for remote ranges), and the positions of remote ranges."""
+        """The bytes or error of each local range (None for a remote range), and the positions of remote ranges."""
         results: list[Any] = [None] * len(ranges)
         remote: list[int] = []
         held = 0  # bytes of large images so far
@@ -309,12 +299,10 @@ class Storage:
             self._reset()
 
     def _system(self, url: str) -> Any:
-        """The fsspec file system of a URL. It lists folders, and reads what libcurl cannot read."""
         with self._lock:
             if (key := _bucket(url)) not in self._systems:
-                remote = self.remote
                 self._systems[key] = filesystem.open_filesystem(
-                    url, remote.options or {}, connections=remote.concurrency
+                    url, self.remote.options or {}, connections=self.remote.concurrency
                 )
             return self._systems[key]
 
@@ -331,7 +319,7 @@ class Storage:
         return _Request(objects, part.path, ask, part, get)
 
     def _ask(self, requests: Sequence[_Request], prefetch: Sequence[_Request] = ()) -> list[Any]:
-        """The answer to each request, or the exception of its last try. Failed requests are retried together."""
+        """The answer to each request, or the exception of its last try."""
         answers: list[Any] = [None] * len(requests)
         by_client: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
@@ -347,8 +335,7 @@ class Storage:
                     answers[i] = answer if i in rows else self._final(answer, requests[i], attempt)
                 if not rows:
                     break
-                # The pause is random, so that workers do not all retry at once. It does not use the global generator,
-                # because that belongs to the user.
+                # random, so that workers do not retry together. The global generator belongs to the user
                 pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
                 time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers
@@ -360,7 +347,7 @@ class Storage:
         return [x if isinstance(x, Exception) else filesystem.check_size(x, r.part) for r, x in replies if r.part]
 
     def _by_fsspec(self, requests: list[_Request]) -> list[Any]:
-        """Send requests on fsspec's event loop. File systems without coroutines, such as HDFS, run in threads."""
+        """Send requests on fsspec's event loop, or in threads if the file system has no coroutines (HDFS)."""
         from fsspec.asyn import get_loop
 
         system = requests[0].client
@@ -386,15 +373,12 @@ class Storage:
             raise
 
     def _seconds(self, part: Range | None) -> float:
-        """Time limit of one try."""
+        """Timeout of one try."""
         size = 0 if part is None or part.size is None else part.size
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer, or the exception to return after the last try.
-
-        An exception that a retry might avoid becomes a ReadError, because the reader would retry an OSError.
-        """
+        """The answer. An error that a retry may avoid becomes a ReadError, because the reader retries an OSError."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):
@@ -410,7 +394,7 @@ class Storage:
 
 
 def joined(ranges: Iterable[Range], *, most: int = sys.maxsize) -> list[Range]:
-    """Sort ranges of one file by position, and join neighbours into ranges of at most ``most`` bytes."""
+    """Sort ranges of one file by position, and join neighbours up to ``most`` bytes."""
     parts: list[Range] = []
     for part in sorted(ranges, key=lambda part: part.begin):
         if parts:
@@ -436,7 +420,7 @@ def _cache_name(part: Range) -> str:
 
 
 def _may_pass(error: Any) -> bool:
-    """Whether ``error`` is an exception after which another try may succeed."""
+    """Whether another try may succeed after ``error``."""
     if not isinstance(error, Exception):
         return False
     status = getattr(error, "status", None)
