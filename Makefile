@@ -10,6 +10,9 @@ PHOTOS := demo/photographs
 # What timm imports otherwise (huggingface_hub, safetensors, yaml) comes with accelerate.
 TORCHVISION := .venv/torchvision
 
+# The tests start hundreds of Python processes: keep the compiled modules, even where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-long fuzz notebooks docs lint clean
 
 demo: $(PACKAGE)  ## train on real photographs, and preview two recipes: all into demo/
