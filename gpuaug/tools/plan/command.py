@@ -448,7 +448,6 @@ def rehearsal() -> None:
     the number of ``classes`` and the ``settings`` of the training.
     """
     from gpuaug.tools.profile.command import training_step
-    from gpuaug.tools.request import Request
     from gpuaug.tools.train.training import Settings as Training
 
     job = json.load(sys.stdin)
@@ -556,7 +555,7 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
 
 
 def _smaller(runs: list[Run], lacks: Container[str]) -> list[Run] | None:
-    """Lower one limit of the last run that allows it, to save memory in the places ``lacks``. None: none allows it."""
+    """Lower one limit of a run to save memory in the places ``lacks``, the last run first. None: nothing is left."""
     for k, run in reversed([*enumerate(runs)]):
         s, batch = run.limits, run.costs.image * run.loader.batch_size
         less: dict[str, Any] = {}
