@@ -62,7 +62,6 @@ TESTS = {  # test: title, status and advice if it fails
         "Set augment.backend=kornia. It needs no compiler, but is many times slower.",
     ),
 }
-WITHOUT_DALI = ("compiler", "fused_cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ def main(request: Request) -> int:
 
 
 def versions() -> Iterator[Finding]:
-    """Compare the versions of gpuaug's requirements with the ranges that gpuaug supports."""
+    """Check the versions of Python, gpuaug and its requirements."""
     python, version = platform.python_version(), machine.package_version("gpuaug")
     yield judged("python", python, value=python)
     yield judged("gpuaug", version or "not installed, imported from a folder", value=version)
@@ -217,7 +216,7 @@ def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
 
 def testable(name: str) -> bool:
     """Whether the packages that a test needs are installed."""
-    return name in WITHOUT_DALI or all(machine.package_version(p) is not None for p in DALI[_dali_cuda()])
+    return name in ("compiler", "fused_cuda") or all(machine.package_version(p) is not None for p in DALI[_dali_cuda()])
 
 
 def tested(verdict: Verdict) -> Finding:

@@ -161,7 +161,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     """Compare batches that are decoded on a busy device, and used late, with batches decoded on an idle device.
 
     DALI resizes on the multiprocessors, which this test keeps busy. If the JPEG engine does not wait for its stream, it
-    overwrites pixels before DALI resizes these pixels.
+    overwrites pixels before DALI resizes these pixels. Only gpuaug's tests set ``device="cpu"``.
     """
     import torch
 
@@ -208,7 +208,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
-    """Compare the fused backend with Kornia's modules. ``unbuilt``: whether failed compilation is good."""
+    """Compare the fused backend with Kornia's modules. ``unbuilt``: `good` if compilation fails."""
     import logging
 
     import kornia.augmentation as K
