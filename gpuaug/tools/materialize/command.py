@@ -157,6 +157,7 @@ class Materialize:
 
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed.
+        ConfigError: if ``out`` holds other files, or the loader's epochs cannot be stored.
 
     >>> source = gpuaug.FolderSource("data/train")
     >>> with gpuaug.Loader(source, augment=recipe, seed=0) as loader:

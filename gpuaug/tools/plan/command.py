@@ -108,8 +108,8 @@ def _report(report: Report, run: Run, here: Machine) -> None:
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     """Raise ConfigError if the runs clearly need more memory than is left, and warn if they may need more.
 
-    ``runs`` are the loaders that run at the same time, the training loader first. They are rehearsed only if their
-    upper bounds exceed half of the memory left.
+    ``runs`` are the loaders that run at the same time, the training loader first. If their upper bounds exceed half of
+    the memory left, the first rank of each machine rehearses the runs.
     """
     here = Machine.here(runs[0].loader.device)
     if machine.local_rank() or not lacking(runs, here, share=0.5):
