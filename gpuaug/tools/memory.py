@@ -34,7 +34,7 @@ class Usage:
 
 
 def usage() -> Usage:
-    """The memory in use now."""
+    """The memory that this process and its workers use now."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid is not None)]
     sizes = [_sizes(pid) for pid in pids]  # read each process once, because memory may grow meanwhile
     alone, every = sizes[0].get("Anonymous", 0), sum(size.get("Pss_Anon", 0) for size in sizes)

@@ -49,7 +49,7 @@ def save(file: Path, key: str, data: bytes | str) -> None:
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
     """``first`` and a paragraph, wrapped at the terminal's width or at ``width``, whichever is smaller.
 
-    The next lines are indented by ``indent`` spaces. Text with line breaks, such as a table, is not wrapped.
+    The other lines are indented by ``indent`` spaces. Text with line breaks, such as a table, is not wrapped.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns

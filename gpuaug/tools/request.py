@@ -95,7 +95,7 @@ class Request:
         return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
 
     def loader(self, *, at: str | None = None) -> DictConfig:
-        """The loader's configuration. With ``at`` or ``--at``, this part of the user's configuration."""
+        """The loader's configuration. Its path in the user's configuration is ``at`` or ``--at``."""
         from omegaconf import OmegaConf
 
         self._check_roots()
@@ -113,7 +113,7 @@ class Request:
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
         """The configuration of the held-out loader; None if there is no held-out loader.
 
-        ``at`` is its path in the user's configuration. Without ``at``, overrides that begin with ``val.`` describe it.
+        ``at`` is the loader's path in the user's configuration. Without ``at``, overrides that begin with ``val.`` count.
         """
         overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:

@@ -208,7 +208,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
-    """Compare the fused backend with Kornia's modules. ``unbuilt``: `good` if compilation fails."""
+    """Compare the fused backend with Kornia's modules. ``unbuilt`` is `good` if compilation fails."""
     import logging
 
     import kornia.augmentation as K

@@ -335,10 +335,10 @@ class Writer:
         self.loader.close()
 
     def write(self, span: tuple[int, int, int], progress: Callable[[int], Any]) -> None:
-        """Write the chunks ``first .. last - 1`` of an epoch. ``span``: (epoch, first, last)."""
-        (slot, first, last), plan = span, self.plan
+        """Write the chunks of a span, see :func:`_spans`."""
+        (slot, first, stop), plan = span, self.plan
         chunk, final = plan["chunk"], plan["store"] != "uint8"
-        position, end = first * chunk, min(plan["rows"][slot], last * chunk)
+        position, end = first * chunk, min(plan["rows"][slot], stop * chunk)
         order = np.load(epoch_folder(self.out, plan, slot) / "order.npy", mmap_mode="r")
         self.loader.start_at(plan["start_epoch"] + slot, position)
         writing: Future[None] | None = None
@@ -531,7 +531,7 @@ def _save(file: Path, plan: dict[str, Any]) -> None:
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
-    """Join consecutive chunks of an epoch to spans of at most ``most`` chunks, as (epoch, first, last + 1)."""
+    """Join consecutive chunks of an epoch to spans of at most ``most`` chunks: (epoch, first, last + 1)."""
     spans: list[tuple[int, int, int]] = []
     for slot, number in chunks:
         if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:

@@ -1,4 +1,4 @@
-"""Which stage limits a loader, and what a change would gain, without measurements.
+"""Which stage limits a loader, and what a change would gain, computed from measurements.
 
 Stages overlap, and on the CPU they share the cores. Every prediction uses this formula:
 
@@ -259,7 +259,7 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
 
 
 def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
-    """Changes of which most alter pixels or need more than an override. Each gain is relative to ``current``."""
+    """Other changes, most of which alter pixels or files. Each gain is relative to ``current``."""
     others: list[Change] = []
     use_packed = f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
 

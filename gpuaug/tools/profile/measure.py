@@ -214,7 +214,7 @@ class Profiler(contextlib.ExitStack):
     # -- a short measurement of each stage --
 
     def read_samples(self, notes: Notes) -> float:
-        """Read samples in this process. Returns the share of the time, without waiting for a core, spent computing."""
+        """Read samples in this process. Returns the share of computing in the time without waiting for a core."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
 
@@ -443,7 +443,7 @@ class Profiler(contextlib.ExitStack):
         return max(best, 1e-9)
 
     def op_keys(self, name: str) -> list[str]:
-        """The configuration keys of an operation, one for each view."""
+        """The configuration keys of an operation, one for each view that uses the operation."""
         views = views_of(self.loader.augment)
         return [f"{key}.ops.{name}" for key, view in views if view.copy == 0 and name in view.augment.ops]
 
