@@ -113,7 +113,8 @@ class Request:
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
         """The configuration of the held-out loader; None if there is no held-out loader.
 
-        ``at`` is the loader's path in the user's configuration. Without ``at``, overrides that begin with ``val.`` count.
+        ``at`` is the loader's path in the user's configuration; None: overrides that begin with ``val.`` describe the
+        loader.
         """
         overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:

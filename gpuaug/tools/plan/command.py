@@ -442,7 +442,7 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
 
 
 def rehearsal() -> None:
-    """In the child process: run the job that stdin holds as JSON, and print the answer as the last line, as JSON.
+    """In the child process: run the job on stdin, and print the answer as the last line. Job and answer are JSON.
 
     ``host`` and ``shared`` are the bytes left in host memory and /dev/shm; null: unknown. ``model`` is null, or holds
     the number of ``classes`` and the ``settings`` of the training.
@@ -495,7 +495,7 @@ class Machine(NamedTuple):
 
     @staticmethod
     def here(device: torch.device | None = None) -> Machine:
-        """The memory left now in this machine or container."""
+        """The memory that is left now on this machine or in this container."""
         free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else None
         (host, host_by), shm = machine.memory_left() or (None, ""), machine.shared_memory()
         return Machine(host, host_by, shm and shm[1], free)
