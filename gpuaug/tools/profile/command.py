@@ -20,10 +20,9 @@ from gpuaug.loader.loader import Loader
 from gpuaug.random.generators import restore_generators
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
-from gpuaug.tools.profile import measure as profiling
 from gpuaug.tools.profile.bottleneck import TITLES, Change, Verdict
 from gpuaug.tools.profile.costs import Cost, Measured
-from gpuaug.tools.profile.measure import Profiler, Step
+from gpuaug.tools.profile.measure import CACHE_BYTES, Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.train.build import build_model
@@ -91,7 +90,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
     quiet = os.environ.get("RANK", "0") != "0"
     same = {name: getattr(loader, name) for name in ("num_workers", "source")}
     if loader.pipeline.cache is not None:  # small, because the first batches are repeated
-        same["cache"] = RamCache(max_bytes=profiling.CACHE_BYTES)
+        same["cache"] = RamCache(max_bytes=CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
     with restore_generators(loader.device), request.build(config, **same) as twin:
