@@ -1,4 +1,4 @@
-"""Runs those parts of a command that may crash or hang, each in a child process."""
+"""Runs parts of a command that may crash or hang in child processes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 class Ended(NamedTuple):
     """How a child process ended."""
 
-    status: int | None = None  # exit status; -n: killed by signal n; None: killed after the timeout
-    answer: Any = None  # the last line of its stdout, read as JSON; None if this line is not JSON
-    errors: str = ""  # its stderr
+    status: int | None = None  # exit status; -n: killed by signal n; None: timeout
+    answer: Any = None  # the last line of stdout, read as JSON; None: not JSON
+    errors: str = ""  # stderr
 
 
 def run(
     command: Sequence[str], *, timeout: float, job: Any = None, environment: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run a process that gets ``job`` on stdin as JSON. Then kill the process and its children, if they still run."""
+    """Run a process that gets ``job`` as JSON on stdin. At the end, kill the process and its children."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment,
@@ -33,7 +33,7 @@ def run(
     except subprocess.TimeoutExpired:
         return Ended()
     finally:
-        # children may still use the device; the wait ends after 10 s, because a hang in the driver ignores SIGKILL
+        # wait for at most 10 s, because a process that hangs in a driver ignores SIGKILL
         with suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=10)

@@ -7,7 +7,7 @@ from gpuaug.loader.loader import Loader
 
 
 def count_batches(loader: Loader) -> int:
-    """Number of batches of an epoch on this rank. Raises ConfigError if there are none."""
+    """The number of batches of an epoch on this rank. ConfigError if there are none."""
     if count := len(loader):
         return count
     ranks = loader.epoch_order.world_size

@@ -1,7 +1,4 @@
-"""The command line: `gpuaug COMMAND [OVERRIDE ...]`. Each command has its own folder.
-
-Heavy modules are imported only when a command runs, so `--help` and errors about wrong names appear at once.
-"""
+"""The command line: `gpuaug COMMAND [OVERRIDE ...]`. Heavy modules are imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ Under torchrun: torchrun --nproc-per-node 2 -m gpuaug.tools train source.root=DI
 """
 
 
-# Options of Hydra applications, and what to use instead here
+# options of Hydra applications, and what to use instead
 _PRINT = "python -c \"import gpuaug, omegaconf; print(omegaconf.OmegaConf.to_yaml(gpuaug.compose('train', [])))\""
 HYDRAS = {
     **dict.fromkeys(("-m", "--multirun"), "One call is one run. Call gpuaug in a loop, or write a Hydra application"),
@@ -56,7 +53,7 @@ HYDRAS = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with 2. For an option of Hydra, say what to write instead."""
+        """For an option of Hydra applications, say what to use instead."""
         for word in (word.partition("=")[0] for word in message.partition("arguments: ")[2].split()):
             if word in HYDRAS:
                 self.exit(2, f"gpuaug: `{word}` belongs to Hydra applications. {HYDRAS[word]}.\n")
@@ -67,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     0: success. 1: `gpuaug doctor` found something broken. 2: an error that the user can fix. 130: Ctrl-C. 141: the
-    reader of the output has closed the pipe. 143: SIGTERM stopped the training.
+    reader of stdout has closed the pipe. 143: SIGTERM stopped the training.
     """
     parser = _parser()
     given = parser.parse_intermixed_args(argv)
@@ -102,8 +99,8 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if given.help:
         print(_help(name, parser))
         return 0
-    # This must be set before torch is imported. Otherwise the waiting threads of a network on the CPU spin, which takes
-    # CPU time from the loader. `gpuaug train` on two busy cores: 46 images/s if threads spin, 348 if they sleep.
+    # Set before torch is imported. Waiting OpenMP threads then sleep, so the loader gets their CPU time.
+    # `gpuaug train` on two busy cores: 46 images/s if threads spin, 348 images/s if threads sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from gpuaug.tools.request import Request
 
@@ -113,7 +110,7 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether the program that reads stdout, such as `head`, has closed the pipe."""
+    """Whether the reader of stdout, such as `head`, has closed the pipe."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
@@ -168,7 +165,7 @@ def _nearest(name: str) -> str:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Log to stderr while a command runs. Under torchrun, ranks other than the first log only warnings."""
+    """Log to stderr. Under torchrun, only the first rank logs more than warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     before = log.level, log.propagate

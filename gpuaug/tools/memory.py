@@ -1,4 +1,4 @@
-"""Reads from /proc how much host memory this process and its workers use; 0 if the system has no /proc."""
+"""The host memory that this process and its workers use, read from /proc; 0 if the system has no /proc."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from gpuaug import machine
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Memory, in bytes, that a process and its workers use and that the system cannot take back.
+    """Bytes of memory that a process and its workers use and that the system cannot take back.
 
-    It consists of anonymous pages, shared memory and unnamed memory files (memfd). Each page and each file counts once.
-    Shared memory and memory files are counted by open file, because a batch on its way between two processes is in the
-    address space of neither process. Pages of libraries and of files on disk do not count, because the system can drop
-    such pages.
+    Pages of libraries and of files on disk do not count. Shared memory is counted by open file, because a batch on its
+    way between two processes is in the address space of neither process.
     """
 
-    main: int = 0  # in this process, including pages that forked workers share with it
-    workers: int = 0  # in pages that only workers have
+    main: int = 0  # anonymous pages of this process, including those shared with forked workers
+    workers: int = 0  # anonymous pages that only workers have
     shared: int = 0  # in /dev/shm
-    files: int = 0  # in unnamed memory files, such as the cache and indices
+    files: int = 0  # in unnamed memory files (memfd), such as the cache and indices
 
     @property
     def host(self) -> int:
@@ -44,7 +42,7 @@ def usage() -> Usage:
 
 
 def _open_files(pids: Sequence[int]) -> tuple[int, int]:
-    """Bytes of the files in /dev/shm, and of the unnamed memory files, that these processes have open."""
+    """Bytes of the open files in /dev/shm, and of the open unnamed memory files."""
     shared, unnamed = dict[Any, int](), dict[Any, int]()  # by device and inode, because each file counts once
     for pid in pids:
         for link in glob(f"/proc/{pid}/fd/*"):

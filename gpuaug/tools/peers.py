@@ -1,4 +1,4 @@
-"""Imports torchvision and timm. Some commands need these packages, but gpuaug does not install them."""
+"""Imports torchvision and timm, which some commands need, but gpuaug does not install."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import torch
 
 from gpuaug.errors import ConfigError
 
-# Two operators that are missing if torchvision was built for another torch. They get no implementation, because no
-# transform or classifier uses them. The list keeps them alive: torch removes operators with their `Library`.
+# keeps torchvision's operators alive, because torch removes operators together with their `Library`
 _operators: list[Any] = []
 
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Import only from other folders: a file in the current one, which is trusted for `model`, may have any name."""
+    """Do not import from the current folder: a user's file there may have the name of a package."""
     before, here = sys.path, os.path.realpath(os.getcwd())
     sys.path = [folder for folder in before if os.path.realpath(folder) != here]
     try:
@@ -36,7 +35,7 @@ def torchvision() -> tuple[Any, str]:
         with _without_current_folder():
             try:
                 import torchvision
-            except RuntimeError:  # a build for another torch lacks two operators; no transform or classifier uses them
+            except RuntimeError:  # a build for another torch lacks two operators, which no transform or classifier uses
                 for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
                     del sys.modules[name]
                 _operators.append(torch.library.Library("torchvision", "DEF"))
@@ -53,7 +52,7 @@ def torchvision() -> tuple[Any, str]:
 
 
 def timm() -> Any:
-    """The package ``timm``. Raises ConfigError if timm or torchvision, which timm uses, cannot be imported."""
+    """The package ``timm``. Raises ConfigError if timm or torchvision cannot be imported."""
     torchvision()
     try:
         with _without_current_folder():

@@ -17,11 +17,11 @@ from gpuaug.errors import ConfigError, GpuaugError
 
 
 class Report:
-    """Named values. Each value is printed at once, as an aligned line, and :meth:`write` writes all values to a file.
+    """Named values. Each value is printed at once. :meth:`write` writes all values to a file.
 
     Args:
         file: JSON file to write, or None.
-        quiet: print and write nothing. Set by all ranks except the first.
+        quiet: print and write nothing, for all ranks except the first.
     """
 
     def __init__(self, *, file: str | None = None, quiet: bool = False) -> None:
@@ -47,10 +47,9 @@ def save(file: Path, key: str, data: bytes | str) -> None:
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and a paragraph, wrapped at the width of the terminal or at ``width``, whichever is smaller.
+    """``first`` and a paragraph, wrapped at the terminal's width or at ``width``, whichever is smaller.
 
-    All lines but the first begin with ``indent`` spaces. If there is neither a terminal nor ``width``, nothing is
-    wrapped. Text with line breaks, such as a table, is never wrapped.
+    The other lines are indented by ``indent`` spaces. Text with line breaks, such as a table, is not wrapped.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -63,7 +62,7 @@ def folded(text: str, *, first: str, indent: int, width: int | None = None) -> s
 
 @contextlib.contextmanager
 def written(file: Path, key: str) -> Iterator[None]:
-    """Turn an OSError into a GpuaugError that names the configuration key and the file."""
+    """Turn an OSError into a GpuaugError that names the key and the file."""
     try:
         yield
     except OSError as error:
@@ -71,7 +70,7 @@ def written(file: Path, key: str) -> Iterator[None]:
 
 
 def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
-    """Like :func:`output`. ConfigError if the file has an ending other than .png and those in ``also``."""
+    """Like :func:`output`, for a file without ending, or with the ending .png or one of ``also``."""
     endings = (".png", *also)
     if Path(file).suffix.lower() not in ("", *endings):
         raise ConfigError(f"`{key}` must end in {' or '.join(endings)}. Found: {file!r}.")
@@ -79,7 +78,7 @@ def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
 
 
 def output(file: str, key: str) -> Path:
-    """The path of a file that a command will write. Creates the folder. ConfigError if the file cannot be written."""
+    """Return the path of a file to write, and create its folder. ConfigError if the file cannot be written."""
     path = Path(file)
     place = path.absolute()
     try:

@@ -1,4 +1,4 @@
-"""Splits the overrides of a command line into the command's own keys and the loader's configuration."""
+"""Splits the overrides of a command line into the command's own keys and the loader's keys."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
-# machine settings that the held-out loader (`val.`) takes from the training loader, unless overrides set them
+# keys that the held-out loader (`val.`) takes from the training loader if overrides do not set them
 SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "timeout", "start_method")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Checks the types of texts and flags."""
+    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Checks types of texts and flags."""
 
     json: str | None = None
 
@@ -43,7 +43,7 @@ class Request:
     """One call of a command: its overrides and options."""
 
     command: str
-    overrides: tuple[str, ...] = ()  # in Hydra's syntax, for the command and the loader
+    overrides: tuple[str, ...] = ()  # for the command and the loader
     config_dir: str | None = None  # folder of the user's own groups and configurations
     config_name: str | None = None  # the user's configuration in that folder; None: gpuaug's ``train``
     at: str | None = None  # the path of the loader in the user's configuration
@@ -72,10 +72,7 @@ class Request:
 
     @cached_property
     def _overrides(self) -> dict[str, list[tuple[str, str]]]:
-        """The overrides by what they change: command, held-out loader or loader.
-
-        Each one is a pair: the first part of the key, and the override.
-        """
+        """The overrides of each part, as pairs: the first part of the key, and the override."""
         overrides: dict[str, list[tuple[str, str]]] = {"command": [], "held out": [], "loader": []}
         for text in self.overrides:
             sign, root, rest = OVERRIDE.fullmatch(text).groups()  # type: ignore[union-attr]  # always matches
@@ -88,7 +85,7 @@ class Request:
         return overrides
 
     def settings(self) -> dict[str, Any]:
-        """The values of the command's own keys: the defaults, or the values in overrides."""
+        """The values of the command's own keys."""
         from omegaconf import OmegaConf
 
         try:
@@ -98,10 +95,7 @@ class Request:
         return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
 
     def loader(self, *, at: str | None = None) -> DictConfig:
-        """The loader's configuration with overrides: gpuaug's ``train``, or the user's own configuration.
-
-        With ``at`` or ``--at``, it is only this part of the user's configuration.
-        """
+        """The loader's configuration. Its path in the user's configuration is ``at`` or ``--at``."""
         from omegaconf import OmegaConf
 
         self._check_roots()
@@ -119,8 +113,8 @@ class Request:
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
         """The configuration of the held-out loader; None if there is no held-out loader.
 
-        ``at`` is the path of the held-out loader in the user's configuration. Without ``at``, overrides that begin with
-        ``val.`` describe the loader, and keys in ``SHARED`` take their values from ``train`` unless overrides set them.
+        ``at`` is the loader's path in the user's configuration; None: overrides that begin with ``val.`` describe the
+        loader.
         """
         overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:
@@ -147,30 +141,27 @@ class Request:
         return composed
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
-        """Build the held-out loader. If its source sets no classes, the source gets the training's ``classes``."""
+        """Build the held-out loader. If its source sets no classes, the source gets ``classes``."""
         from omegaconf import OmegaConf
 
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
-        # The classes are not put into the configuration, because OmegaConf would resolve a class name `${oc.env:HOME}`.
+        # not in the configuration, because OmegaConf would resolve a class name such as `${oc.env:HOME}`
         return self.build(part, source=self.build(source, classes=list(classes)))
 
     def others(self) -> list[tuple[str, str]]:
-        """The overrides of the loader, each a pair: the first part of the key, and the whole override."""
+        """The overrides of the loader, as pairs: the first part of the key, and the override."""
         return self._overrides["loader"]
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
-        """Build the object described by a part of the configuration.
-
-        With ``--trust``, modules in the current folder can be imported too. Installed modules are found first.
-        """
+        """Build the object that a part of the configuration describes."""
         if self.trust and os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
+            sys.path.append(os.getcwd())  # last, so that installed modules are found first
         return config.build(part, trust=(*self.trust, *trust), **objects)
 
     def _check_roots(self) -> None:
-        """Raise ConfigError for an override without `=`, or an unknown key that resembles a key of the command."""
+        """Raise ConfigError for an override without `=`, or an unknown key similar to a key of the command."""
         for _, text in self.others():
             if "=" not in text and not text.startswith("~"):
                 raise ConfigError(f"`{text}` is not an override. Write overrides as key=value, and options with --.")

@@ -1,4 +1,4 @@
-"""What `pack` and `materialize` share: the output folder, worker processes, arrays as bytes, checksums."""
+"""Shared by `pack` and `materialize`: the output folder, worker processes, arrays as bytes, checksums."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Done = Generator[tuple[Any, Any, int], None, None]  # task, result, number of sa
 
 
 def check_out(out: Path, *ours: str) -> None:
-    """Raise ConfigError if ``out`` has files, but none with a name in ``ours``: names of files that runs write."""
+    """Raise ConfigError if ``out`` has files, but none with a name in ``ours``."""
     try:
         names = sorted(name for name in os.listdir(out) if not name.endswith(".part"))
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def check_out(out: Path, *ours: str) -> None:
 
 
 def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
-    """Raise ``error`` if the job ``before``, which ``out`` holds, differs from the job ``here``."""
+    """Raise ``error`` if the job ``before`` in ``out`` differs from the job ``here``."""
     if changes := differences(before, json.loads(json.dumps(here))):
         listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} in this run" for where, a, b in changes[:5])
         raise error(f"`out` holds another job: {str(out)!r}. {listed}. Use those settings, or set another `out`.")
@@ -61,11 +61,7 @@ def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError
 
 @contextmanager
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
-    """Create a folder, and lock it while the block runs. The lock also ends with the process.
-
-    If the file system has no locks, nothing is locked. ConfigError if the folder cannot be created, or another run has
-    the lock.
-    """
+    """Create a folder, and lock it while the block runs. ConfigError if another run has the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -98,17 +94,13 @@ def results(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run tasks on this machine or on Ray. Yields each ``(task, result)`` as soon as the task is done.
 
-    With ``on="ray"``, an open connection to Ray is used. If none is open, this function connects to the cluster at
-    ``RAY_ADDRESS``, or starts Ray on this machine. A GpuaugError from a task is raised unchanged.
-
     Args:
-        open_worker: creates a worker, whose ``write(task, progress)`` runs a task. Pickled for other processes.
-        tasks: the tasks. They start in this order.
+        open_worker: pickled for other processes.
+        tasks: the tasks, which start in this order.
         on: ``local`` or ``ray``.
         progress: called with the number of newly finished samples.
         num_workers: number of processes. 0: only this process (not on Ray). None: as many as CPUs or GPUs allow.
-        cpus: maximum number of CPUs of each Ray process.
-        gpus: GPUs of each Ray process.
+        cpus, gpus: maximum number of CPUs, and number of GPUs, of each Ray process.
     """
     if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:
@@ -123,8 +115,6 @@ def results(
 
 
 class _Process:
-    """Runs tasks in a separate process."""
-
     def __init__(self, open_worker: OpenWorker) -> None:
         self._worker = open_worker()
 
@@ -138,10 +128,9 @@ _process: _Process  # set in each worker process
 
 
 def _start(open_worker: OpenWorker) -> None:
-    """Prepare a worker process: exit with the parent, ignore Ctrl-C (the parent handles it), use one thread."""
     global _process
     machine.exit_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     _process = _Process(open_worker)
 
@@ -151,7 +140,6 @@ def _write(task: Any) -> tuple[Any, Any, int]:
 
 
 def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None) -> Done:
-    """Run tasks in local processes."""
     workers = min(num_workers or machine.usable_cpus(), len(tasks))
     log.info("%d processes for %d parts on %d cores", workers, len(tasks), machine.usable_cpus())
     context = multiprocessing.get_context("spawn")  # DALI's and torch's threads do not survive a fork
@@ -216,17 +204,17 @@ def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | No
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. OSError if it is unreadable, a pipe or a device; ValueError if it is not JSON."""
+    """Read a JSON file. OSError if the file cannot be read, ValueError if the file is not JSON."""
     return json.loads(read_file(str(path)))
 
 
 def to_json(value: Any) -> bytes:
-    """A value as JSON bytes."""
+    """The JSON text of a value."""
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
 def npy(values: Any, dtype: Any = None) -> tuple[bytes, memoryview]:
-    """An array as the two parts of a .npy file: the header, and the array's own memory."""
+    """The two parts of a .npy file: the header, and the array's own memory."""
     array = np.ascontiguousarray(values, dtype=dtype)
     stream = io.BytesIO()
     np.lib.format.write_array_header_2_0(stream, np.lib.format.header_data_from_array_1_0(array))
@@ -242,14 +230,14 @@ def digest(*parts: bytes | memoryview) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE2b of a file, as hex. Raises OSError if the file is unreadable, a pipe or a device."""
+    """BLAKE2b of a file, as hex. OSError if the file cannot be read or is not regular."""
     check_regular(os.stat(path), path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def damaged(digests: Mapping[Path, str], *, num_workers: int | None = None) -> dict[Path, str]:
-    """Compare files with their digests. Returns the problem of each file that differs or cannot be read."""
+    """The problem of each file that differs from its digest or cannot be read."""
 
     def problem(path: Path) -> str | None:
         try:

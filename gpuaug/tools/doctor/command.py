@@ -1,7 +1,6 @@
-"""`gpuaug doctor`: checks whether this machine can run gpuaug, explains each finding, and gives advice.
+"""`gpuaug doctor`: checks whether this machine can run gpuaug, and gives advice.
 
-Each test of :mod:`gpuaug.tools.doctor.probes` runs in its own process, because a test may crash or hang. Results of
-the tests in :data:`gpuaug.machine.VERDICTS` are stored for this machine and these package versions.
+The results of the tests in :data:`gpuaug.machine.VERDICTS` are stored for this machine and these package versions.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LATE = "did not answer within"
 TIMEOUT = 180.0  # seconds; a first compilation takes up to a minute on slow machines
 CUDA = ("decoder_mixed", "hardware", "stream", "fused_cuda")
 OK, NOTE, SLOW, BROKEN, UNTESTED = "ok", "note", "warning", "BROKEN", "untested"
-DALI = {  # CUDA version: names of the packages
+DALI = {  # CUDA version: packages
     12: ("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12"),
     13: ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13"),
 }
@@ -63,12 +62,11 @@ TESTS = {  # test: title, status and advice if it fails
         "Set augment.backend=kornia. It needs no compiler, but is many times slower.",
     ),
 }
-WITHOUT_DALI = ("compiler", "fused_cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Keys):
-    """What to test."""
+    """The keys of `gpuaug doctor`."""
 
     fresh: bool = False
     timeout: float = TIMEOUT
@@ -83,7 +81,7 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     others = [text for _, text in request.others()]
     if others or request.config_name is not None:
-        request.loader()  # so that wrong arguments raise the same errors as in other commands
+        request.loader()  # raises the same errors for wrong arguments as in other commands
         ignored = ", ".join(others) or f"--config-name {request.config_name}"
         log.info("doctor tests the machine, not a configuration; these arguments are ignored: %s", ignored)
     report = Report(file=settings.json)
@@ -116,7 +114,7 @@ def main(request: Request) -> int:
 
 
 def versions() -> Iterator[Finding]:
-    """Versions of Python, gpuaug and its requirements, compared with the version ranges that gpuaug supports."""
+    """Check the versions of Python, gpuaug and its requirements."""
     python, version = platform.python_version(), machine.package_version("gpuaug")
     yield judged("python", python, value=python)
     yield judged("gpuaug", version or "not installed, imported from a folder", value=version)
@@ -142,7 +140,6 @@ def versions() -> Iterator[Finding]:
 
 
 def _dali_cuda() -> int:
-    """The CUDA version of the installed DALI; 12 if DALI is not installed."""
     return next((cuda for cuda, (package, _) in DALI.items() if machine.package_version(package) is not None), 12)
 
 
@@ -158,7 +155,7 @@ def required_ranges() -> dict[str, Any]:
 
 
 def devices(cuda: Verdict) -> Iterator[Finding]:
-    """The driver and the devices that torch can use. ``cuda`` is the result of the test "cuda"."""
+    """Check the driver and the devices. ``cuda`` is the result of the test "cuda"."""
     gpus, driver = machine.gpus(), machine.driver()
     value = {"driver": driver, "gpus": gpus}
     bad = None if driver else NOTE
@@ -212,14 +209,14 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
 
 
 def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
-    """Run every test whose packages are installed. :func:`versions` reports the missing packages."""
+    """Run every test whose packages are installed."""
     for name in tqdm([*filter(testable, TESTS)], desc="testing", leave=False, disable=None):
         yield tested(examine(name, cuda=cuda, fresh=settings.fresh, timeout=settings.timeout))
 
 
 def testable(name: str) -> bool:
     """Whether the packages that a test needs are installed."""
-    return name in WITHOUT_DALI or all(machine.package_version(p) is not None for p in DALI[_dali_cuda()])
+    return name in ("compiler", "fused_cuda") or all(machine.package_version(p) is not None for p in DALI[_dali_cuda()])
 
 
 def tested(verdict: Verdict) -> Finding:
@@ -235,7 +232,7 @@ def tested(verdict: Verdict) -> Finding:
 
 
 def workers(settings: Settings) -> Iterator[Finding]:
-    """Test the loader's workers with every start method; check shared memory and open files."""
+    """Test workers with every start method, and check shared memory and open files."""
     verdict = probe("workers", timeout=settings.timeout)
     results = verdict.value or {}
     late = "If the machine is just slow, raise `timeout`. Otherwise: " if verdict.late else ""
@@ -250,17 +247,16 @@ def workers(settings: Settings) -> Iterator[Finding]:
     yield open_files(machine.limit("NOFILE"))
 
 
-# Limits below which a finding is BROKEN (LEAST) or a warning (ENOUGH).
-# Open files: torch opens one file for every batch on its way between two processes, and Python with DALI and eight
-# threads opens about 60 files.
-# Shared memory: a batch of 64 photographs of 110 KB has 7 MB, and each worker has two batches in shared memory.
+# Limits below which a finding is BROKEN (LEAST) or a warning (ENOUGH). Python with DALI and eight threads opens about
+# 60 files, and torch opens a file for every batch on its way between two processes. A batch of 64 photographs of 110 KB
+# has 7 MB, and each worker has two batches in shared memory.
 FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
 SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
 MEMORY_ENOUGH = 2 * 2**30
 
 
 def shared_memory(sizes: tuple[int, int] | None) -> Finding:
-    """Check /dev/shm, through which workers pass batches. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
+    """Check /dev/shm. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
     if sizes is None:
         return judged("shared memory", "no /dev/shm on this system", bad=NOTE)
     size, free = sizes
@@ -276,7 +272,7 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
 
 
 def open_files(limits: tuple[int, int] | None) -> Finding:
-    """Check the limit of open files. ``limits``: (soft, hard), -1 is unlimited; None: the system sets no limits."""
+    """Check the limit of open files. ``limits``: (soft, hard), -1: unlimited; None: the system has no limits."""
     if limits is None:
         return judged("open files", "no such limit on this system", bad=NOTE)
     soft, hard = (math.inf if limit < 0 else limit for limit in limits)
@@ -291,7 +287,7 @@ def open_files(limits: tuple[int, int] | None) -> Finding:
 
 
 def cpus(count: int, quota: float | None) -> Finding:
-    """Check the ``count`` of CPUs that this process may use against ``quota``, its cgroup's limit; None: no limit."""
+    """Compare the number of CPUs with the limit of the cgroup, ``quota``; None: no limit."""
     text = f"{count} CPUs for this process ({machine.cpu_model()})"
     few = count if quota is None else min(count, quota)
     if few < count:
@@ -328,10 +324,10 @@ def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Find
 
 
 def cache_folder() -> Finding:
-    """Whether the cache folder can be written."""
+    """Check whether the cache folder can be written."""
     folder = files.cache_folder()
     bad = None
-    try:  # create a file, because a check of permissions tells nothing if the user is root
+    try:  # a check of permissions tells nothing if the user is root
         tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())).close()
     except OSError:
         bad = SLOW
@@ -353,12 +349,12 @@ class Verdict:
     good: bool | None  # None: cannot be tested here
     text: str  # the result in words
     value: Any = None  # details, as JSON
-    seconds: float = 0.0  # duration of the test; 0.0: the test did not run
-    kept: bool = False  # True: an earlier run stored this result
+    seconds: float = 0.0  # duration; 0.0: the test did not run
+    kept: bool = False  # an earlier run stored this result
 
     @property
     def late(self) -> bool:
-        """Whether the test timed out. The machine may just be slow."""
+        """Whether the test timed out."""
         return self.good is False and self.text.startswith(LATE)
 
 
@@ -367,9 +363,9 @@ class Finding:
     """The result of one check, as it is printed."""
 
     name: str
-    status: str  # ok, note (worth knowing), warning (works, but could be better), BROKEN or untested
+    status: str  # OK, NOTE, SLOW, BROKEN or UNTESTED
     text: str  # the result in words
-    advice: str  # what the result means and what to do; "": nothing to do
+    advice: str  # what to do; "": nothing
     value: Any  # the result, as JSON
 
     def __str__(self) -> str:
@@ -380,19 +376,19 @@ class Finding:
 
 
 def judged(name: str, text: str, *, bad: str | None = None, advice: str = "", value: Any = None) -> Finding:
-    """Make a finding of status ``bad`` with advice, or of status ok without advice if ``bad`` is None."""
+    """A finding of status ``bad`` with advice, or of status ok without advice if ``bad`` is None."""
     return Finding(name=name, status=bad or OK, text=text, advice=advice if bad else "", value=value)
 
 
 def keep(verdict: Verdict) -> None:
-    """Store a test's result for this machine. If ``verdict.good`` is None, the earlier stored result is deleted."""
+    """Store the result of a test. If ``verdict.good`` is None, delete the earlier result."""
     machine.verdicts.cache_clear()
     entry = {"good": verdict.good, "text": verdict.text, "seconds": verdict.seconds}
     entries = {**machine.verdicts(), verdict.name: entry}
     values = {"version": machine.VERDICTS_VERSION, "machine": machine.identity(), "verdicts": entries}
     try:
         file = machine.verdicts_file()
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, because compiled code is stored there too
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, because compiled code is there too
         files.write(file, json.dumps(values, indent=1) + "\n")
     except (OSError, RuntimeError) as error:
         log.info("the results of doctor could not be stored: %s", error)
@@ -400,10 +396,7 @@ def keep(verdict: Verdict) -> None:
 
 
 def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> Verdict:
-    """Return the stored result of a test. Run the test if no result is stored, or if ``fresh``.
-
-    ``cuda`` tells whether a CUDA device works.
-    """
+    """The stored result of a test, or a new result. ``cuda``: whether a CUDA device works."""
     if name in CUDA and not cuda:
         return Verdict(name=name, good=None, text="not testable here: no CUDA device")
     machine.verdicts.cache_clear()
@@ -417,8 +410,8 @@ def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIME
 
 
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
-    """Run one test, or a ``command``, in its own process. A crash or a timeout is also a result."""
-    # sys.path.append and not PYTHONPATH, because folders in PYTHONPATH come before the standard library
+    """Run one test, or a ``command``, in its own process, because a test may crash or hang."""
+    # not PYTHONPATH, because its folders come before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
     began = time.perf_counter()

@@ -1,7 +1,4 @@
-"""The tests of `gpuaug doctor`. Each test runs in its own process and prints its result.
-
-Heavy modules are imported inside functions, because spawned workers import this file.
-"""
+"""The tests of `gpuaug doctor`. Spawned workers import this file, so functions import heavy modules."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-Answer = tuple[bool | None, str, Any]  # good (None: cannot be tested here), result in words, details as JSON
+Answer = tuple[bool | None, str, Any]  # good, text and value of a `Verdict`
 
-ROUNDS = 8  # repetitions of a test that looks for race conditions
-TOLERANCE = 4  # largest difference between GPU and CPU decoders, in levels of 255, as in DALI's own tests
+ROUNDS = 8  # repetitions of a test for race conditions
+TOLERANCE = 4  # largest difference between GPU and CPU decoders in levels of 255, as in DALI's tests
 IN_A_ROW = 4  # batches decoded while the device is busy
 PRODUCTS = 64  # matrix products that keep the multiprocessors busy: about 15 ms on an H200
 BUSY = 10_000_000  # clock cycles for which the consumer's stream is busy after each batch: about 6 ms
@@ -26,13 +23,13 @@ def main() -> None:
     """Run the test named on the command line, and print its result as the last line."""
     from gpuaug import machine
 
-    machine.verdicts = dict  # type: ignore[assignment]  # a stored result would switch off the feature under test
+    machine.verdicts = dict  # type: ignore[assignment]  # stored results would switch off what is tested
     good, text, value = TESTS[sys.argv[1]]()
     print(json.dumps({"good": good, "text": text, "value": value}), flush=True)
 
 
 def cuda() -> Answer:
-    """The devices that torch can use, and the CUDA version that torch is built for."""
+    """Find the devices that torch can use, and the CUDA version that torch is built for."""
     import torch
 
     devices: list[dict[str, Any]] = []
@@ -43,7 +40,7 @@ def cuda() -> Answer:
         try:
             torch.cuda.init()
             why = "no device is visible"
-        except Exception as error:  # report any error as the reason
+        except Exception as error:
             why = str(error).strip().splitlines()[0][:200]
         return False, f"torch is built for CUDA {build}, but {why}", value
     for k in range(torch.cuda.device_count()):
@@ -57,7 +54,7 @@ def cuda() -> Answer:
 
 
 def _images() -> list[tuple[str, bytes]]:
-    """Names and bytes of encoded test images in many formats, with smooth colours and edges like photographs."""
+    """Names and bytes of encoded test images, with smooth colours and edges like photographs."""
     import numpy as np
     from PIL import Image
 
@@ -93,7 +90,6 @@ def _truth(data: bytes) -> Any:
 
 
 def _batch(encoded: Sequence[bytes]) -> Any:
-    """A batch of encoded images, made by the same reader that the loader uses."""
     import torch
 
     from gpuaug.read.reader import Reader
@@ -103,7 +99,7 @@ def _batch(encoded: Sequence[bytes]) -> Any:
 
 
 def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, kind: str = "") -> Answer:
-    """Decode the images whose name begins with ``kind`` with DALI and with Pillow, and compare the pixels."""
+    """Decode the images whose names begin with ``kind``, and compare DALI's pixels with Pillow's."""
     from gpuaug.decode.decoder import Decode
 
     images = [(name, data) for name, data in _images() if name.startswith(kind)]
@@ -164,8 +160,8 @@ def _engine() -> bool:
 def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     """Compare batches that are decoded on a busy device, and used late, with batches decoded on an idle device.
 
-    DALI resizes on the multiprocessors, which this test keeps busy. So if the JPEG engine does not wait for its stream,
-    it overwrites pixels before DALI has resized them. Only the package's own tests use ``device="cpu"``.
+    DALI resizes on the multiprocessors, which this test keeps busy. If the JPEG engine does not wait for its stream, it
+    overwrites pixels before DALI resizes these pixels. Only gpuaug's tests set ``device="cpu"``.
     """
     import torch
 
@@ -195,7 +191,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
                 made = decoder.pixels(*arguments)[0][0]
                 if cuda:
                     torch.cuda._sleep(BUSY)
-                copies.append(made.clone())  # runs when the consumer's stream reaches it
+                copies.append(made.clone())
                 del made
         if cuda:
             torch.cuda.synchronize()
@@ -212,7 +208,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
-    """Compare the fused backend with Kornia's modules. ``unbuilt``: the first value to return if compilation fails."""
+    """Compare the fused backend with Kornia's modules. ``unbuilt`` is `good` if compilation fails."""
     import logging
 
     import kornia.augmentation as K
@@ -232,7 +228,7 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
     images = torch.arange(16 * 40 * 48 * 3).mul(7).remainder(251).to(torch.uint8).view(16, 40, 48, 3)
     fused = Augment(ops=ops)(images.to(device), seed=0, indices=range(16))
     kornia = Augment(ops=ops, backend="kornia")(images, seed=0, indices=range(16))
-    if warnings.getvalue():  # the fused backend ran uncompiled; its warning gives the reason and the package to install
+    if warnings.getvalue():  # the backend ran uncompiled; its warning gives the reason and the remedy
         return unbuilt, " ".join(warnings.getvalue().split()), None
     gap = float((fused.cpu() - kornia).abs().max()) * 255
     return gap < 1, f"compiled augmentations differ from Kornia by at most {gap:.2g} levels", {"largest": gap}
@@ -258,7 +254,7 @@ def workers() -> Answer:
             (batch,) = reader.batches([(numbers, numbers * 0, numbers >= 0)])
             if len(batch.data) != 400_000 or batch.faults:
                 failures[method] = f"{len(batch.data)} bytes instead of 400000"
-        except Exception as error:  # a loader would fail with the same error
+        except Exception as error:
             failures[method] = str(error)
         reader.close()
     value = {"default": default, **{method: method not in failures for method in methods}}

@@ -1,13 +1,7 @@
-"""`gpuaug materialize`: writes the augmented images of a loader to disk for :class:`gpuaug.MaterializedSource`.
+"""`gpuaug materialize`: writes a loader's epochs in the format of :mod:`gpuaug.source.materialized`.
 
-takes: a loader, and the epochs to store.
-does: iterates these epochs and writes chunks. The pixels are stored before `mix`: either as uint8 before normalization,
-or normalized in the loader's dtype.
-gives: the folder that `source=materialized` reads. :mod:`gpuaug.source.materialized` describes its format.
-
-A chunk is a file of consecutive samples of one epoch. After a chunk, its note is written: a file with the chunk's
-checksum and the faults of the chunk's samples. If a run is killed, the next run writes the chunks that have no note,
-and the result is the same. The manifest is written last.
+A chunk is a file of consecutive samples of one epoch. After a chunk, a note with its checksum and faults is written. If
+a run is killed, the next run writes the chunks that have no note. The manifest is written last.
 """
 
 from __future__ import annotations
@@ -81,7 +75,7 @@ log = logging.getLogger("gpuaug")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Keys):
-    """What to write."""
+    """The keys of `gpuaug materialize`."""
 
     out: str | None = None
     epochs: int = 1
@@ -134,27 +128,25 @@ def main(request: Request) -> int:
     return 0
 
 
-CHUNK_BYTES = 1 << 27  # a few seconds of work, so a killed run loses little; and yet there are few files
+CHUNK_BYTES = 1 << 27  # a few seconds of work, so that a killed run loses little
 PROBED_SAMPLES = 32  # samples that are decoded first, to learn the sizes of views and labels
-RAY_CORES = 4  # cores of each Ray process, shared by the loader's stages
-RAY_TASKS, RAY_CHUNKS = 64, 8  # at least 64 tasks on a cluster if there are enough chunks; at most 8 chunks per task
-SPARE_BYTES = 1 << 24  # disk space kept free for keys, notes and the file system
+RAY_CORES = 4  # cores of each Ray process
+RAY_TASKS, RAY_CHUNKS = 64, 8  # with enough chunks, at least 64 tasks on a cluster; at most 8 chunks per task
+SPARE_BYTES = 1 << 24  # disk space for keys, notes and the file system
 
 
 class Materialize:
     """Stores augmented epochs of a loader. The constructor decodes a few samples and makes a plan; :meth:`run` writes.
 
     Args:
-        loader: its source, recipe, order, seed, decode settings and fault policy are used, but it is not iterated. Its
-            batch size and workers do not change the stored bytes. Only with ``backend=kornia`` on CUDA, the batch size
-            changes pixels by 2e-6. Its `mix` is not stored: the loader that replays the epochs applies its own `mix`.
-        out: the output folder. If it holds an earlier run of the same job, that run is continued, or extended to more
-            epochs.
+        loader: the loader, which is not iterated. Its batch size and workers do not change the stored bytes, except
+            with ``backend=kornia`` on CUDA, where the batch size changes pixels by 2e-6. Its `mix` is not stored.
+        out: the output folder. An earlier run of the same job there is continued, or extended to more epochs.
         epochs: number of epochs.
         start_epoch: the first epoch.
         store: ``uint8``: pixels before normalization; a replay differs by at most half a level of 255. ``final``:
-            normalized pixels in the loader's dtype; a replay is bit-identical (with ``backend=kornia`` on CUDA, it
-            differs by at most 2e-6).
+            normalized pixels in the loader's dtype; a replay is bit-identical, except with ``backend=kornia`` on CUDA,
+            where it differs by at most 2e-6.
         chunk: samples per file. None: as many as fit in 128 MiB.
         on: ``local``, or ``ray``: use a Ray cluster. All its machines must see ``out``.
 
@@ -164,8 +156,8 @@ class Materialize:
         missing: chunks that are not written yet, as (number of the stored epoch, number of its chunk), both from 0.
 
     Raises:
-        StateError: if ``out`` holds epochs of another recipe, source or seed. The message names the differences.
-        GpuaugError: if the disk has too little space, or another run writes to ``out``.
+        StateError: if ``out`` holds epochs of another recipe, source or seed.
+        ConfigError: if ``out`` holds other files, or the loader's epochs cannot be stored.
 
     >>> source = gpuaug.FolderSource("data/train")
     >>> with gpuaug.Loader(source, augment=recipe, seed=0) as loader:
@@ -231,7 +223,8 @@ class Materialize:
 
         Raises:
             DataError, FaultBudgetError: depending on the loader's `faults`.
-            GpuaugError: if a pixel does not fit in uint8, or the disk is full.
+            ConfigError: if a pixel does not fit in uint8, or another run writes to ``out``.
+            GpuaugError: if the disk has too little space.
         """
         if (needed := self.samples_missing * self.record.itemsize + SPARE_BYTES) > self.free:
             raise GpuaugError(
@@ -298,18 +291,18 @@ class Materialize:
                 files.write(self.out / f"{name}.npy", *npy(values.numpy()), sync=True)
 
     def _write(self, progress: Callable[[int], Any]) -> None:
-        """Write the missing chunks in this process, whose loader uses all cores, or on a Ray cluster."""
+        """Write the missing chunks."""
         arguments = _arguments(self._loader, final=self.plan["store"] != "uint8")
         most, gpus = len(self.missing), 0
-        if self.on == "ray":  # a Ray process reads only a part of the source, so it gets no cache
+        if self.on == "ray":  # no cache, because a Ray process reads only a part of the source
             arguments |= {"device": self._loader.device.type, "cache": None}
             most, gpus = min(RAY_CHUNKS, -(-most // RAY_TASKS)), int(self._loader.device.type == "cuda")
         make, tasks = partial(Writer, self.out, self.plan, arguments), _spans(self.missing, most)
-        workers = 0 if self.on == "local" else None
+        workers = 0 if self.on == "local" else None  # on this machine, the stages of one loader use all cores
         list(results(make, tasks, on=self.on, progress=progress, num_workers=workers, cpus=RAY_CORES, gpus=gpus))
 
     def _finish(self) -> int:
-        """Write the manifest if all chunks are done, and return the number of faults. Otherwise raise GpuaugError."""
+        """Write the manifest, and return the number of faults. GpuaugError if chunks are missing."""
         self.missing = [place for place in self._chunks if not self._is_done(*place)]
         if self.missing:
             raise GpuaugError(
@@ -331,7 +324,7 @@ class Materialize:
 
 
 class Writer:
-    """Writes chunks of a plan with its own loader, on this or another machine."""
+    """Writes chunks of a plan with its own loader."""
 
     def __init__(self, out: Path, plan: dict[str, Any], arguments: dict[str, Any]) -> None:
         self.out, self.plan = out, plan
@@ -342,10 +335,10 @@ class Writer:
         self.loader.close()
 
     def write(self, span: tuple[int, int, int], progress: Callable[[int], Any]) -> None:
-        """Write the chunks ``first .. last - 1`` of an epoch, given as (epoch, first, last)."""
-        (slot, first, last), plan = span, self.plan
+        """Write the chunks of a span, see :func:`_spans`."""
+        (slot, first, stop), plan = span, self.plan
         chunk, final = plan["chunk"], plan["store"] != "uint8"
-        position, end = first * chunk, min(plan["rows"][slot], last * chunk)
+        position, end = first * chunk, min(plan["rows"][slot], stop * chunk)
         order = np.load(epoch_folder(self.out, plan, slot) / "order.npy", mmap_mode="r")
         self.loader.start_at(plan["start_epoch"] + slot, position)
         writing: Future[None] | None = None
@@ -381,26 +374,25 @@ class Writer:
 
 
 class Noted(Faults):
-    """Keeps the last fault of each sample, so that a chunk's note can list the faults of its samples."""
+    """Keeps the last fault of each sample, for the notes of the chunks."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._noted: dict[int, Fault] = {}  # by sample number
 
     def handle(self, faults: Sequence[Fault], *, indices: Sequence[int], **rest: Any) -> None:
-        """Keep the faults, then handle them as the fault policy says."""
+        """Keep the faults, then apply the fault policy."""
         self._noted.update((indices[fault.row], fault) for fault in faults)
         super().handle(faults, indices=indices, **rest)
 
     def of(self, index: int, *, row: int) -> dict[str, Any]:
-        """The fault of a sample, and the sample's row in its chunk, as JSON."""
+        """The fault of a sample, and its row in the chunk, as JSON."""
         fault = self._noted[index]
         reason = {"stage": fault.stage, "reason": fault.reason, "size": fault.size, "head": fault.head.hex()}
         return {"row": row, **reason}
 
 
 def _check(loader: Loader) -> None:
-    """Raise ConfigError if a loader's epochs cannot be stored."""
     if getattr(loader.source, "stored", None) is not None:
         raise ConfigError("`source` must hold images. Found: epochs that are already materialized.")
     if loader.targets is not None:
@@ -426,7 +418,7 @@ def _check(loader: Loader) -> None:
 
 
 def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
-    """The format of the stored samples, as JSON. Decodes a few samples to learn the sizes of views and labels."""
+    """The format of the stored samples, as JSON."""
     source = loader.source
     numbers = active_numbers(source)
     probed = numbers[np.unique(np.linspace(0, len(numbers) - 1, PROBED_SAMPLES).astype(np.int64))]
@@ -457,7 +449,7 @@ def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
 
 
 def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
-    """Arguments of the loader that makes the pixels to store: all samples on one rank."""
+    """Arguments of the loader that makes the pixels to store."""
     cache, reader, faults = loader.pipeline.cache, loader.pipeline.reader, loader.faults
     same = ("source", "batch_size", "order", "decode", "ahead", "device", "num_workers", "prefetch", "seed")
     return {
@@ -477,7 +469,7 @@ def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
 
 
 def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
-    """The same recipe and random numbers without normalization: pixels stay in 0..1."""
+    """The same recipe without normalization: pixels from 0 to 1."""
     if isinstance(augment, MultiView):
         views = {v.name: v.augment for v in augment.views}
         return MultiView(views={name: one.replace(normalize=None) for name, one in views.items()})
@@ -485,7 +477,6 @@ def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
 
 
 def _refuse_extra(batch: Batch) -> None:
-    """Raise ConfigError if a sample has an extra value, because extra values would be lost."""
     found = [value for value in batch.extra if value is not None]
     if found:
         raise ConfigError(
@@ -499,7 +490,7 @@ def _views(batch: Batch) -> list[Tensor]:
 
 
 def _stored(view: Tensor, *, final: bool) -> NDArray[Any]:
-    """Convert pixels [B, 3, H, W] for storage: final pixels unchanged, others as uint8 [B, H, W, 3]."""
+    """Pixels [B, 3, H, W] as they are stored: final pixels unchanged, other pixels as uint8 [B, H, W, 3]."""
     if final:
         view = view.cpu().contiguous()
         return (view.view(torch.int16) if view.dtype == torch.bfloat16 else view).numpy()
@@ -521,7 +512,7 @@ def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) 
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
-    """The manifest or plan of an earlier run; None if there is none. ConfigError if ``out`` holds other files."""
+    """The manifest or plan of an earlier run, or None."""
     check_out(out, MANIFEST, PLAN)
     if (out / MANIFEST).exists():
         return read_manifest(out)
@@ -536,12 +527,11 @@ def _earlier(out: Path) -> dict[str, Any] | None:
 
 
 def _save(file: Path, plan: dict[str, Any]) -> None:
-    """Write a plan or manifest with its checksum."""
     files.write(file, to_json({**plan, "checksum": checksum(plan)}), sync=True)
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
-    """Join consecutive chunks of an epoch to spans of at most ``most`` chunks, as (epoch, first, last + 1)."""
+    """Join consecutive chunks of an epoch to spans of at most ``most`` chunks: (epoch, first, last + 1)."""
     spans: list[tuple[int, int, int]] = []
     for slot, number in chunks:
         if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:

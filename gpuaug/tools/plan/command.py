@@ -1,11 +1,7 @@
-"""`gpuaug plan`: finds out how much memory a run needs, with a short rehearsal in a child process.
+"""`gpuaug plan`: finds out how much memory a run needs. For what counts, see :class:`gpuaug.tools.memory.Usage`.
 
-Only memory that the system cannot reclaim counts, see :class:`gpuaug.tools.memory.Usage`.
-
-1. An upper bound is computed from the batch size and the headers of some images.
-2. A rehearsal (a short trial run of the loader) replaces the bound by measured values. It pauses a few times, so that
-   all queues fill up. With a model, it also runs some training steps.
-3. A formula adds the parts that are not rehearsed: the cache, ``ahead`` and the other ranks of the machine.
+An upper bound is computed from the headers of some images. A rehearsal, which is a short run of the loader in a child
+process, replaces the bound by measured values. Formulas add the cache, ``ahead`` and the other ranks of the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ log = logging.getLogger("gpuaug")
 
 Place = Literal["host", "shared", "device"]
 PLACES: dict[Place, str] = {"host": "host memory", "shared": "part in /dev/shm", "device": "device memory"}
-SECONDS = 15.0  # duration of a rehearsal, without imports
+SECONDS = 15.0  # duration of a rehearsal after its first batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +59,7 @@ class Settings(Keys):
 
 
 def main(request: Request) -> int:
-    """Rehearse the run, and report its memory. Returns 0."""
+    """Rehearse the run, and report its memory."""
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     config = request.loader()
@@ -88,10 +84,7 @@ def main(request: Request) -> int:
 
 
 def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Run:
-    """Rehearse a run, and return it with the measured costs.
-
-    If the run needs more memory than is left, it is returned unchanged. For ``model``, see :func:`rehearsal`.
-    """
+    """Return the run with measured costs; unchanged if the run needs more memory than is left."""
     config = OmegaConf.to_container(run.config, resolve=True)
     job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model, "epoch": run.costs.epoch}
     peak = rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
@@ -115,9 +108,8 @@ def _report(report: Report, run: Run, here: Machine) -> None:
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     """Raise ConfigError if the runs clearly need more memory than is left, and warn if they may need more.
 
-    ``runs`` are the loaders that run at the same time, the training loader first. If their upper bounds together exceed
-    half of the memory left, the first rank of each machine rehearses them. No setting is changed: the error and the
-    warning suggest overrides.
+    ``runs`` are the loaders that run at the same time, the training loader first. If their upper bounds exceed half of
+    the memory left, the first rank of each machine rehearses the runs.
     """
     here = Machine.here(runs[0].loader.device)
     if machine.local_rank() or not lacking(runs, here, share=0.5):
@@ -140,13 +132,13 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
 
 
 MIB = 2**20
-SPARE = 0.1  # share of the memory left that a run must not use: it is for other processes and errors of the plan
-CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused; a plan may be wrong by 15 %
+SPARE = 0.1  # share of the memory left that a run must not use, for other processes and errors of the plan
+CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused, because a plan may be wrong by 15 %
 BEHIND = 4  # encoded batches that left the workers: 1 waits, 1 is in header reading, 1 in decoding, 1 in augmentation
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
 CHUNK = 16  # number of images whose headers are read together
-PATIENCE_S = 2.0  # time limit for reading headers, because storage may be slow
-ENOUGH = 64  # batches that a rehearsal tries to run: malloc's heaps grow until then
+PATIENCE_S = 2.0  # time limit for reading headers
+ENOUGH = 64  # batches that a rehearsal tries to run, because malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
 # for `python -c`: with `python -m`, spawned workers would run this file again
 CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"
@@ -163,7 +155,7 @@ class Limits:
 
     @staticmethod
     def of(loader: Loader) -> Limits:
-        """The settings of a loader."""
+        """The limits that a loader has."""
         cached = loader.pipeline.cache
         capacity = None if cached is None else cached.capacity
         return Limits(loader.ahead, capacity, loader.prefetch, loader.num_workers)
@@ -171,25 +163,25 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Bytes of each part of a run. :meth:`Run.terms` computes the run's memory from them, for any :class:`Limits`."""
+    """Bytes of each part of a run."""
 
-    image: float  # an encoded image, on average
+    image: float  # mean of the encoded images
     ready: int  # the images of a finished batch in the prefetch queue
     masks: int = 0  # the masks of a finished batch
-    mask_work: int = 0  # masks that are not finished: decoded, or cropped and waiting for the next thread
+    mask_work: int = 0  # unfinished masks: decoded, or cropped and waiting for the next thread
     base: int = 0  # this process before the first batch
     worker: int = 0  # one worker
     encoded: int = 0  # one encoded batch in /dev/shm
     work: int = 0  # decoding, augmenting and everything else in this process
     step: int = 0  # a step of the model, on the host
     device: int = 0  # device memory without the ready batches
-    batches: int = 0  # batches of the rehearsal that measured these values; 0: the values are upper bounds
-    epoch: int = 0  # the epoch with the largest images, among the loader's epoch and later ones
+    batches: int = 0  # batches of the rehearsal; 0: all values are upper bounds
+    epoch: int = 0  # of the loader's epoch and the later ones, the epoch with the largest images
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One part of the memory. ``shared`` memory is in /dev/shm and also counts as host memory."""
+    """One part of the memory."""
 
     name: str
     place: Place
@@ -199,18 +191,18 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A loader that will run, and what is known about its memory."""
+    """A loader that will run, and its memory."""
 
     loader: Loader  # not yet iterated
     costs: Costs
-    config: Any = None  # the configuration that `loader` was built from
+    config: Any = None  # of the loader
     prefix: str = ""  # prefix of the loader's keys on the command line, such as `val.`
-    classes: Sequence[str] | None = None  # class names given to the loader's source; None: the source finds them
-    changed: Limits | None = None  # settings to try instead of the loader's own
+    classes: Sequence[str] | None = None  # class names for the loader's source; None: the source finds the names
+    changed: Limits | None = None  # limits to try instead of the loader's own
 
     @property
     def limits(self) -> Limits:
-        """The settings that decide this run's memory."""
+        """The limits of this run."""
         return self.changed or Limits.of(self.loader)
 
     def terms(self) -> list[Term]:
@@ -244,7 +236,7 @@ class Run:
 
 
 def total(terms: Sequence[Term], place: Place) -> int:
-    """Total bytes of one place; ``host`` includes /dev/shm."""
+    """Total bytes of one place. ``host`` includes ``shared``."""
     return sum(t.bytes for t in terms if t.place == place or (place == "host" and t.place == "shared"))
 
 
@@ -257,9 +249,9 @@ def on_their_way(loader: Loader, workers: int) -> int:
 
 
 def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: bool = False, sample: int = 128) -> Costs:
-    """An upper bound of a run's memory, from its batch size and the headers of at most ``sample`` images.
+    """An upper bound of a run's memory, from the batch size and the headers of at most ``sample`` images.
 
-    No image is decoded. With ``averaged``, the training also keeps averaged weights of the model.
+    ``averaged``: the training keeps averaged weights of the model.
     """
     order, pipeline, stage = loader.epoch_order.epoch, loader.pipeline, loader.pipeline.stage
     if not (count := min(sample, len(order))):
@@ -278,7 +270,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
         headers = stage.read_headers(encoded, loader.epoch)
         images, bytes_read = images + len(encoded), bytes_read + encoded.data.nbytes
         if headers.info is not None:
-            stage.decoder.truncated = 0  # type: ignore[union-attr]  # truncated images must count in training only
+            stage.decoder.truncated = 0  # type: ignore[union-attr]  # only training counts truncated images
             areas = 3.0 * headers.info.height * headers.info.width
             pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
             stages = [(loader.epoch, headers), *((first, stage.read_headers(encoded, first)) for first in later)]
@@ -290,11 +282,11 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
     rows, image = min(loader.batch_size, len(loader.source)), bytes_read / images
     values, encoded_bytes = rows * sum(height * width * 3 for height, width in views), int(2 * rows * image)
     source: Any = pipeline.reader.source
-    kept = getattr(source, "row_groups", None)  # number of Parquet row groups that each reading process keeps in memory
+    kept = getattr(source, "row_groups", None)  # Parquet row groups that each reading process keeps in memory
     groups = 0 if kept is None else (kept + 1) * source.group_bytes()
     decoded = min(rows * pixels / images, 2 * loader.decode.max_bytes)
     decoded += 4 * getattr(stage.decoder, "num_threads", 1) * largest
-    # 3 batches of uint8 between threads, 9 of float32 for mix and operations outside the compiled kernels
+    # 3 batches of uint8 wait between threads; mix and uncompiled operations use 9 batches of float32
     work = 200 * MIB + int(2 * decoded) + 10 * encoded_bytes + groups + (3 + 9 * 4) * values
     masks, mask_work = _mask_bytes(loader, views, rows, pixels / 3 / images)
     step, cuda = 0 if model is None else _step_bound(model, views, rows, averaged), loader.device.type == "cuda"
@@ -313,13 +305,13 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
 
 
 def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pixels: float) -> tuple[int, int]:
-    """Bytes of the finished masks of a batch, and of all unfinished masks. ``pixels``: mean pixels of an image."""
+    """Bytes of a batch's finished masks, and of all unfinished masks. ``pixels``: mean of the images."""
     if loader.targets is None or loader.targets.masks is None:
         return 0, 0
     wide = 4 if getattr(loader.source, "panoptic", False) else 1  # bytes per pixel; 16-bit masks are too rare to count
     early = any("masks" in getattr(view.augment.crop, "needs", ()) for _, view in views_of(loader.augment))
     values = rows * sum(height * width for height, width in views)
-    decoded = int(rows * pixels) * (3 if early else 1)  # masks for crops are decoded two threads earlier: 3 batches
+    decoded = int(rows * pixels) * (3 if early else 1)  # masks for crops are decoded two threads earlier
     ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
     return values * ready, wide * (decoded + 3 * values)
 
@@ -328,7 +320,6 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, a
     """An upper bound of the bytes of a training step.
 
     It counts gradients, DDP's buckets, optimizer state, averaged weights, and twice the tensors that autograd saves.
-    To measure the saved tensors, a copy of the model processes two samples.
     """
     saved = 0
 
@@ -337,7 +328,7 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, a
         saved += x.nbytes
         return x
 
-    tried = copy.deepcopy(model).train()  # a copy, because a forward pass changes batch norm's running statistics
+    tried = copy.deepcopy(model).train()  # a forward pass changes batch norm's running statistics
     try:
         with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             for view in views:
@@ -352,19 +343,19 @@ def _step_bound(model: nn.Module, views: Sequence[tuple[int, ...]], rows: int, a
 
 @dataclass
 class Peak:
-    """Peak memory of a run in bytes. ``ready``: largest number of ready batches. ``batches``: number of all batches."""
+    """Peak memory of a run in bytes."""
 
     base: Usage = field(default_factory=usage)  # before the first batch
     most: Usage = field(default_factory=usage)  # at the peak of host memory
     shared: int = 0
     step: int = 0  # host memory added by steps of the model
     device: int = 0  # growth since the beginning of the run
-    ready: int = 0
-    batches: int = 0
+    ready: int = 0  # largest number of ready batches
+    batches: int = 0  # number of all batches
     began: float = 0.0  # time of the first batch
 
     def costs(self, loader: Loader, bound: Costs) -> Costs:
-        """Split the peak into parts. Returns ``bound`` with these parts instead of the bounds."""
+        """Return ``bound`` with measured values instead of bounds."""
         ready = min(self.batches, self.ready + 2) * (bound.ready + bound.masks)
         work, device = self.most.main + self.most.files - self.base.main - self.base.files - self.step, self.device
         if loader.device.type == "cpu":
@@ -394,9 +385,8 @@ def measure(
 ) -> Peak:
     """Run a loader that has not been iterated yet, and measure its peak memory.
 
-    The run pauses three times, so that all queues fill up. It ends after enough batches, or ``seconds`` after the first
-    batch, when the current batch is done. ``step`` runs on the last batches, at most three. Another thread calls
-    ``watch`` about every 30 ms.
+    The run ends ``seconds`` after the first batch at the latest, when the current batch is done. ``step`` runs on the
+    last batches. Another thread calls ``watch`` about every 30 ms.
     """
     peak, cuda, done = Peak(), loader.device.type == "cuda", threading.Event()
     before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
@@ -436,18 +426,14 @@ def measure(
 
 
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
-    """Run a job of :func:`rehearsal` in a child process. Returns None if the job needed more memory than is left.
-
-    Raises:
-        GpuaugError: with the text of the child's error if the run failed, or if the child gave no answer in time.
-    """
+    """Run a job of :func:`rehearsal` in a child process; None if the job needed more memory than is left."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # the child is not a rank
     command = (sys.executable, "-c", CODE)
     ended = child.run(command, timeout=2 * job["seconds"] + START_S, job=job, environment=environment)
     answer = ended.answer or {}
     if ended.status is None:
         raise GpuaugError("the rehearsal of this run gave no answer in time. Is the source slow to open?")
-    if "over" in answer or (not answer and ended.status == -signal.SIGKILL):  # `watch` or the system killed the child
+    if "over" in answer or (not answer and ended.status == -signal.SIGKILL):  # killed by `watch` or by the kernel
         return None
     if "peak" not in answer:
         raise GpuaugError(answer.get("error") or f"the rehearsal of this run failed: {ended.errors.strip()[-1000:]}")
@@ -456,25 +442,17 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
 
 
 def rehearsal() -> None:
-    """Read a job from stdin, run it, and print the answer as the last line. :func:`rehearse` calls this in a child.
+    """In the child process: run the job on stdin, and print the answer as the last line. Job and answer are JSON.
 
-    The answer is JSON, and the job is a JSON object with these keys:
-
-    - ``config``: the composed configuration of the loader.
-    - ``classes``: class names for the loader's source. null: the source finds them.
-    - ``trust``: module prefixes that ``_target_`` may name.
-    - ``epoch``: the epoch to run.
-    - ``seconds``: the longest duration after the first batch.
-    - ``host``, ``shared``: bytes left in host memory and /dev/shm. null: unknown.
-    - ``model``: null, or an object with the number of ``classes`` and the ``settings`` of the training.
+    ``host`` and ``shared`` are the bytes left in host memory and /dev/shm; null: unknown. ``model`` is null, or holds
+    the number of ``classes`` and the ``settings`` of the training.
     """
     from gpuaug.tools.profile.command import training_step
-    from gpuaug.tools.request import Request
     from gpuaug.tools.train.training import Settings as Training
 
     job = json.load(sys.stdin)
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills this process first
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills this process
 
     def say(**values: Any) -> None:
         print(f"\n{json.dumps(values)}", flush=True)
@@ -483,15 +461,14 @@ def rehearsal() -> None:
         more = peak.most.host - peak.base.host
         if more > (job["host"] or math.inf) or peak.shared > 0.9 * (job["shared"] or math.inf):
             say(over=True)
-        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch or step is too slow
+        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch or a step is too slow
             say(peak=asdict(peak))
         else:
             return
         os.killpg(os.getpid(), signal.SIGKILL)
 
     request, model, config = Request(command="train", trust=tuple(job["trust"])), job["model"], job["config"]
-    # No cache. `ahead` becomes 1 byte, which keeps one batch of any size. Bad samples do not end the run, and they are
-    # not recorded.
+    # with 1 byte, `ahead` holds one batch of any size
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
@@ -509,7 +486,7 @@ def rehearsal() -> None:
 
 
 class Machine(NamedTuple):
-    """Bytes of memory that are left; None: unknown. ``host_by`` names the limit that applies to host memory."""
+    """Bytes of memory that are left; None: unknown. ``host_by`` names the limit of host memory."""
 
     host: int | None
     host_by: str
@@ -518,7 +495,7 @@ class Machine(NamedTuple):
 
     @staticmethod
     def here(device: torch.device | None = None) -> Machine:
-        """The memory that this machine or container has left now."""
+        """The memory that is left now on this machine or in this container."""
         free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else None
         (host, host_by), shm = machine.memory_left() or (None, ""), machine.shared_memory()
         return Machine(host, host_by, shm and shm[1], free)
@@ -526,18 +503,17 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A run needs more memory than is left: the message and the remedy."""
+    """Runs need more memory than is left: the message and the remedy."""
 
     text: str
-    clear: bool  # the shortage is larger than a plan's possible error
-    overrides: tuple[str, ...]  # they make the run fit; empty: only a smaller batch helps
+    clear: bool  # the shortage is larger than a possible error of the plan
+    overrides: tuple[str, ...]  # they make the runs fit; empty: only a smaller batch helps
 
 
 def lacking(runs: Sequence[Run], here: Machine, *, share: float) -> dict[str, str]:
-    """Find the places in which the runs need more than ``share`` of the memory left. Returns a message for each.
+    """A message for each place in which the runs together need more than ``share`` of the memory left.
 
-    The loaders of ``runs`` run at the same time. Assumes that all ranks of the machine need the same memory and share
-    one cache.
+    All ranks of the machine are assumed to need the same memory, and to share one cache.
     """
     ranks = machine.local_world_size()
     terms = [term for run in runs for term in run.terms() if term.name != "this process"]
@@ -555,7 +531,7 @@ def lacking(runs: Sequence[Run], here: Machine, *, share: float) -> dict[str, st
 
 
 def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
-    """The shortage of loaders that run at the same time; None if they fit. The last loader is lowered first."""
+    """The shortage of loaders that run at the same time; None if the loaders fit."""
     if not (lacks := lacking(runs, here, share=1 - SPARE)):
         return None
     first, fitting = lacks, list(runs)
@@ -579,7 +555,7 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
 
 
 def _smaller(runs: list[Run], lacks: Container[str]) -> list[Run] | None:
-    """Lower one setting of one run to save memory in the places ``lacks``. None: no setting can be lowered further."""
+    """Lower one limit of a run to save memory in the places ``lacks``, the last run first. None: nothing is left."""
     for k, run in reversed([*enumerate(runs)]):
         s, batch = run.limits, run.costs.image * run.loader.batch_size
         less: dict[str, Any] = {}

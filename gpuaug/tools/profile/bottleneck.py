@@ -1,18 +1,12 @@
-"""Which stage limits a loader, and what a change would gain: the logic of `gpuaug profile`, without measurements.
+"""Which stage limits a loader, and what a change would gain, computed from measurements.
 
-takes: :class:`Measured`, the cost of every stage alone, and the profiler, which measures candidate settings.
-does: finds the stage whose removal would speed up the whole most, and settings that make this stage faster.
-gives: :class:`Verdict`.
-
-Stages overlap, and on the CPU they share the cores, so their times do not add up. Every prediction uses this formula:
+Stages overlap, and on the CPU they share the cores. Every prediction uses this formula:
 
     seconds per image = max(reading, headers, decoding, augmenting, model, CPU-seconds of all stages / cores)
 
 `reading` is the time of all workers together. `headers`, `decoding` and `augmenting` run in one thread each. `headers`
-includes receiving batches, random values and crops; `augmenting` includes mix. `model` is the training step. Without
-workers, `reading` is part of `headers`. With ``prefetch=0``, all times are added. The last term says that another
-worker or thread helps only if cores are idle. If the whole takes longer than the formula says, every prediction keeps
-the difference.
+includes receiving batches, random values and crops. `augmenting` includes mix. Without workers, reading is part of
+`headers`. With ``prefetch=0``, the times of the threads and of the model are added.
 """
 
 from __future__ import annotations
@@ -27,13 +21,13 @@ from gpuaug.files import format_bytes
 from gpuaug.tools.profile.costs import FREE, Cost, Measured
 from gpuaug.tools.profile.measure import Profiler
 
-GAIN = 1.07  # changes with a smaller predicted speedup are not proposed, because measurements vary as much
+GAIN = 1.07  # changes with a smaller predicted speedup are not proposed, because measurements vary this much
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
-UNEXPLAINED = 2.0  # if the whole takes this many times the predicted time, threads wait for each other
+UNEXPLAINED = 2.0  # if the whole takes more than this many times the predicted time, threads wait for each other
 HANDING_OVER = 0.55  # if copying takes a larger share of the reading time, the inter-process copy is the limit
 AHEAD = 1.25  # if prefetch gives a larger speedup, the missing prefetch is the limit
 
-TITLES = {  # bottleneck: the key of its row in the report, and the title
+TITLES = {  # bottleneck: key of its row in the report, and title
     "storage": ("source", "storage: reading bytes is slow"),
     "workers": ("read", "workers: the reading processes are busy"),
     "inter-process copy": ("copy", "inter-process copy: copying bytes from the workers to this process is slow"),
@@ -47,7 +41,7 @@ TITLES = {  # bottleneck: the key of its row in the report, and the title
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds per image (the largest of the terms), and all terms."""
+    """Seconds per image, which are the largest of the terms."""
 
     seconds: float
     terms: Mapping[str, float]
@@ -56,9 +50,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of settings. ``gain`` is the predicted speedup of this change and of all changes before it."""
+    """A change of settings, with its predicted speedup."""
 
-    overrides: tuple[str, ...]  # for the command line; empty if overrides are not enough
+    overrides: tuple[str, ...]  # empty if overrides are not enough
     text: str
     gain: float
     same: bool = True  # whether the pixels stay the same
@@ -69,22 +63,21 @@ class Verdict:
     """The stage that limits the whole, the reason, and the remedy."""
 
     bottleneck: str  # a key of TITLES
-    text: str  # the answer in one or two sentences
+    text: str
     evidence: list[str]
-    changes: list[Change]  # to be made together, in this order; the gain of the last one is the gain of all
-    # alter the training data or need more than an override; each gain is that of all `changes` and this one
-    others: list[Change]
-    prediction: Prediction  # of the whole as it is
-    ideal_gain: float | None = None  # speedup with a loader that takes no time; None without a model
+    changes: list[Change]  # to be made together, in this order; each gain includes the changes before
+    others: list[Change]  # each gain is relative to all `changes`
+    prediction: Prediction  # without changes
+    ideal_gain: float | None = None  # speedup with a loader that takes no time; None: no model
 
     @property
     def gain(self) -> float:
-        """The predicted speedup of all changes together."""
+        """The predicted speedup of all changes."""
         return self.changes[-1].gain if self.changes else 1.0
 
     @property
     def overrides(self) -> list[str]:
-        """All overrides that keep the training data the same; of two values for a key, the later one is used."""
+        """The overrides of all changes. Of two values for a key, the later value is used."""
         return list({text.partition("=")[0]: text for change in self.changes for text in change.overrides}.values())
 
 
@@ -92,7 +85,7 @@ class Verdict:
 
 
 def predict(m: Measured) -> Prediction:
-    """Predict seconds per image from the parts, with the formula at the top of this file."""
+    """Predict seconds per image from the parts."""
     step = m.step or FREE
     mix = min(m.host.wall, m.host_parts.get("mix", 0.0))
     taken = ("receive", m.take) if m.workers else ("read", m.read.wall)
@@ -125,8 +118,8 @@ def expected(m: Measured, then: Measured) -> float:
     """Predict seconds per image of the whole, if ``m`` changes to ``then``.
 
     If the whole takes longer than its parts explain, the difference stays. If the whole takes less, the machine was
-    busier while the parts were measured. Then the prediction is the geometric mean of two values: the time that the
-    parts predict, and the measured time of the whole divided by the speedup that the parts predict.
+    busier while the parts were measured. Then the prediction is a geometric mean: of the time that the parts predict,
+    and of the measured time of the whole divided by the predicted speedup.
     """
     explained, after = predict(m).seconds, predict(then).seconds
     if m.whole is None:
@@ -137,15 +130,15 @@ def expected(m: Measured, then: Measured) -> float:
 
 
 def gain(m: Measured, then: Measured) -> float:
-    """The predicted speedup of the whole, relative to its measured time if there is one."""
+    """The predicted speedup of the whole."""
     now = predict(m).seconds if m.whole is None else m.whole.wall
     return now / max(expected(m, then), 1e-9)
 
 
 def bottleneck(m: Measured) -> tuple[str, list[str]]:
-    """The stage whose removal would give the largest speedup, and the evidence in numbers."""
+    """The stage whose removal would give the largest speedup, and the evidence."""
     now, masks = predict(m), m.masks or FREE
-    without: dict[str, tuple[float, dict[str, Any]]] = {  # stage: its seconds, and the measurements if it took no time
+    without: dict[str, tuple[float, dict[str, Any]]] = {  # stage: its seconds, and what changes if it takes no time
         "reading": (m.read.wall, {"read": FREE, "take": 0.0}),
         "decode": (m.decode.wall, {"decode": FREE}),
         "augment": (m.augment.wall, {"augment": FREE}),
@@ -156,7 +149,7 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
     if m.masks is not None:
         without["masks"] = m.masks.wall + m.finish.wall, {"masks": FREE, "finish": FREE}
     gains = {stage: _speedup(m, **free) for stage, (_, free) in without.items()}
-    # if two paths take equally long, removing one stage gains nothing: then choose the slowest stage
+    # if two paths take equally long, removing a stage gains nothing; the slowest stage is then chosen
     first = max(gains, key=lambda stage: (round(gains[stage], 2), without[stage][0]))
     if m.prefetch == 0 and m.step is not None:
         ahead = _speedup(m, prefetch=2)
@@ -201,7 +194,7 @@ def _speedup(m: Measured, **changed: Any) -> float:
 def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict:
     """Name the bottleneck and the changes that should help. The profiler measures the candidates.
 
-    ``at`` is the loader's path in a larger configuration, such as ``train_data``. Overrides then begin with it.
+    ``at``: the loader's path in a larger configuration, such as ``train_data``.
     """
     name, evidence = bottleneck(m)
     changes: list[Change] = []
@@ -233,11 +226,11 @@ def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict
 
 
 def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measured, str, str]]:
-    """Measured settings that may make a stage faster without changing a pixel."""
+    """Settings that may make a stage faster: measurements, override and text of each."""
     if stage in ("storage", "workers", "inter-process copy"):
         most = max(16, 2 * trials.cores) if stage == "storage" else trials.cores
         rest = max(value for term, value in predict(replace(m, workers=1)).terms.items() if term != "reading")
-        # the number that would make reading faster than all other terms, with a reserve, if workers scaled perfectly
+        # the number that makes reading faster than all other terms if workers scale perfectly, with a reserve
         wanted = max(2 * m.workers, 1, math.ceil(1.5 * max(1, m.workers) * m.read.wall / max(rest, 1e-9)))
         counts = {min(most, 1 << (wanted - 1).bit_length()), min(most, 2 * max(1, m.workers))}
         for count in sorted(counts, reverse=True):
@@ -266,7 +259,7 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
 
 
 def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at: str | None) -> list[Change]:
-    """Changes that alter pixels or need more than an override. Each gain is that of one change added to ``current``."""
+    """Other changes, most of which alter pixels or files. Each gain is relative to ``current``."""
     others: list[Change] = []
     use_packed = f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
 
@@ -284,7 +277,7 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
     if stage in ("storage", "workers") and (cache := trials.cache_bytes()) is not None:
         needed, kept = cache
         share, read = kept / max(needed, 1.0), current.read
-        in_memory = current.copy or FREE  # without workers there is no copy
+        in_memory = current.copy or FREE
         wall, cpu = (a + share * (b - a) for a, b in ((read.wall, in_memory.wall), (read.cpu, in_memory.cpu)))
         part = "" if share == 1 else f"{share:.0%} of the "
         text = f"{part}bytes stay in memory ({format_bytes(needed)} in all, estimated); helps from the second epoch on"
@@ -319,7 +312,6 @@ def _key(at: str | None, text: str) -> str:
 
 
 def _group(at: str | None, group: str, choice: str) -> str:
-    """The override that chooses from a group, in Hydra's syntax."""
     return f"{group}={choice}" if at is None else f"gpuaug/{group}@{at}.{group}={choice}"
 
 

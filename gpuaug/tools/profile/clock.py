@@ -14,29 +14,29 @@ from gpuaug import machine
 
 
 def now(pids: Sequence[int] = ()) -> Any:
-    """Three clocks in seconds, float64 [3]: wall time, CPU time of this process, summed CPU time of ``pids``."""
+    """Seconds, float64 [3]: wall time, CPU time of this process, summed CPU time of ``pids``."""
     return np.array([time.perf_counter(), time.process_time(), sum(map(cpu_seconds, pids))])
 
 
 def cpu_seconds(pid: int) -> float:
     """CPU-seconds of a process so far; 0 if the system does not report them."""
     try:
-        # the clock of clock_getcpuclockid on Linux, because /proc has steps of 10 ms
+        # the clock of clock_getcpuclockid on Linux; /proc has steps of 10 ms
         return time.clock_gettime((~pid << 3) | 2)
     except (OSError, OverflowError, AttributeError):
         return 0.0
 
 
 def waited_for_a_core() -> float:
-    """Seconds so far in which this thread was ready to run, but waited for a core."""
+    """Seconds so far in which this thread waited for a core."""
     try:
         return int((machine.read("/proc/thread-self/schedstat") or "").split()[1]) / 1e9
-    except (ValueError, IndexError):  # the kernel does not count it; a busy machine then looks like slow storage
+    except (ValueError, IndexError):  # the kernel counts nothing, so a busy machine looks like slow storage
         return 0.0
 
 
 def free_cores(seconds: float = 0.08) -> float:
-    """The number of cores that this process really gets, after affinity, quota and other processes."""
+    """The number of cores that this process gets, after affinity, quota and other processes."""
     count, block = machine.usable_cpus(), bytes(1 << 18)
     began = now()
 
@@ -47,5 +47,5 @@ def free_cores(seconds: float = 0.08) -> float:
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(busy, range(count)))
     wall, own, _ = (now() - began).tolist()
-    # the quota is a limit of its own, because short bursts can exceed it
+    # a short measurement may exceed the quota
     return max(0.25, min(count, machine.cgroup_cpus() or count, own / wall))

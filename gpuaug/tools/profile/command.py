@@ -1,4 +1,4 @@
-"""`gpuaug profile`: how fast every stage is, which stage limits the whole, and what to change."""
+"""`gpuaug profile`: measures a loader, and reports the stages, the bottleneck and what to change."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from gpuaug.loader.loader import Loader
 from gpuaug.random.generators import restore_generators
 from gpuaug.source.cache import RamCache
 from gpuaug.tools.profile import bottleneck
-from gpuaug.tools.profile import measure as profiling
 from gpuaug.tools.profile.bottleneck import TITLES, Change, Verdict
 from gpuaug.tools.profile.costs import Cost, Measured
-from gpuaug.tools.profile.measure import Profiler, Step
+from gpuaug.tools.profile.measure import CACHE_BYTES, Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.train.build import build_model
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
-CLASSES = 1000  # number of classes of the model, if the loader does not know it
+CLASSES = 1000  # of the model, if the loader does not know the number
 LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
 LENGTH = 720  # pixels of the longest bar
 
@@ -64,13 +63,13 @@ class Settings(Keys):
 
     @property
     def training(self) -> TrainingSettings:
-        """Settings of a training step. The learning rate is small, because the same batches are repeated."""
+        """Settings of a training step."""
         same = {name: getattr(self, name) for name in ("model", "optimizer", "loss", "amp")}
-        return TrainingSettings(**same, lr=1e-5)
+        return TrainingSettings(**same, lr=1e-5)  # small, because the same batches are repeated
 
 
 def main(request: Request) -> int:
-    """Measure, and report the bottleneck. Returns 0."""
+    """Measure a loader, and report the bottleneck."""
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     if settings.out is not None:
@@ -87,14 +86,11 @@ def main(request: Request) -> int:
 
 
 def inside(request: Request, config: DictConfig, loader: Loader, settings: TrainingSettings) -> None:
-    """Before a training begins, profile its first batches with a separate loader and model.
-
-    The training is not affected: the random number generators keep their state.
-    """
+    """Before a training begins, profile its first batches with a separate loader and model."""
     quiet = os.environ.get("RANK", "0") != "0"
     same = {name: getattr(loader, name) for name in ("num_workers", "source")}
-    if loader.pipeline.cache is not None:  # the first batches are repeated, so a small cache is enough
-        same["cache"] = RamCache(max_bytes=profiling.CACHE_BYTES)
+    if loader.pipeline.cache is not None:  # small, because the first batches are repeated
+        same["cache"] = RamCache(max_bytes=CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
     with restore_generators(loader.device), request.build(config, **same) as twin:
@@ -105,10 +101,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
 def training_step(
     request: Request, loader: Loader, settings: TrainingSettings, *, num_classes: int | None = None
 ) -> Step:
-    """Return a function that runs a training step of `gpuaug train` on a new model.
-
-    Images without labels get the first class.
-    """
+    """A function that runs a training step of `gpuaug train` on a new model. Labels may be missing."""
     classes = num_classes or loader.num_classes or CLASSES
     model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
     training = Training(loader, model=model, settings=settings)
@@ -149,7 +142,7 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
 
 
 def rows(m: Measured) -> list[tuple[str, str, Cost]]:
-    """Key, name and cost of every measured stage, in the order of the pipeline."""
+    """Key, name and cost of every measured stage."""
     workers = f"{m.workers} workers" if m.workers != 1 else "1 worker"
     every: list[tuple[str, str, Cost | None]] = [
         ("source", "source, one process", m.source),
@@ -200,7 +193,6 @@ def _say(report: Report, m: Measured, verdict: Verdict) -> None:
 
 
 def _advice(m: Measured, verdict: Verdict, change: Change) -> str:
-    """One line: the overrides, their effect, and the predicted speedup."""
     words = " ".join(f"'{text}'" if text.startswith("~") else text for text in change.overrides)
     recipe = any(text.startswith("~") or text.endswith("mix=none") for text in change.overrides)
     note = "" if change.same else ", changes the training data" if recipe else ", changes pixels a little"
@@ -218,10 +210,7 @@ def _ideal(gain: float) -> str:
 
 
 def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
-    """Draw one bar per stage: its length is the time per image, and a thin line below it shows the CPU time.
-
-    The bottleneck is red, unless it is the model.
-    """
+    """Draw a bar per stage for the time per image, and a thin line for the CPU time. A bottleneck is red."""
     shown = rows(m)
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
     drawn = []
@@ -237,7 +226,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
         drawn.append(Row(name.strip(), [f"{took}, {'free' if cost.rate >= 1e6 else rate}"], [Cell(bar, "")]))
     lines = [heading, "milliseconds per image; thin lines: CPU time of all cores", "", verdict.text]
     lines += [_advice(m, verdict, change) for change in verdict.changes or verdict.others]
-    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, the text says it already
+    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, the text says this
         lines.append(_ideal(verdict.ideal_gain))
     return sheet(drawn, heading="What one image costs", lines=lines)
 

@@ -19,7 +19,7 @@ class Cost:
         return 1.0 / max(self.wall, 1e-9)
 
     def scaled(self, wall: float, cpu: float) -> Cost:
-        """This cost multiplied by factors."""
+        """This cost, multiplied by factors."""
         return Cost(self.wall * wall, self.cpu * cpu)
 
 
@@ -28,7 +28,7 @@ FREE = Cost(0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements. Each stage is measured alone, in seconds per image."""
+    """The measurements. Each stage is measured alone."""
 
     batch_size: int
     workers: int
@@ -37,18 +37,18 @@ class Measured:
     device_type: str
     source: Cost  # reading samples in one process
     read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None = None  # packing bytes in memory and copying them to this process; None: no workers
+    copy: Cost | None = None  # packing bytes that are in memory, and copying them to this process; None: no workers
     take: float  # CPU-seconds per image that this process needs to receive batches from the workers
     decode: Cost
-    masks: Cost | None = None  # decoding, cropping and moving masks, after the images; None: the loader has no targets
+    masks: Cost | None = None  # decoding, cropping and moving masks; None: the loader has no targets
     augment: Cost
-    finish: Cost = FREE  # converting targets to their dtype and moving them to the device, after augmentation
+    finish: Cost = FREE  # converting targets to their dtype and moving them to the device
     host: Cost  # headers, random values, crops and mix
     host_parts: Mapping[str, float]  # seconds per image of each part of `host`
     step: Cost | None = None  # the training step on cached batches, as with an ideal loader; None: no model
-    whole: Cost | None = None  # the complete loader and the step, as in training; None: not measured
-    cores: float  # cores this process gets, after affinity, quota and other processes
-    busy: float = 1.0  # share of the reading time spent computing; the rest is waiting for bytes
+    whole: Cost | None = None  # the complete loader and the step; None: not measured
+    cores: float  # cores that this process gets
+    busy: float = 1.0  # share of the reading time spent computing, not waiting for bytes
     bytes_per_image: float = 0.0
 
     @property

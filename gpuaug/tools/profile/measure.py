@@ -1,9 +1,4 @@
-"""Measures a loader: every stage alone on prepared batches, the whole, and the effect of changes.
-
-Training steps on cached batches show how fast training would be with an ideal loader, which takes no time. Other
-processes on the machine make wall times longer. So a result is the median of several rounds, CPU time is measured too,
-and the kernel's scheduler statistics show which part of the waiting time is waiting for a core.
-"""
+"""Measures a loader: every stage alone on prepared batches, the whole, and the effect of changes."""
 
 from __future__ import annotations
 
@@ -48,17 +43,17 @@ log = logging.getLogger("gpuaug")
 
 Step = Callable[[Batch], None]
 
-CHUNK = 32  # samples per batch if only reading is measured: slow storage would take minutes for larger batches
+CHUNK = 32  # samples per batch if only reading is measured, because slow storage takes minutes for larger batches
 FEW_READS = 8  # samples per batch if one process reads them one by one
 CACHED = 4  # smallest number of batches kept for the stages after reading
-IMAGES = 64  # smallest number of images kept: if batches are small, more batches are kept
+IMAGES = 64  # smallest number of images kept
 CACHE_BYTES = 2**28  # after so many bytes, no further batch is kept
-LONGEST_S = 6.0  # time limit of one measurement, unless `seconds` is longer: slow stages get fewer batches
+LONGEST_S = 6.0  # time limit of one measurement, if `seconds` is not longer
 FEW = 16  # images for testing changes of a recipe
 
 
 class Notes(list[Any]):
-    """The measured rounds of one stage. A round is float64 [3]: seconds per image on the clocks of :func:`now`."""
+    """The rounds of one stage: float64 [3] each, seconds per image on the clocks of :func:`now`."""
 
     def measure(
         self,
@@ -73,9 +68,9 @@ class Notes(list[Any]):
     ) -> Any:
         """Measure a round and add it: call ``work`` for ``seconds``, and at least ``least`` times.
 
-        ``work`` returns its number of images. The first ``skip`` calls are not measured. If the round takes longer than
-        ``longest_s`` and ``seconds``, the round ends as soon as ``skip`` calls were measured. The CPU time of
-        ``reader``'s workers is included. ``sync`` waits for the device. Returns the seconds of all images.
+        ``work`` returns its number of images. The first ``skip`` calls are not measured. A round that takes longer than
+        ``longest_s`` and ``seconds`` ends early, but after ``skip`` measured calls. The CPU time of ``reader``'s
+        workers is included. Returns the seconds of all images.
         """
         started = time.perf_counter()
         for _ in range(skip):
@@ -98,15 +93,14 @@ class Notes(list[Any]):
         return Cost(float(np.median(wall)), float(np.mean(own + workers)))
 
     def own_cpu(self) -> float:
-        """CPU-seconds per image of this process, without the workers."""
+        """CPU-seconds per image of this process."""
         return float(np.mean(np.transpose(self)[1]))
 
 
 class Profiler(contextlib.ExitStack):
-    """Measures a loader. Do not iterate the loader at the same time. ``close`` ends the workers that it started.
+    """Measures a loader, which is not changed. Do not iterate the loader at the same time.
 
-    The loader is not changed. ``tried`` is the number of images that are decoded before the measurements. ``faults`` is
-    how many of these images could not be read or decoded. These faults are recorded nowhere else.
+    Of the first ``tried`` images, ``faults`` could not be read or decoded. These faults are recorded nowhere else.
 
     Args:
         loader: the loader to measure.
@@ -126,19 +120,18 @@ class Profiler(contextlib.ExitStack):
         progress: Callable[[str, float], None] = lambda name, share: None,
     ) -> None:
         super().__init__()
-        self.sync = partial(sync, loader.device)  # wait for the device
+        self.sync = partial(sync, loader.device)
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
         self.batches, self.cores = batches, machine.usable_cpus()  # `cores`: for workers and threads
         self.pipeline = lenient(loader)
         self.stage: Any = self.pipeline.stage
         self.reader = self.pipeline.reader
-        self._notes: dict[str, Notes] = defaultdict(Notes)  # by name of the stage
+        self._notes: dict[str, Notes] = defaultdict(Notes)  # by stage
         self._values: dict[str, list[float]] = defaultdict(list)  # one value per round
         count_batches(loader)
         self._prepare()
 
     def _prepare(self) -> None:
-        """Prepare the input of every stage."""
         loader, pipeline, self.encoded = self.loader, self.pipeline, list[EncodedBatch]()
         taken = list(itertools.islice(endless(loader), max(CACHED, -(-IMAGES // loader.batch_size))))
         self._numbers = None if pipeline.numbers is None else pipeline.numbers(loader.epoch)
@@ -147,7 +140,7 @@ class Profiler(contextlib.ExitStack):
                 self.encoded.append(replace(batch, data=batch.data.clone(), offsets=batch.offsets.clone()))
                 if sum(kept.data.nbytes for kept in self.encoded) > CACHE_BYTES:
                     break
-        # with a cache, repeat the same samples, so that reading from a full cache is measured
+        # with a cache, the same samples are repeated, so that reading from a full cache is measured
         self.tasks = endless(loader) if pipeline.cache is None else itertools.cycle(taken[: len(self.encoded)])
         few = self.encoded[: max(2, -(-IMAGES // (2 * loader.batch_size)))]
         self.decoded = [pipeline.decode(batch, loader.epoch) for batch in few]
@@ -161,7 +154,7 @@ class Profiler(contextlib.ExitStack):
             )
 
     def measure(self) -> Measured:
-        """Measure every stage alone, and the whole, in rounds."""
+        """Measure every stage alone, and the whole."""
         stages = self._stages()
         for number in range(-1, self.repeats):  # the first round warms up: workers start, kernels are compiled
             if number <= 0:
@@ -174,7 +167,7 @@ class Profiler(contextlib.ExitStack):
         costs = {name: notes.cost() for name, notes in self._notes.items() if notes}
         host_parts = {name: statistics.median(values) for name, values in self._values.items()}
         cores, busy = host_parts.pop("cores"), host_parts.pop("busy")
-        host = sum(host_parts.values())  # the work of one Python thread, so its CPU time is its wall time
+        host = sum(host_parts.values())  # of one Python thread, so the CPU time is the wall time
         loader, mix = self.loader, costs.pop("mix", FREE)
         if loader.mix is not None:
             host_parts["mix"] = mix.wall
@@ -194,7 +187,6 @@ class Profiler(contextlib.ExitStack):
         )
 
     def _stages(self) -> dict[str, Callable[[Notes], None]]:
-        """The measurements of a round, by name."""
         loader, step = self.loader, self.step
         stages: dict[str, Callable[[Notes], None]] = {
             "source": lambda notes: self._values["busy"].append(self.read_samples(notes)),
@@ -222,10 +214,7 @@ class Profiler(contextlib.ExitStack):
     # -- a short measurement of each stage --
 
     def read_samples(self, notes: Notes) -> float:
-        """Read samples in this process. Returns the share of the time spent computing.
-
-        Time in which the process waited for a core does not count.
-        """
+        """Read samples in this process. Returns the share of computing in the time without waiting for a core."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
 
@@ -240,27 +229,27 @@ class Profiler(contextlib.ExitStack):
         worked, waited = time.thread_time(), waited_for_a_core()
         wall, own, _ = notes.measure(read, seconds=self.seconds).tolist()
         worked, waited = time.thread_time() - worked, waited_for_a_core() - waited
-        if many is not None:  # `read_many` may use threads: count their CPU time too
+        if many is not None:  # `read_many` may use threads
             worked = max(worked, own)
         return min(1.0, worked / max(wall - waited, worked, 1e-9))
 
     def _read(self, notes: Notes, reader: Reader, *, tasks: Iterator[Task] | None = None) -> None:
-        """Measure a reader, with the loader's batches or with ``tasks``."""
         numbers = self._numbers if tasks is None else None
         small = (_head(task, CHUNK) for task in tasks or self.tasks)
         batches: Any = reader.batches(small, numbers=numbers, zero_copy=self.loader.ahead is None)
 
         def take() -> int:
             batch = next(batches)
-            batch.data[::4096].sum()  # touch each page, because the thread that receives a batch has to map its pages
+            batch.data[::4096].sum()  # maps every page, as the thread that receives a batch has to do
             return len(batch)
 
-        with contextlib.closing(batches):  # skip the first batches, because all workers start at the same time
+        with contextlib.closing(batches):
             workers = reader.num_workers
+            # skip the first batches, because all workers start at the same time
             notes.measure(take, seconds=self.seconds, skip=workers, least=max(1, 2 * workers), reader=reader)
 
     def _decode(self, notes: Notes, masks: Notes, *, stage: Any = None, encoded: Any = None) -> None:
-        """Measure the decoding of images and masks. The seconds for headers and objects are added to ``_values``."""
+        """Measure the decoding of images and masks. Adds the seconds for headers and objects to ``_values``."""
         stage, epoch, batches = stage or self.stage, self.loader.epoch, itertools.cycle(encoded or self.encoded)
         began, pixels, moved, on_host, objects, count = time.perf_counter(), np.zeros(3), np.zeros(3), 0.0, 0.0, 0
         while not count or time.perf_counter() - began < self.seconds:
@@ -298,7 +287,7 @@ class Profiler(contextlib.ExitStack):
             return self.stage.augment(item, dtype=self.loader.dtype, memory_format=self.loader.memory_format)
 
     def _again(self, notes: Notes, do: Callable[[Any], Any], items: Iterable[tuple[Any, int]]) -> None:
-        """Measure ``do`` on ``items``, which are repeated. Each is a pair of an item and its number of images."""
+        """Measure ``do`` on ``items``, which are repeated: pairs of an item and its number of images."""
         numbered = enumerate(itertools.cycle(items), start=1)
 
         def one() -> int:
@@ -311,7 +300,6 @@ class Profiler(contextlib.ExitStack):
         notes.measure(one, seconds=self.seconds, sync=self.sync)
 
     def _mix(self, notes: Notes) -> None:
-        """Measure mix, which runs on a batch after augmentation."""
         loader, item = self.loader, self.decoded[0]
         images, encoded, mix = self._augmented(item), item.encoded, loader.mix
         labels = encoded.labels.to(loader.device) if encoded.labels is not None else None
@@ -333,13 +321,12 @@ class Profiler(contextlib.ExitStack):
 
     @property
     def threads(self) -> int | None:
-        """The number of decoding threads; None if nothing is decoded."""
+        """Number of decoding threads; None if nothing is decoded."""
         decoder = self.stage.decoder
         return None if decoder is None else int(decoder.num_threads)
 
     @property
     def _views(self) -> list[View]:
-        """The recipe's views in the loader's epoch; none for stored epochs."""
         return [] if self.stage.recipe is None else self.stage.recipe.at(self.loader.epoch).views
 
     @property
@@ -354,10 +341,7 @@ class Profiler(contextlib.ExitStack):
 
     @property
     def reducible(self) -> bool:
-        """Whether `decode.reduced=true` would decode some images at a smaller size.
-
-        False if that is set already, or the loader's device is not the CPU.
-        """
+        """Whether `decode.reduced=true` would decode some images at a smaller size."""
         if self.stage.decoder is None or self.stage.settings.reduced or self.loader.device.type != "cpu":
             return False
         batch, reduced = self.encoded[0], replace(self.stage.settings, reduced=True)
@@ -385,7 +369,7 @@ class Profiler(contextlib.ExitStack):
         stage, before, then, masks, masks_then = self.stage, *(Notes() for _ in range(4))
         same = {name: getattr(stage, name) for name in ("device", "seed", "accept_truncated", "targets")}
         with contextlib.closing(LiveStage(stage.recipe, replace(stage.settings, **changed), **same)) as other:
-            self._decode(Notes(), Notes(), stage=other)  # not measured: opens the decoder
+            self._decode(Notes(), Notes(), stage=other)  # opens the decoder
             for _ in range(3):
                 self._decode(before, masks)
                 self._decode(then, masks_then, stage=other)
@@ -393,7 +377,7 @@ class Profiler(contextlib.ExitStack):
         return replace(m, decode=m.decode.scaled(*_ratios(then, before)), masks=scaled)
 
     def with_runs(self, m: Measured) -> Measured | None:
-        """The measurements with the masks stored as `gpuaug pack format=uint8` does; None without masks."""
+        """The measurements with masks as `gpuaug pack format=uint8` stores them; None without masks."""
         if m.masks is None or self.loader.targets is None or self.loader.targets.masks is None:
             return None
         before, then = Notes(), Notes()
@@ -415,10 +399,10 @@ class Profiler(contextlib.ExitStack):
             return None
         needed = self._bytes_per_image * len(source)
         left, _ = machine.memory_left() or (0, "")
-        return needed, min(needed, left / 2)  # half of the memory left: the default of `cache.max_bytes`
+        return needed, min(needed, left / 2)  # as the default of `cache.max_bytes`
 
     def packed(self) -> tuple[int, float] | None:
-        """The shorter side that `gpuaug pack` would store, and the share of pixels kept. None: it saves little."""
+        """The shorter side that `gpuaug pack` would store, and the share of pixels kept. None: packing saves little."""
         if self.stage.decoder is None:
             return None
         side = round(max(max(x.shape[1:3]) for x in self.decoded[0].images) * 256 / 224)
@@ -427,26 +411,26 @@ class Profiler(contextlib.ExitStack):
         return (side, (side / shorter) ** 2) if side < 0.67 * shorter else None
 
     def with_fused(self, m: Measured) -> Measured:
-        """The measurements with fused kernels instead of Kornia's modules."""
+        """The measurements with ``backend="fused"``."""
         fused = self._recipe_seconds(lambda augment: augment.replace(backend="fused"))
         ratio = min(1.5, fused / self._recipe_seconds())
         return replace(m, augment=m.augment.scaled(ratio, ratio))
 
     def op_costs(self) -> dict[str, float]:
-        """The share of the augmentation time that each operation of the recipe takes, by name."""
+        """The share of the augmentation time of each operation, by name."""
         names = dict.fromkeys(p.name for view in self._views for p in view.augment.prepared)
         every = self._recipe_seconds()
         return {name: min(1.0, 1 - self._recipe_seconds(partial(_without, name)) / every) for name in names}
 
     def _recipe_seconds(self, change: Callable[[Augment], Augment] = lambda augment: augment) -> float:
-        """Seconds to augment a few images in all views with recipes changed by ``change``: the best of five rounds."""
+        """Seconds to augment a few images in all views, with recipes changed by ``change``."""
         loader, item, best = self.loader, self.decoded[0], math.inf
         indices, views = item.encoded.indices[:FEW].numpy(), self._views
-        # the recipe of a view also makes the copies of this view
+        # the recipe of a view also makes the view's copies
         made = [(x[:FEW], change(view.augment)) for x, view in zip(item.images, views, strict=True) if not view.copy]
         drawn = [recipe.draw(seed=loader.seed, epoch=loader.epoch, indices=indices) for _, recipe in made]
         level = log.level
-        log.setLevel(max(logging.WARNING, level))  # messages would be about trial recipes
+        log.setLevel(max(logging.WARNING, level))  # messages about trial recipes would mislead
         try:
             for _ in range(5):  # the first round compiles
                 began = time.perf_counter()
@@ -459,7 +443,7 @@ class Profiler(contextlib.ExitStack):
         return max(best, 1e-9)
 
     def op_keys(self, name: str) -> list[str]:
-        """The configuration keys of an operation, one per view that uses it."""
+        """The configuration keys of an operation, one for each view that uses the operation."""
         views = views_of(self.loader.augment)
         return [f"{key}.ops.{name}" for key, view in views if view.copy == 0 and name in view.augment.ops]
 
@@ -473,9 +457,9 @@ def run_whole(
     seconds: float,
     batches: int | None = None,
 ) -> None:
-    """Measure loader and training steps together, as in training. The first batch of each worker does not count.
+    """Measure loader and training steps together.
 
-    ``batches`` is the number of batches to measure. None: as many as are done in ``seconds``.
+    ``batches``: number of batches to measure. None: as many as are done in ``seconds``.
     """
     pipeline, workers = lenient(loader), loader.num_workers
     run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
@@ -499,21 +483,17 @@ def run_whole(
 
 
 def _without(name: str, augment: Augment) -> Augment:
-    """The recipe without the operation ``name``."""
     return augment.replace(ops={key: op for key, op in augment.ops.items() if key != name})
 
 
 def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
-    """The ratios ``then`` / ``before`` of wall time and CPU time.
-
-    The two were measured alternately, so that other load on the machine cancels out.
-    """
+    """Ratios ``then`` / ``before`` of wall time and CPU time. Alternate the rounds, so that other load cancels."""
     new, old = then.cost(), before.cost()
     return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
 
 
 def lenient(loader: Loader) -> Pipeline:
-    """The loader's pipeline, but bad samples raise no error: they are dropped or blank, and not recorded."""
+    """The loader's pipeline, in which bad samples raise no error and are not recorded."""
     policy: Any = "drop" if loader.faults.policy == "drop" else "blank"
     faults: Any = Faults(policy=policy, truncated=loader.faults.truncated)
     faults.handle = lambda *_, **__: None  # training itself records bad samples
@@ -527,10 +507,10 @@ def sync(device: torch.device) -> None:
 
 
 class _InMemory:
-    """A source with all bytes in shared memory. Reading from it only packs bytes and copies them to this process."""
+    """A source with all bytes in shared memory."""
 
     def __init__(self, batches: Sequence[EncodedBatch]) -> None:
-        # bytes of each sample: its image and, with masks, its mask
+        # bytes of each sample, with its mask
         lengths = [np.diff(b.offsets.numpy()).reshape(-1, len(b)).sum(axis=0) for b in batches]
         self.offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
         self.data = share(torch.cat([b.data for b in batches]))
@@ -543,7 +523,7 @@ class _InMemory:
 
 
 def endless(loader: Loader) -> Iterator[Task]:
-    """The batches of the epoch, repeated forever, without the last batch if it is shorter than the others."""
+    """The batches of the epoch that are as long as the first one, repeated forever."""
     whole = len(loader.epoch_order[0][0])
     while True:
         yield from (task for task in loader.epoch_order if len(task[0]) == whole)

@@ -1,4 +1,4 @@
-"""Parts of `gpuaug profile` for loaders with targets: the cost of objects, and masks in another encoding."""
+"""For loaders with targets: the cost of objects, and masks in another encoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpuaug.tools.pack.targets import encode_mask
 
 
 def object_seconds(stage: Any, headers: HeaderBatch) -> float:
-    """CPU-seconds that `read_headers` spends on objects, and on masks for crops. Measured by doing this work again."""
+    """CPU-seconds that `read_headers` spends on objects, and on masks for crops. Does this work again."""
     began, placing = time.thread_time(), stage.targets
     upright = placing.upright(headers.encoded, headers.info, stage.decoder)
     placing.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)
@@ -25,7 +25,7 @@ def object_seconds(stage: Any, headers: HeaderBatch) -> float:
 
 
 def as_runs(encoded: EncodedBatch, stage: LiveStage) -> EncodedBatch:
-    """The batch with its masks encoded as `gpuaug pack format=uint8` does, but at the same size."""
+    """The batch with masks as `gpuaug pack format=uint8` stores them, but at their own size."""
     info, changed = stage.decoder.read_headers(encoded), list[bytes]()
     sizes = np.stack([info.height, info.width], axis=1).tolist()
     panoptic = stage.targets is not None and stage.targets.panoptic
@@ -35,7 +35,7 @@ def as_runs(encoded: EncodedBatch, stage: LiveStage) -> EncodedBatch:
         try:
             mask = masks.decode(data.tobytes(), stored=stored, **how)
             changed.append(encode_mask(mask, raw=True, panoptic=panoptic))
-        except HeaderError:  # a bad mask stays unchanged
+        except HeaderError:
             changed.append(data.tobytes())
     pieces = [*(image.tobytes() for image in encoded.images), *changed]
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
