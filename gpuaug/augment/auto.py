@@ -297,7 +297,7 @@ def uniforms_of_chains(chains: int) -> int:
 def chained(
     u: Float, size: Size, *, layers: Any, chains: int, free: bool
 ) -> tuple[Int, tuple[Alternatives, ...], Float]:
-    """Draw the operations of all chains with ``layers``, and their weights. If ``free``, chains have 1 to 3 operations."""
+    """Draw the operations and weights of all chains. If ``free``, each chain has 1 to 3 operations."""
     choice, params = layers(u[:, uniforms_of_chains(chains) :], size)
     if free:
         depths = 1 + pick(u[:, 1 + chains : 1 + 2 * chains], FREE_DEPTH)

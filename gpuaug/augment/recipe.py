@@ -68,7 +68,7 @@ class Drawn:
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
-        """Draw the uniforms of round ``number`` for the crop of a view: float32 [n, count], a row for each of ``rows``."""
+        """Draw the uniforms of round ``number`` for a view's crop: float32 [n, count], for n ``rows``."""
         assert self.indices is not None
         # operation names contain no null character
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
