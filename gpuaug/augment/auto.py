@@ -156,8 +156,7 @@ class AugMix(Policy):
     each other and with the unchanged image, with random weights. Use the policy as an entry of a recipe's ``ops``, but
     not with masks, boxes or keypoints.
 
-    torchvision runs the operations on tensors. Its pixels differ from those of gpuaug by 0.1 levels (of 255) on
-    average.
+    torchvision runs the operations on tensors, so its pixels differ from gpuaug's by 0.1 of 255 levels on average.
 
     Args:
         severity: largest magnitude of an operation, 1 to 10.

@@ -86,8 +86,8 @@ class Crop:
 class RandomResizedCrop(Crop):
     """Crops a random area with a random aspect ratio and resizes it, like torchvision's ``RandomResizedCrop``.
 
-    The crop tries ten random shapes. If no shape fits into the image, it takes the largest central crop whose aspect
-    ratio is in the range `ratio`.
+    Ten random shapes are tried. If no shape fits into the image, the result is the largest central crop whose aspect
+    ratio is in the range ``ratio``.
 
     Args:
         size: output (H, W); an int is a square.
@@ -123,7 +123,7 @@ class RandomResizedCrop(Crop):
         h = np.rint(np.sqrt(target / ratio)).astype(np.int64)
         fits = (w > 0) & (w <= widths[:, None]) & (h > 0) & (h <= heights[:, None])
         fitting, at = fits.any(axis=1), (np.arange(len(u)), fits.argmax(axis=1))
-        # Fallback: the whole image, cut to the nearest allowed ratio. torchvision fails if a side rounds to 0 pixels.
+        # Fallback: the whole image, cut to the nearest allowed ratio. If a side rounds to 0, torchvision fails.
         narrowest, widest = self.ratio
         tall, wide = widths / heights < narrowest, widths / heights > widest
         central_h = np.clip(np.where(tall, np.rint(widths / narrowest), heights).astype(np.int64), 1, heights)

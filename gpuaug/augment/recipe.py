@@ -146,8 +146,7 @@ class RecipeBase(ReadOnly):
     def draw(
         self, *, seed: int, epoch: int, indices: Int | Tensor | Sequence[int], repeats: Int | None = None
     ) -> Drawn:
-        """Draw the random numbers of a batch. Those of a sample depend only on (seed, epoch, index, repeat, view,
-        operation).
+        """Draw the random numbers of a batch. They depend only on seed, epoch, index, repeat, view and operation.
 
         Args:
             seed: any integer.

@@ -68,7 +68,7 @@ class TargetStage:
 
     Args:
         rules: which targets the run has, and how they are made.
-        recipe: an Augment, MultiView or Progressive. They import this module.
+        recipe: an Augment, MultiView or Progressive; Any, because recipe.py imports this module.
         flip: for each keypoint, the index of its mirror image; None: keypoints keep their index.
         panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
     """
@@ -279,18 +279,13 @@ class TargetStage:
             _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
             if self._table is not None:  # applied now, because `map` names classes and not annotation ids
                 found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
-        for row, largest in self._too_large(found):
-            reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-            faults.append(decode_fault(row, data[row], reason))
-            found[row] = None
+        for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
+            largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
+            if largest > _LARGEST_BYTE:
+                reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+                faults.append(decode_fault(row, data[row], reason))
+                found[row] = None
         return found, sorted(faults, key=lambda fault: fault.row)
-
-    def _too_large(self, found: list[NDArray[Any] | None]) -> list[tuple[int, int]]:
-        """Row and largest value of each mask that ``targets.masks.dtype`` cannot hold."""
-        if self._dtype != torch.uint8:
-            return []
-        wide = ((row, int(m.max(initial=0))) for row, m in enumerate(found) if m is not None and m.dtype != np.uint8)
-        return [(row, largest) for row, largest in wide if largest > _LARGEST_BYTE]
 
 
 def augment_targets(
