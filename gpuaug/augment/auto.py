@@ -82,7 +82,7 @@ class RandAugment(Policy):
 
     def prepare(self, name: str) -> Prepared:
         """Prepare the policy as the operation ``name`` of a recipe."""
-        space = _Space(names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS), bins=self.num_magnitude_bins)
+        space = _Space(bins=self.num_magnitude_bins)
         rule = partial(_layers, space=space, slots=self.num_ops, low=self.magnitude, high=self.magnitude + 1)
         return Prepared(name, self, (self.modules_of(space.names),) * self.num_ops, _EACH * self.num_ops, rule)
 
@@ -109,7 +109,6 @@ class TrivialAugmentWide(Policy):
     def prepare(self, name: str) -> Prepared:
         """Prepare the policy as the operation ``name`` of a recipe."""
         space = _Space(
-            names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS),
             bins=self.num_magnitude_bins,
             shear=0.99,
             shift=32.0,
@@ -228,8 +227,8 @@ def _colour(fill: Any) -> tuple[int, int, int]:
 class _Space:
     """The operations of a policy and their strongest magnitudes. The defaults are those of RandAugment."""
 
-    names: tuple[str, ...]
     bins: int
+    names: tuple[str, ...] = ("identity", *GEOMETRIC, *FACTORS, *_OTHERS)
     shear: float = 0.3
     shift: float = 150.0 / 331.0  # largest translation: `shift * side / per`; if `per` is None: in pixels
     per: float | None = 1.0

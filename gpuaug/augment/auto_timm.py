@@ -79,9 +79,8 @@ class TimmAugment(Policy):
             count += uniforms_of_chains(plan.chains)
         names = [_ARGUMENTS[each][0] for each in plan.names]
         if self.interpolation == "random":
-            modules = self.modules_of(names, "bilinear") + self.modules_of(
-                [n for n in names if n in GEOMETRIC], "bicubic"
-            )
+            moving = [name for name in names if name in GEOMETRIC]
+            modules = self.modules_of(names, "bilinear") + self.modules_of(moving, "bicubic")
         else:
             modules = self.modules_of(names)
         slots = (modules,) * plan.slots

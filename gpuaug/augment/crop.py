@@ -140,8 +140,7 @@ class RandomCrop(Crop):
 
     Args:
         size: (H, W) of the crop; an int is a square. The padded image must not be smaller.
-        padding: pixels added around the image: one value, (left and right, top and bottom) or (left, top, right,
-            bottom).
+        padding: pixels around the image: one value, (left and right, top and bottom) or (left, top, right, bottom).
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
 
     >>> RandomCrop(32, padding=4)

@@ -1,4 +1,4 @@
-"""MixUp, CutMix and label smoothing. Only in this stage a sample's result depends on the other samples of its batch."""
+"""MixUp, CutMix and label smoothing. Only in this stage, a sample's result depends on the other samples of its batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mix:
 
     Args:
         mixup_alpha: MixUp's lambda has the distribution Beta(alpha, alpha); 0 switches MixUp off.
-        cutmix_alpha: the same for CutMix. CutMix's lambda is the fraction of the image that is kept.
+        cutmix_alpha: the same for CutMix. CutMix's lambda is the fraction of the first view that is kept.
         p: probability that a batch is mixed.
         switch_p: probability of CutMix if both MixUp and CutMix are on.
         label_smoothing: epsilon. A label y with C classes becomes ``(1 - epsilon) y + epsilon / C``.
@@ -72,15 +72,13 @@ class Mix:
             first_index: index in the source of the batch's first sample.
 
         Returns:
-            The mixed views, and soft labels float32 [B, C]. For CutMix, lambda is the fraction of the first view that
-            is kept.
+            The mixed views, and soft labels float32 [B, C].
         """
         soft = self._soft(labels, num_classes)
         stream = Stream("", -1, "mix", _FIXED + len(valid))  # no operation uses copy -1, so `mix` has its own values
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
-        both = self.cutmix_alpha and self.mixup_alpha
-        cut = u[1] < self.switch_p if both else self.cutmix_alpha > 0
+        cut = u[1] < self.switch_p if self.cutmix_alpha and self.mixup_alpha else self.cutmix_alpha > 0
         if u[0] >= self.p or not (self.cutmix_alpha or self.mixup_alpha) or len(rows) < 2:
             return images, soft
 
@@ -104,7 +102,7 @@ class Mix:
         if labels.ndim == 2 and labels.is_floating_point():
             soft = labels.float()
         elif labels.ndim == 1 and not labels.is_floating_point() and num_classes is not None:
-            # not one_hot or scatter: they check the labels, which waits for the device
+            # one_hot and scatter would check the labels, and this check would wait for the device
             soft = (labels[:, None] == torch.arange(num_classes, device=labels.device)).float()
         else:
             classes = "" if num_classes is not None else ", and the source has no `num_classes`"

@@ -36,10 +36,7 @@ class Field:
     keys: Int  # [n, 2], the keys of their noise
 
     def apply(self, masks: Tensor, fill: int) -> Tensor:
-        """Move masks by the field that moves the images. ``fill``: the value of pixels from outside the mask.
-
-        ``masks``: integers [B, H, W] up to 2**24 on any device; not modified.
-        """
+        """Return ``masks`` [B, H, W], integers up to 2**24, moved as the images. Pixels from outside get ``fill``."""
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])
@@ -49,8 +46,7 @@ class Field:
         labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # exact; grid_sample fills with 0
         flags = self.module.flags
         settings = (flags["kernel_size"], flags["sigma"], flags["alpha"], flags["align_corners"])
-        device = masks.device
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products(device):
+        with torch.no_grad(), torch.autocast(masks.device.type, enabled=False), exact_products(masks.device):
             field = fields(self.module, {}, keys, size)["noise"]
             moved = elastic_transform2d(labels, field, *settings, mode="nearest", padding_mode="zeros")
         moved = moved[: len(self.rows), 0].long().add_(fill).to(masks.dtype)
@@ -69,12 +65,8 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     """How the pixels of B samples move, in the order of the operations. The list is empty if no sample moves.
 
     Matrices are float64 [B, 3, 3]. They map (x, y, 1) on the canvas to the place after the operations. Between them is
-    a :class:`Field` for each elastic transform.
-
-    Args:
-        ops: the recipe's operations; :func:`check_carried` accepts them.
-        chosen: their choices.
-        size: (H, W) of the canvas.
+    a :class:`Field` for each elastic transform. :func:`check_carried` must accept ``ops``. ``size``: (H, W) of the
+    canvas.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):

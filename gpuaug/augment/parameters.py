@@ -54,8 +54,7 @@ class Prepared:
         slots: S slots, applied one after the other. Each slot is a tuple of alternatives: private copies of modules
             with ``p = 1``, because ``Chosen.choice`` already contains the gate's result.
         count: number of uniforms per sample. The first is for the gate, if there is one.
-        rule: function of uniforms [B, count] and (H, W) that returns ``choice``, ``params`` and, with chains,
-            ``weights``.
+        rule: function from uniforms [B, count] and (H, W) to ``choice``, ``params`` and, with chains, ``weights``.
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
         seeded: None, or the reason why gpuaug has no rule. The module then keeps its own ``p`` and runs on one sample
             at a time. It uses torch's global generator, which is seeded with the sample's key and restored afterwards.

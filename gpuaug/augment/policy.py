@@ -107,14 +107,10 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
         raise ConfigError(f"`{key}.ops` must have at least one operation. Found: none. Add one or remove `{key}`.")
     checks.number(f"{key}.p", op.p, 0, 1)
     for member in members:
-        if member.seeded is not None:
+        reason = "it mixes several chains" if member.chains else member.seeded
+        if reason is not None:
             raise ConfigError(
-                f"`{key}.ops.{member.name}` cannot be chosen per sample: {member.seeded}. Found: "
-                f"{type(member.op).__name__}. Make it a separate entry of `augment.ops`."
-            )
-        if member.chains:
-            raise ConfigError(
-                f"`{key}.ops.{member.name}` cannot be chosen per sample: it mixes several chains. Found: "
+                f"`{key}.ops.{member.name}` cannot be chosen per sample: {reason}. Found: "
                 f"{type(member.op).__name__}. Make it a separate entry of `augment.ops`."
             )
     slots = tuple(

@@ -255,8 +255,7 @@ class RecipeBase(ReadOnly):
             labels: for each image [n], class numbers of the objects; None: 0 for all objects.
             keypoints: for each image [n, K, 3], (x, y, visibility).
             targets: rules for masks, boxes and keypoints; None: the defaults of :class:`~gpuaug.Targets`.
-            seed: any integer. None: 0 if ``indices`` are given; otherwise each call draws a new seed from torch's
-                default CPU generator.
+            seed: any integer. None: 0 if ``indices`` are given, else a new seed from torch's default CPU generator.
             epoch: number of the epoch.
             indices: [B], sample numbers. None: 0 .. B-1, so calls with the same ``seed`` give the same result.
             dtype: float32, bfloat16 or float16.
@@ -332,8 +331,7 @@ class Augment(RecipeBase):
         ops: mapping of names to ``kornia.augmentation`` operations, applied in this order. None skips an entry.
         normalize: gpuaug.Normalize; None: pixels stay in 0..1.
         copies: number of views. Each view has its own random numbers.
-        backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference). Both use the same random
-            numbers.
+        backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference).
 
     >>> import torch, gpuaug, kornia.augmentation as K
     >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})

@@ -1,8 +1,7 @@
 """``backend="kornia"``: applies Kornia's own modules to the chosen samples, with gpuaug's parameters.
 
 This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. On CUDA,
-results in different batches differ by up to 2e-6: torch sums an image's mean in an order that depends on the number of
-images.
+results in different batches differ by up to 2e-6, because torch's order of sums depends on the number of images.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def unit(images: Tensor) -> Tensor:
 def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
     """Apply one operation to ``x``, float32 [B, 3, H, W], which may be overwritten.
 
-    Raise ConfigError if Kornia's operation rejects the images, for example if a blur's kernel is larger than the
-    images.
+    Raise ConfigError if Kornia's operation rejects the images, for example because they are too small.
     """
     shape = list(x.shape)
     try:

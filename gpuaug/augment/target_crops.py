@@ -33,7 +33,6 @@ from gpuaug.random.keyed import Float, pick, scale
 
 LARGEST_SCALE = 100.0  # maximum of `scale` and `zoom_out`; a larger value is surely a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
-_Mask = NDArray[Any] | None
 
 
 def _missing(crop: Crop, target: str, remedy: str) -> ConfigError:
@@ -199,8 +198,8 @@ class Letterbox(Crop):
     The image is resized by ``r = min(H / h, W / w)``. Its sides are rounded half to even. If the image is centred and
     the number of added rows or columns is odd, the extra row is at the bottom, and the extra column at the right.
 
-    With ``shorter``, this crop equals the resizing inside torchvision's detectors: both sides are rounded down, and ``r
-    = min(shorter / min(h, w), H / h, W / w)``.
+    With ``shorter``, ``r = min(shorter / min(h, w), H / h, W / w)``, and both sides are rounded down. This equals the
+    resizing inside torchvision's detectors.
 
     Args:
         size: output (H, W); an int is a square.
@@ -273,23 +272,22 @@ class RandomIoUCrop(Crop):
     whose centre is outside the crop are removed.
 
     torchvision repeats until it finds a crop. Here, a sample has at most 16 rounds of ``trials`` crops. If no crop fits
-    (0.03 % of images), or if the image has no boxes, it is not cropped.
+    (0.03 % of images), the image is not cropped. An image without boxes is not cropped either.
 
-    If the crop contains a part of the border, the edges of the image in the output are rounded to whole pixels. They
-    differ from torchvision's by at most one pixel.
+    If the crop contains a part of the border, the edges of the image in the output are rounded to whole pixels. These
+    edges differ from torchvision's by at most one pixel.
 
     Args:
         size: output (H, W); an int is a square.
-        min_scale: smallest height and width of the crop, as fractions of the canvas's height and width, 0 < min_scale
-            <= max_scale.
-        max_scale: largest height and width of the crop, as fractions of the canvas's height and width, at most 1.
+        min_scale: smallest height and width of the crop as fractions of the canvas's, 0 < min_scale <= max_scale.
+        max_scale: largest height and width of the crop as fractions of the canvas's, at most 1.
         min_aspect_ratio: smallest width / height of the crop in pixels.
         max_aspect_ratio: largest width / height of the crop in pixels.
         sampler_options: list of minimum IoUs. Each round draws one of them, and the IoU of the crop and at least one
             object must reach it. If 1 or more is drawn, the image is not cropped. None: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops per round, 1..1000.
-        zoom_out: smallest and largest random factor from the image's height and width to the canvas's, 1 <= min <= max
-            <= 100. None: no zooming out.
+        zoom_out: smallest and largest factor from the image's sides to the canvas's, 1 <= min <= max <= 100. None: no
+            zooming out.
         zoom_p: probability of zooming out.
         fill: value of the border, 0..255; a list of three is (red, green, blue).
         p: probability of the IoU crop.
@@ -367,7 +365,7 @@ class RandomIoUCrop(Crop):
         return self._placed(crop, corner, np.stack([heights, widths], axis=1))
 
     def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:
-        """Position (top, left) of the image on the canvas, and the canvas's (height, width): int64 [B, 2] each."""
+        """The image's position (top, left) on the canvas, and the canvas's (height, width): int64 [B, 2] each."""
         if self.zoom_out is None:
             return np.zeros_like(sizes), sizes
         factor = scale(u[:, 2:3], *self.zoom_out)
