@@ -1,4 +1,4 @@
-"""MixUp, CutMix and label smoothing. Only in this stage, a sample's result depends on the other samples of its batch."""
+"""MixUp, CutMix and label smoothing. Only here, a sample's result depends on the other samples of its batch."""
 
 from __future__ import annotations
 

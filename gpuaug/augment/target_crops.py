@@ -335,9 +335,7 @@ class RandomIoUCrop(Crop):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Number of uniforms: gates of crop and zoom, the zoom's factor, column and row, the option, and four per
-        trial.
-        """
+        """Number of uniforms: gates of crop and zoom, zoom factor, column, row, option, and four per trial."""
         return 6 + 4 * self.trials
 
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:

@@ -52,7 +52,7 @@ class Placed:
     matrices: Float64  # [B, 3, 3], from the annotated image to the output
     windows: CropWindows
     moves: list[Float64 | Field]  # matrices and displacement fields of the operations that masks still have to follow
-    masks: Tensor | None = None  # [B, H, W], set by TargetStage.decode
+    masks: Tensor | None = None  # [B, H, W], set by TargetStage.sample
 
 
 @dataclass(frozen=True, slots=True)
