@@ -411,7 +411,7 @@ class Augment(RecipeBase):
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
-        """Augment the images of one view, cropped uint8 [B, H, W, 3], and return [B, 3, H, W].
+        """Augment ``images``, the cropped uint8 [B, H, W, 3] of one view, and return [B, 3, H, W].
 
         ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
         """
