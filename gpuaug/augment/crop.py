@@ -65,9 +65,6 @@ class Crop:
                 cannot be decoded.
             redraw: function of (round, rows int64 [n]) that draws further uniforms float32 [n, count] for these rows.
                 The first round is 1. None: the crop uses only ``u``.
-
-        Raises:
-            ConfigError: ``u`` has another shape, the images do not fit the crop, or a target in ``needs`` is missing.
         """
         known = np.asarray(heights) > 0
         # A sample that cannot be decoded has size 0. Size 1 gives its row a valid box.

@@ -178,12 +178,7 @@ class RecipeBase(ReadOnly):
         Args:
             drawn: the batch's random numbers.
             heights, widths: int64 [B], image sizes after EXIF orientation.
-            objects: the boxes of all samples, for crops that need ``boxes``.
-            masks: B label arrays [h, w] after EXIF orientation, for crops that need ``masks``; None for a sample that
-                cannot be decoded.
-
-        Raises:
-            ConfigError: the images differ in size and there is no crop, or the crop does not fit the images.
+            objects, masks: the boxes of all samples, and a label array [h, w] or None per sample, if a crop needs them.
         """
         windows = []
         for view in self.views:
@@ -266,7 +261,6 @@ class RecipeBase(ReadOnly):
             ``(images, targets)``, where ``targets`` is a :class:`~gpuaug.BatchTargets`, or a list of them.
 
         Raises:
-            ConfigError: an argument has a wrong type, shape or value.
             ReadOnlyError: settings were changed after the recipe was created.
         """
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
@@ -278,15 +272,7 @@ class RecipeBase(ReadOnly):
         )
 
     def _call(
-        self,
-        images: Any,
-        given: dict[str, Any],
-        *,
-        seed: int | None,
-        epoch: int,
-        indices: Any,
-        dtype: torch.dtype,
-        memory_format: torch.memory_format,
+        self, images: Any, given: dict[str, Any], *, seed: int | None, epoch: int, indices: Any, **output: Any
     ) -> Any:
         self.check_unchanged(quick=True)
         images = _channels_last(images)
@@ -315,7 +301,7 @@ class RecipeBase(ReadOnly):
                     raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give one, too.")
             windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T)
         cut = [_cut(images, each) for each in windows]
-        made = self.apply(cut, drawn, chosen=chosen, dtype=dtype, memory_format=memory_format)
+        made = self.apply(cut, drawn, chosen=chosen, **output)
         if moved is None:
             return made[0] if len(made) == 1 else made
         return (made[0], moved[0]) if len(made) == 1 else (made, moved)
