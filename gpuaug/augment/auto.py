@@ -230,11 +230,11 @@ class _Space:
     bins: int
     names: tuple[str, ...] = ("identity", *GEOMETRIC, *FACTORS, *_OTHERS)
     shear: float = 0.3
-    shift: float = 150.0 / 331.0  # largest translation: `shift * side / per`; if `per` is None: in pixels
+    shift: float = 150.0 / 331.0  # largest translation: `shift * side / per` pixels; if `per` is None, `shift` pixels
     per: float | None = 1.0
     rotate: float = 30.0
     factor: float = 0.9
-    bits: int = 8  # that the weakest posterize keeps; the strongest keeps `bits - dropped`
+    bits: int = 8  # bits that the weakest posterize keeps; the strongest keeps `bits - dropped`
     dropped: int = 4
 
     def magnitudes(self, bins: Int, negative: NDArray[np.bool_], size: Size) -> tuple[Alternatives, ...]:
@@ -303,4 +303,4 @@ def chained(
         choice = np.where(position % FREE_DEPTH < depths[:, position // FREE_DEPTH], choice, -1)
     exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # uniforms are multiples of 2^-24
     shares = exponential / exponential.sum(axis=1, keepdims=True)  # distributed as Dirichlet(1, ..., 1)
-    return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # uniform is Beta(1, 1)
+    return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # a uniform part: Beta(1, 1)

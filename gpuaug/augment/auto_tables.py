@@ -23,7 +23,7 @@ class Table:
 
 @lru_cache(maxsize=8)
 def read(policy: str, posterize: str = "posterize") -> Table:
-    """Read the table of a policy, and replace the operation name ``posterize`` by the given one."""
+    """Read the table of a policy. The operation ``posterize`` gets the given name."""
     words = [op.split() for line in _POLICIES[policy].strip().splitlines() for op in line.split(";")]
     found = [posterize if word[0] == "posterize" else word[0] for word in words]
     names = tuple(dict.fromkeys(found))

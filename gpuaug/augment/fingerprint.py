@@ -1,6 +1,6 @@
 """The settings of a recipe as JSON. A loader's state stores this JSON to detect and to name changed settings.
 
-The JSON stays the same if a class moves to another file, or if a new Kornia release changes private attributes.
+The JSON usually stays the same if a class moves to another file, or if a Kornia release changes private attributes.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Field:
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])
-        # The image's field was computed with at least two rows. With one row, its last bits and a few labels differ.
+        # The images' field has at least two rows. With one row, the last bits and a few labels would differ.
         group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
         at, keys = (torch.from_numpy(v[group]).to(masks.device, non_blocking=True) for v in (self.rows, self.keys))
         labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # exact; grid_sample fills with 0
@@ -65,8 +65,7 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     """How the pixels of B samples move, in the order of the operations. The list is empty if no sample moves.
 
     Matrices are float64 [B, 3, 3]. They map (x, y, 1) on the canvas to the place after the operations. Between them is
-    a :class:`Field` for each elastic transform. :func:`check_carried` must accept ``ops``. ``size``: (H, W) of the
-    canvas.
+    a :class:`Field` for each elastic transform. :func:`check_carried` must accept ``ops``.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):

@@ -57,7 +57,7 @@ class Prepared:
         rule: function from uniforms [B, count] and (H, W) to ``choice``, ``params`` and, with chains, ``weights``.
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
         seeded: None, or the reason why gpuaug has no rule. The module then keeps its own ``p`` and runs on one sample
-            at a time. It uses torch's global generator, which is seeded with the sample's key and restored afterwards.
+            at a time. The global generators are seeded with the sample's key, and restored afterwards.
         members: the prepared operations that a OneOf chooses from; () for other operations.
         chains: number of chains, or 0. ``slots`` holds the slots of all chains, chain after chain. Each chain starts
             from the unchanged image, and the results are mixed (chains.py).

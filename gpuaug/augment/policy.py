@@ -1,7 +1,7 @@
 """Prepares the operations of a recipe: checks them and selects the rules that draw their parameters and choices.
 
-Kornia's policies choose operations once per batch. Here each sample has its own choice. With the same choice and
-parameters, pixels are bit-identical to Kornia's.
+Kornia's policies choose operations once per batch. Here, each sample has its own choice. Operations, magnitudes and
+signs are Kornia's.
 """
 
 from __future__ import annotations

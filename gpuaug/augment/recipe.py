@@ -140,7 +140,7 @@ class RecipeBase(ReadOnly):
 
     @property
     def main_thread(self) -> bool:
-        """Whether an operation uses torch's global generator. Such a recipe must run in the iterating thread."""
+        """Whether an operation uses the global generators. Such a recipe must run in the iterating thread."""
         return any(p.seeded is not None for view in self.views for p in view.augment.prepared)
 
     def draw(
