@@ -1,4 +1,4 @@
-"""Recipes: objects that augment images. They draw all random numbers, and a backend computes the pixels.
+"""Recipes: objects that augment images.
 
 A sample's random numbers and pixels do not depend on other samples of the batch, other views or other operations.
 """
@@ -424,8 +424,7 @@ class MultiView(RecipeBase):
     The results have the order of ``views``, and the copies of one view are adjacent.
 
     Args:
-        views: mapping of names to :class:`Augment`. The random numbers of a view depend on its name. None skips an
-            entry.
+        views: mapping of names to :class:`Augment`; None skips an entry. A view's random numbers depend on its name.
         backend: ``fused`` or ``kornia`` for all views; None: each view keeps its own backend.
 
     >>> import gpuaug
