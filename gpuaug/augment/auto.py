@@ -1,9 +1,4 @@
-"""torchvision's RandAugment, TrivialAugmentWide, AutoAugment and AugMix, with separate choices for each sample.
-
-Operations, ranges, bins, signs and probabilities are those of ``torchvision.transforms.autoaugment`` on Pillow images.
-Each operation is a :class:`PillowOp` with one parameter, its magnitude. Uniforms (random numbers in [0, 1)) determine
-all choices, and the choices of a whole batch are computed at once.
-"""
+"""torchvision's RandAugment, TrivialAugmentWide, AutoAugment and AugMix, with separate choices for each sample."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ Fill = float | Sequence[float] | None
 
 
 class Policy(RecipeOp):
-    """Base of the policies; it holds the interpolation and the fill colour of the operations that move pixels."""
+    """Base of the policies."""
 
     def __init__(self, interpolation: str, fill: Fill, *, also: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -45,11 +40,11 @@ class Policy(RecipeOp):
         self.fill = _colour(fill)
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy as one operation of a recipe; ``name`` is the policy's key in ``ops``."""
+        """Prepare the policy as the operation ``name`` of a recipe."""
         raise NotImplementedError
 
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
-        """Make one :class:`PillowOp` for each of ``names``; without ``interpolation``, it has that of the policy."""
+        """Make a :class:`PillowOp` for each of ``names``. Without ``interpolation``, they have that of the policy."""
         interpolation = interpolation or self.interpolation
         return tuple(PillowOp(name, interpolation=interpolation, fill=self.fill) for name in names)
 
@@ -58,12 +53,12 @@ class RandAugment(Policy):
     """RandAugment (arXiv:1909.13719) as ``torchvision.transforms.RandAugment`` runs it on Pillow images.
 
     Each image gets ``num_ops`` of 14 operations. All 14 are equally likely, and an image can get the same operation
-    more than once. All operations have the same magnitude. Use the policy as an entry of a recipe's ``ops``.
+    more than once. Use the policy as an entry of a recipe's ``ops``.
 
     Args:
         num_ops: number of operations per image.
         magnitude: magnitude of every operation, 0 to ``num_magnitude_bins - 1``.
-        num_magnitude_bins: number of magnitudes between an operation's weakest and strongest form.
+        num_magnitude_bins: number of magnitudes from an operation's weakest to its strongest form.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
 
@@ -86,8 +81,8 @@ class RandAugment(Policy):
         self.magnitude = checks.whole_number("magnitude", magnitude, 0, num_magnitude_bins - 1)
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy with ``num_ops`` slots; ``name`` is the policy's key in ``ops``."""
-        space = _Space(names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS), bins=self.num_magnitude_bins)
+        """Prepare the policy as the operation ``name`` of a recipe."""
+        space = _Space(bins=self.num_magnitude_bins)
         rule = partial(_layers, space=space, slots=self.num_ops, low=self.magnitude, high=self.magnitude + 1)
         return Prepared(name, self, (self.modules_of(space.names),) * self.num_ops, _EACH * self.num_ops, rule)
 
@@ -99,7 +94,7 @@ class TrivialAugmentWide(Policy):
     Use the policy as an entry of a recipe's ``ops``.
 
     Args:
-        num_magnitude_bins: number of magnitudes between an operation's weakest and strongest form.
+        num_magnitude_bins: number of magnitudes from an operation's weakest to its strongest form.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
 
@@ -112,9 +107,8 @@ class TrivialAugmentWide(Policy):
         self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2, _BINS)
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy with one slot; ``name`` is the policy's key in ``ops``."""
+        """Prepare the policy as the operation ``name`` of a recipe."""
         space = _Space(
-            names=("identity", *GEOMETRIC, *FACTORS, *_OTHERS),
             bins=self.num_magnitude_bins,
             shear=0.99,
             shift=32.0,
@@ -147,7 +141,7 @@ class AutoAugment(Policy):
         self.policy = checks.one_of("policy", policy, ("imagenet", "cifar10", "svhn"))
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy with two slots, one per operation of a pair; ``name`` is the policy's key in ``ops``."""
+        """Prepare the policy as the operation ``name`` of a recipe."""
         table = auto_tables.read(self.policy)
         space = _Space(names=table.names, bins=10)
         slots = (self.modules_of(space.names),) * 2
@@ -157,18 +151,17 @@ class AutoAugment(Policy):
 class AugMix(Policy):
     """AugMix (arXiv:1912.02781): draws as ``torchvision.transforms.AugMix`` does and computes pixels as Pillow does.
 
-    Each of ``mixture_width`` copies of the image goes through its own chain of operations. The results of the chains
-    are mixed with each other and with the unchanged image, with random weights. torchvision runs the operations on
-    tensors, so its pixels differ from those of gpuaug: by 0.1 levels (of 255) on average, mostly at the border of
-    moved images. AugMix cannot be used with masks, boxes or keypoints. Use the policy as an entry of a recipe's
-    ``ops``.
+    Each of ``mixture_width`` copies of the image goes through its own chain of operations. The results are mixed with
+    each other and with the unchanged image, with random weights. Use the policy as an entry of a recipe's ``ops``, but
+    not with masks, boxes or keypoints.
+
+    torchvision runs the operations on tensors, so its pixels differ from gpuaug's by 0.1 of 255 levels on average.
 
     Args:
         severity: largest magnitude of an operation, 1 to 10.
         mixture_width: number of chains.
         chain_depth: number of operations per chain. Below 1: each chain gets 1 to 3 operations, at random.
-        alpha: parameter of the Dirichlet and Beta distributions of the weights. It must be 1, the value of AugMix's
-            authors.
+        alpha: parameter of the Dirichlet and Beta distributions of the weights. It must be 1, as in the paper.
         all_ops: whether chains also use brightness, color, contrast and sharpness.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
@@ -199,7 +192,7 @@ class AugMix(Policy):
             )
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy with the slots of all chains, chain after chain; ``name`` is its key in ``ops``."""
+        """Prepare the policy as the operation ``name`` of a recipe."""
         space = _Space(
             names=(*GEOMETRIC, *_OTHERS, *(FACTORS if self.all_ops else ())),
             bins=10,
@@ -216,7 +209,6 @@ class AugMix(Policy):
 
 
 def _colour(fill: Any) -> tuple[int, int, int]:
-    """Convert ``fill`` (one number, three numbers or None) to three levels 0..255."""
     given = 0 if fill is None else fill
     values: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * 3
     whole: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
@@ -233,25 +225,20 @@ def _colour(fill: Any) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _Space:
-    """The operations of a policy and their strongest magnitudes; the defaults are those of RandAugment.
+    """The operations of a policy and their strongest magnitudes. The defaults are those of RandAugment."""
 
-    If ``per`` is None, the largest translation is ``shift`` pixels. Otherwise the largest horizontal translation is
-    ``shift * width / per``, and the largest vertical one is ``shift * height / per``. Posterize keeps ``bits`` bits in
-    its weakest form and ``bits - dropped`` bits in its strongest form.
-    """
-
-    names: tuple[str, ...]
     bins: int
+    names: tuple[str, ...] = ("identity", *GEOMETRIC, *FACTORS, *_OTHERS)
     shear: float = 0.3
-    shift: float = 150.0 / 331.0
+    shift: float = 150.0 / 331.0  # largest translation: `shift * side / per` pixels; if `per` is None, `shift` pixels
     per: float | None = 1.0
     rotate: float = 30.0
     factor: float = 0.9
-    bits: int = 8
+    bits: int = 8  # bits that the weakest posterize keeps; the strongest keeps `bits - dropped`
     dropped: int = 4
 
     def magnitudes(self, bins: Int, negative: NDArray[np.bool_], size: Size) -> tuple[Alternatives, ...]:
-        """Compute the parameters per slot and operation; ``bins`` and ``negative`` (the sign) are [slots, B]."""
+        """Compute the parameters of each slot and operation. ``bins`` and ``negative`` (the sign) are [slots, B]."""
         table = _table(self, size)
         params: list[Alternatives] = [()] * len(bins)
         for row, name in enumerate(self.names):
@@ -269,7 +256,7 @@ class _Space:
 
 @lru_cache(maxsize=64)
 def _table(space: _Space, size: Size) -> Float64:
-    """Magnitudes without sign, float64 [operations, bins]; torch computes them in float32, as in torchvision."""
+    """The magnitudes without sign, float64 [operations, bins]. As in torchvision, they are computed in float32."""
     pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
     ends = dict.fromkeys(FACTORS, space.factor) | dict.fromkeys(("shear_x", "shear_y"), space.shear)
     ends |= {"rotate": space.rotate, "translate_x": pixels[1], "translate_y": pixels[0]}
@@ -295,30 +282,25 @@ def _layers(
 
 
 def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw one pair of operations per sample, and whether each operation of the pair is applied."""
     pair = pick(u[:, 0], len(table.p))
     choice = np.where(u[:, 1:3] < table.p[pair], table.ops[pair], -1)
     return choice, space.magnitudes(table.magnitudes[pair].T, (u[:, 3:5] < 0.5).T, size)
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """Uniforms that :func:`chained` needs: one for the part of all chains, two per chain for its share and depth."""
+    """The number of uniforms for :func:`chained`: one for the part of all chains, two per chain for share and depth."""
     return 1 + 2 * chains
 
 
 def chained(
     u: Float, size: Size, *, layers: Any, chains: int, free: bool
 ) -> tuple[Int, tuple[Alternatives, ...], Float]:
-    """Draw the operations of all chains with ``layers``, and the weights; if ``free``, a chain has 1 to 3 operations.
-
-    The shares are normalised exponential values, so their distribution is Dirichlet(1, ..., 1). The part of the mixture
-    that comes from the chains has the distribution Beta(1, 1), which is uniform.
-    """
+    """Draw the operations and weights of all chains. If ``free``, each chain has 1 to 3 operations."""
     choice, params = layers(u[:, uniforms_of_chains(chains) :], size)
     if free:
         depths = 1 + pick(u[:, 1 + chains : 1 + 2 * chains], FREE_DEPTH)
         position = np.arange(choice.shape[1])
         choice = np.where(position % FREE_DEPTH < depths[:, position // FREE_DEPTH], choice, -1)
     exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # uniforms are multiples of 2^-24
-    shares = exponential / exponential.sum(axis=1, keepdims=True)
-    return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)
+    shares = exponential / exponential.sum(axis=1, keepdims=True)  # distributed as Dirichlet(1, ..., 1)
+    return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # a uniform part: Beta(1, 1)

@@ -1,8 +1,4 @@
-"""The pairs of operations of AutoAugment's policies, from the lists of torchvision and timm.
-
-Each line of a list is one pair. An operation is written as its name, its probability and, if it has one, its
-magnitude.
-"""
+"""The operation pairs of AutoAugment's policies, from torchvision and timm."""
 
 from __future__ import annotations
 
@@ -17,24 +13,17 @@ from gpuaug.random.keyed import Float, Int
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A policy of K pairs.
+    """A policy of K pairs."""
 
-    Attributes:
-        names: the operations that occur in the policy.
-        ops: int64 [K, 2], indices into ``names``.
-        p: float32 [K, 2], probabilities.
-        magnitudes: int64 [K, 2]; 0 for operations that have no magnitude.
-    """
-
-    names: tuple[str, ...]
-    ops: Int
-    p: Float
-    magnitudes: NDArray[np.int64]
+    names: tuple[str, ...]  # the operations that occur in the policy
+    ops: Int  # [K, 2], indices into `names`
+    p: Float  # [K, 2], probabilities
+    magnitudes: NDArray[np.int64]  # [K, 2]; 0 for operations that have no magnitude
 
 
 @lru_cache(maxsize=8)
 def read(policy: str, posterize: str = "posterize") -> Table:
-    """Read the table of a policy, and replace the operation name ``posterize`` by the given one."""
+    """Read the table of a policy. The operation ``posterize`` gets the given name."""
     words = [op.split() for line in _POLICIES[policy].strip().splitlines() for op in line.split(";")]
     found = [posterize if word[0] == "posterize" else word[0] for word in words]
     names = tuple(dict.fromkeys(found))
@@ -44,7 +33,7 @@ def read(policy: str, posterize: str = "posterize") -> Table:
     return Table(names, ops.reshape(-1, 2), p.reshape(-1, 2), magnitudes.reshape(-1, 2))
 
 
-_POLICIES = {
+_POLICIES = {  # a pair per line; an operation is its name, its probability and, if it has one, its magnitude
     "imagenet": """
 posterize 0.4 8; rotate 0.6 9
 solarize 0.6 5; auto_contrast 0.6

@@ -1,7 +1,7 @@
 """timm's strings for RandAugment, AutoAugment and AugMix (timm/data/auto_augment.py), drawn for each sample.
 
 A level is the strength of an operation, usually from 0 to 10. Each operation turns the level into its own parameter,
-such as an angle. Operations, levels, noise, signs and probabilities are timm's. The pixels are Pillow's.
+such as an angle.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class TimmAugment(Policy):
     """RandAugment, AutoAugment or AugMix from a string of timm, such as ``rand-m9-mstd0.5-inc1``.
 
     Supported: ``rand`` with any of ``-m -n -p -mstd -mmax -inc -tweights``; ``original``, ``originalr``, ``v0`` and
-    ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. Use it as an entry of a recipe's ``ops``.
-    At high levels, posterize can keep 0 bits, which makes an image black. With Pillow 13, timm fails for 0 bits.
+    ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. The pixels are Pillow's. Use the policy as
+    an entry of a recipe's ``ops``.
 
     Args:
         config: the string, as for timm's option ``--aa``.
@@ -70,7 +70,7 @@ class TimmAugment(Policy):
         self.config, self._plan = config, parse(config)
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy as one operation of a recipe; ``name`` is the policy's key in ``ops``."""
+        """Prepare the policy as the operation ``name`` of a recipe."""
         plan = self._plan
         rule: Any = partial(_layers, plan=plan, either=self.interpolation == "random")
         count = plan.leading + _EACH * plan.slots
@@ -79,9 +79,8 @@ class TimmAugment(Policy):
             count += uniforms_of_chains(plan.chains)
         names = [_ARGUMENTS[each][0] for each in plan.names]
         if self.interpolation == "random":
-            modules = self.modules_of(names, "bilinear") + self.modules_of(
-                [n for n in names if n in GEOMETRIC], "bicubic"
-            )
+            moving = [name for name in names if name in GEOMETRIC]
+            modules = self.modules_of(names, "bilinear") + self.modules_of(moving, "bicubic")
         else:
             modules = self.modules_of(names)
         slots = (modules,) * plan.slots
@@ -93,33 +92,18 @@ class TimmAugment(Policy):
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings that a string contains.
+    """The settings that a string contains."""
 
-    Attributes:
-        names: the operations, as keys of ``_ARGUMENTS``.
-        slots: largest number of operations that an image gets; for AugMix, the sum over all chains.
-        magnitude: the level before noise is added.
-        std: standard deviation of the level's normal noise. Infinite: the level is uniform from 0 to ``magnitude``.
-        highest: largest level.
-        p: probability that a chosen operation is applied.
-        weights: one weight per name, to choose operations without repetition. None: all operations are equally likely,
-            and one operation can be chosen several times.
-        pairs: for a policy of AutoAugment, the arguments of :func:`auto_tables.read`. The policy's table replaces
-            ``magnitude`` and ``p``. None for other strings.
-        chains: number of AugMix's chains; 0 for other strings.
-        free: whether chains have a random number of operations.
-    """
-
-    names: tuple[str, ...]
-    slots: int = 2
-    magnitude: float = 10.0
-    std: float = 0.0
-    highest: float = _HIGHEST
-    p: float = 0.5
-    weights: tuple[float, ...] | None = None
-    pairs: tuple[str, str] | None = None
-    chains: int = 0
-    free: bool = False
+    names: tuple[str, ...]  # the operations, as keys of `_ARGUMENTS`
+    slots: int = 2  # largest number of operations that an image gets; for AugMix, the sum over all chains
+    magnitude: float = 10.0  # the level before noise is added
+    std: float = 0.0  # standard deviation of the normal noise; infinite: the level is uniform from 0 to `magnitude`
+    highest: float = _HIGHEST  # largest level
+    p: float = 0.5  # probability that a chosen operation is applied
+    weights: tuple[float, ...] | None = None  # one per name, to choose without repetition; None: repetition, no weights
+    pairs: tuple[str, str] | None = None  # for AutoAugment: arguments of `read`; its table replaces `magnitude` and `p`
+    chains: int = 0  # number of AugMix's chains
+    free: bool = False  # whether chains have a random number of operations
 
     @property
     def leading(self) -> int:
@@ -128,14 +112,7 @@ class Plan:
 
 
 def parse(config: str) -> Plan:
-    """Read one of timm's strings.
-
-    Args:
-        config: the string, as for timm's option ``--aa``.
-
-    Raises:
-        ConfigError: a part of the string is not supported. The message names this part and lists the supported ones.
-    """
+    """Read a string for timm's option ``--aa``. Raise ConfigError for a part that is not supported."""
     if not isinstance(config, str):
         raise _refused(config, f"a {type(config).__name__}")
     kind, *parts = config.split("-")
@@ -224,13 +201,12 @@ def _plan(kind: str, given: dict[str, Any]) -> Plan:
     return Plan(auto_tables.read(policy, posterize).names, std=std, pairs=(policy, posterize))
 
 
-# --- timm's operations. A value is the name of the PillowOp, and the function that computes the PillowOp's parameter.
-# The function's arguments are: level / 10, sign, largest translation in pixels (horizontal, vertical).
+# --- timm's operations
 
+# from level / 10, sign and the largest translation in pixels (horizontal, vertical)
 _Argument = Callable[[Float64, Float64, tuple[float, float]], Any]
 
-
-_ARGUMENTS: dict[str, tuple[str, _Argument]] = {
+_ARGUMENTS: dict[str, tuple[str, _Argument]] = {  # name of the PillowOp, and the function that computes its parameter
     **{name: (name, lambda f, s, shift: np.zeros_like(f)) for name in ("auto_contrast", "equalize", "invert")},
     **{name: (name, lambda f, s, shift: f * 1.8 + 0.1) for name in FACTORS},
     **{f"{name}_increasing": (name, lambda f, s, shift: np.maximum(0.1, 1.0 + s * (f * 0.9))) for name in FACTORS},
@@ -266,7 +242,7 @@ _EACH = 6  # uniforms per slot: operation, gate, two for the level, sign, interp
 
 
 def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw one operation per slot; if ``either``, operations that move pixels are bilinear or bicubic, at random."""
+    """Draw one operation per slot. If ``either``, operations that move pixels are bilinear or bicubic, at random."""
     slots = u[:, plan.leading :].reshape(len(u), plan.slots, _EACH).transpose(2, 0, 1)
     p, magnitude = np.full((1, 1), plan.p, dtype=np.float32), np.full((1, 1), plan.magnitude)
     if plan.pairs:

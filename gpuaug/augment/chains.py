@@ -1,10 +1,4 @@
-"""Mixtures of chains (AugMix, arXiv:1912.02781): operations whose result is not one sequence of steps.
-
-takes: images, and the choices of each sample for several chains of operations.
-does: lets the backend run every chain on a copy of the images. Mixes the results and the images with each sample's
-weights. Values are rounded to k / 255 with whole k, as torchvision and timm do.
-gives: the mixture.
-"""
+"""Mixtures of chains of operations (AugMix, arXiv:1912.02781)."""
 
 from __future__ import annotations
 
@@ -23,16 +17,16 @@ def one_chain(op: Prepared) -> Prepared:
 
 
 def mixed(x: Tensor, op: Prepared, chosen: Chosen, run: Callable[[Tensor, Chosen], Tensor]) -> Tensor:
-    """Mix images float32 [B, 3, H, W] in 0..1 with the results of their chains; the result has whole levels k / 255.
+    """Mix images float32 [B, 3, H, W] in 0..1 with the results of their chains. The result has whole levels k / 255.
 
-    ``run`` applies the operation of :func:`one_chain`, with the given choices, to a copy of ``x``.
+    ``run`` applies one chain, with the given choices, to a copy of ``x``.
     """
     assert chosen.weights is not None
     weights = torch.from_numpy(chosen.weights).to(x.device, non_blocking=True)
     mix, *shares = weights.T[..., None, None, None]
     made = (_levels(run(x, own)) for own in _each(op, chosen))
     image = _levels(x)
-    # Multiply and add are separate calls: a call that does both (addcmul) rounds some elements of a tensor differently.
+    # Multiply and add are separate calls, because addcmul rounds some elements of a tensor differently.
     if op.rounds_twice:  # timm: the chains' sum is rounded down, then blended with the image
         total = torch.zeros_like(image)
         for share, levels in zip(shares, made, strict=True):

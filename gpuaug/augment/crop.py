@@ -1,14 +1,4 @@
-"""Crops compute which part of an image is read, to which size it is resized, and where the output contains it.
-
-takes: uniforms float32 [B, count] (None if the crop is not random), heights and widths int64 [B] after EXIF
-orientation. For a sample that cannot be decoded, height and width are 0, and the result has some valid box.
-does: torchvision's algorithms, vectorized over the batch.
-gives: :class:`CropWindows`, numpy arrays. `decode` makes a uint8 view [B, H, W, 3] from them.
-
-All crops use one formula: ``canvas[y:y+h, x:x+w] = resize(image[top:top+height, left:left+width], (h, w))``. The
-canvas is the output, and the box is the part of the image on the right side. Parts of the resized box that lie outside
-the canvas are cut off. The other pixels of the canvas get the colour `fill`. No pixel outside the box is read.
-"""
+"""torchvision's crops, vectorized over the batch. The decoder makes views from their :class:`CropWindows`."""
 
 from __future__ import annotations
 
@@ -44,15 +34,10 @@ class Reads(NamedTuple):
 
 
 class Crop:
-    """Base of the crops.
+    """Base of the crops."""
 
-    Attributes:
-        count: number of uniforms that a sample needs.
-        needs: targets that the crop reads: ``boxes``, ``masks``, or none.
-    """
-
-    count = 0
-    needs: frozenset[str] = frozenset()
+    count = 0  # uniforms per sample
+    needs: frozenset[str] = frozenset()  # targets that the crop reads: `boxes`, `masks`, or none
     size: Any
     interpolation: Interpolation
 
@@ -70,20 +55,16 @@ class Crop:
         masks: Sequence[NDArray[Any] | None] | None = None,
         redraw: Redraw | None = None,
     ) -> CropWindows:
-        """Compute the windows of a batch.
+        """Compute the windows of a batch. A sample that cannot be decoded gets any valid window.
 
         Args:
             u: float32 [B, count] in [0, 1); None if the crop is not random.
-            heights, widths: int64 [B]; 0 for a sample that cannot be decoded.
-            objects: the boxes of all samples, in pixels of the images after EXIF orientation; used only if ``needs``
-                has ``boxes``.
-            masks: B label arrays [h, w] after EXIF orientation, None for a sample that cannot be decoded; used only if
-                ``needs`` has ``masks``.
-            redraw: function of (round, rows int64 [n]) that draws further uniforms float32 [n, count] for these rows;
-                round is at least 1. None: the crop uses only ``u``.
-
-        Raises:
-            ConfigError: ``u`` has another shape, the images do not fit the crop, or a target in ``needs`` is missing.
+            heights, widths: int64 [B] after EXIF orientation; 0 for a sample that cannot be decoded.
+            objects: the boxes of all samples in pixels after EXIF orientation, if ``needs`` has ``boxes``.
+            masks: B label arrays [h, w] after EXIF orientation, if ``needs`` has ``masks``; None for a sample that
+                cannot be decoded.
+            redraw: function of (round, rows int64 [n]) that draws further uniforms float32 [n, count] for these rows.
+                The first round is 1. None: the crop uses only ``u``.
         """
         known = np.asarray(heights) > 0
         # A sample that cannot be decoded has size 0. Size 1 gives its row a valid box.
@@ -102,8 +83,8 @@ class Crop:
 class RandomResizedCrop(Crop):
     """Crops a random area with a random aspect ratio and resizes it, like torchvision's ``RandomResizedCrop``.
 
-    The crop tries ten random shapes. If no shape fits into the image, it takes the largest central crop whose aspect
-    ratio is in the range `ratio`.
+    Ten random shapes are tried. If no shape fits into the image, the result is the largest central crop whose aspect
+    ratio is in the range ``ratio``.
 
     Args:
         size: output (H, W); an int is a square.
@@ -139,8 +120,7 @@ class RandomResizedCrop(Crop):
         h = np.rint(np.sqrt(target / ratio)).astype(np.int64)
         fits = (w > 0) & (w <= widths[:, None]) & (h > 0) & (h <= heights[:, None])
         fitting, at = fits.any(axis=1), (np.arange(len(u)), fits.argmax(axis=1))
-        # Fallback: the whole image, cut to the nearest allowed ratio. For an image that is one pixel high or wide, a
-        # side can round to zero. torchvision then fails; gpuaug keeps one pixel.
+        # Fallback: the whole image, cut to the nearest allowed ratio. If a side rounds to 0, torchvision fails.
         narrowest, widest = self.ratio
         tall, wide = widths / heights < narrowest, widths / heights > widest
         central_h = np.clip(np.where(tall, np.rint(widths / narrowest), heights).astype(np.int64), 1, heights)
@@ -156,13 +136,9 @@ class RandomCrop(Crop):
     """Pads the image and crops a fixed size at a random position, without resizing, like torchvision's ``RandomCrop``.
 
     Args:
-        size: (H, W) of the crop; an int is a square.
-        padding: pixels added around the image before cropping: one value, (left and right, top and bottom), or
-            (left, top, right, bottom).
+        size: (H, W) of the crop; an int is a square. The padded image must not be smaller.
+        padding: pixels around the image: one value, (left and right, top and bottom) or (left, top, right, bottom).
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
-
-    Raises:
-        ConfigError: from :meth:`windows`, if a padded image is smaller than `size`.
 
     >>> RandomCrop(32, padding=4)
     RandomCrop((32, 32), padding=(4, 4, 4, 4), fill=0)
@@ -198,7 +174,7 @@ class RandomCrop(Crop):
         # top left corner of the crop window, which may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # If the window does not overlap the image, the box still has one pixel, which is placed outside the canvas.
+        # If the window does not overlap the image, the box has one pixel, which lies outside the canvas.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
@@ -208,8 +184,8 @@ class ResizeCenterCrop(Crop):
     """Resizes the image and crops its center, like torchvision's ``Resize(resize)`` and ``CenterCrop(size)``.
 
     Args:
-        resize: size before the crop. An int is the new shorter side; the longer side follows from the aspect ratio,
-            rounded down. (h, w) is the exact size.
+        resize: size before the crop. (h, w) is the exact size. An int is the new shorter side; the longer side follows
+            from the aspect ratio, rounded down.
         size: output (H, W); an int is a square. Pixels outside the resized image are black.
         interpolation: ``bilinear`` or ``bicubic``.
 
@@ -244,14 +220,10 @@ class Resize(Crop):
 
     Args:
         size: (H, W) is the exact size. An int is the new shorter side; the longer side follows from the aspect ratio,
-            rounded down. With an int, all resized images of a batch must have the same size, which is always true for a
-            batch of one image.
-        max_size: limit of the longer side. It needs an int as ``size`` and must be above ``size``. If the longer side
-            would exceed the limit, it gets this length, and the shorter side shrinks too, rounded down. None: no limit.
+            rounded down. Then all resized images of a batch must have the same size.
+        max_size: largest longer side, above an int ``size``. If the longer side would exceed ``max_size``, the image is
+            resized to this longer side; the shorter side is rounded down. None: no limit.
         interpolation: ``bilinear`` or ``bicubic``.
-
-    Raises:
-        ConfigError: from :meth:`windows`, if an int gives images of different sizes.
 
     >>> Resize((224, 224))
     Resize((224, 224), max_size=None, interpolation='bilinear')
@@ -303,10 +275,7 @@ def integers(u: Float64, last: Int64) -> Int64:
 def resized_sides(
     size: int | tuple[int, int] | Int64, heights: Int64, widths: Int64, *, longest: int | None = None
 ) -> tuple[Any, Any]:
-    """Height and width after torchvision's Resize. An int is the shorter side; the longer side is rounded down.
-
-    ``longest`` is torchvision's ``max_size``: if the longer side exceeds it, both sides shrink.
-    """
+    """Height and width after torchvision's ``Resize(size, max_size=longest)``. ``size`` may differ between images."""
     if isinstance(size, tuple):
         return np.full_like(heights, size[0]), np.full_like(widths, size[1])
     short, long = np.minimum(heights, widths), np.maximum(heights, widths)
@@ -340,18 +309,18 @@ def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     return pair(name, (side, side)) if isinstance(side, int) else side
 
 
-def color(value: int | Sequence[int], name: str = "fill") -> Fill:
+def color(value: int | Sequence[int]) -> Fill:
     """Check a colour: one number 0..255, or three numbers 0..255 for red, green and blue."""
     values = list(value) if isinstance(value, Sequence) else [value]
     if len(values) not in (1, 3) or any(type(v) is not int or not 0 <= v <= 255 for v in values):
         raise ConfigError(
-            f"`{name}` must be a whole number from 0 to 255, or three of them (red, green, blue). Found: {value!r:.99}."
+            f"`fill` must be a whole number from 0 to 255, or three of them (red, green, blue). Found: {value!r:.99}."
         )
     return values[0] if len(values) == 1 else (values[0], values[1], values[2])
 
 
 def positive_range(name: str, value: Sequence[float], *, high: float) -> tuple[float, float]:
-    """Check a range and return (min, max): 0 < min <= max <= high."""
+    """Check that 0 < min <= max <= high."""
     pair = tuple(value) if isinstance(value, Sequence) else ()
     numbers = len(pair) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in pair)
     if not numbers or not 0 < pair[0] <= pair[1] <= high or not math.isfinite(pair[1]):

@@ -1,9 +1,6 @@
-"""The settings of a recipe as compact JSON. A loader's state stores this JSON to detect changed settings
-and to name them.
+"""The settings of a recipe as JSON. A loader's state stores this JSON to detect and to name changed settings.
 
-Only public names are used. A class is written as its shortest import path (``gpuaug.Resize``). A Kornia operation is
-written as its constructor arguments and random ranges. So the fingerprint does not change if a class moves to another
-file or a new Kornia release changes private attributes.
+The JSON usually stays the same if a class moves to another file, or if a Kornia release changes private attributes.
 """
 
 from __future__ import annotations
@@ -31,10 +28,9 @@ _LARGEST_LIST = 1000  # elements; a larger tensor is stored as a hash
 
 
 def named(ops: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List the operations in order: name, class, short readable settings, and a hash of all settings.
+    """List the operations: name, class, short readable settings, and a hash of all settings.
 
-    Args:
-        ops: mapping of names to the :func:`settings` of each operation.
+    ``ops``: the :func:`settings` of each operation.
     """
     entries = []
     for name, whole in ops.items():
@@ -49,10 +45,7 @@ def _digest(data: bytes) -> str:
 
 
 def settings(value: Any) -> Any:
-    """Convert the settings of an object to JSON.
-
-    Classes are stored by name, tensors and random ranges by value. Attributes that a call leaves behind are omitted.
-    """
+    """Convert an object and its settings to JSON."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Enum):
@@ -132,7 +125,7 @@ def _array(value: Tensor | np.ndarray[Any, Any]) -> Any:
 
 
 def _public_name(value: Any) -> str:
-    """The shortest import path of a class or function. It usually stays the same if the class moves to another file."""
+    """The shortest import path of a class or function, such as ``gpuaug.Resize``."""
     parts, name = value.__module__.split("."), value.__qualname__
     for length in range(1, len(parts)):
         package = ".".join(parts[:length])

@@ -1,4 +1,4 @@
-"""MixUp, CutMix and label smoothing. Only in this stage a sample's result depends on the other samples of its batch."""
+"""MixUp, CutMix and label smoothing. Only here, a sample's result depends on the other samples of its batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
 _LARGEST_ALPHA = 1e9  # far below this value, Beta(alpha, alpha) is already almost exactly 1/2
-# Number of random values before those for the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the centre of
-# the box.
-_FIXED = 6
+_FIXED = 6  # uniforms before those of the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box's centre
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class Mix:
 
     Args:
         mixup_alpha: MixUp's lambda has the distribution Beta(alpha, alpha); 0 switches MixUp off.
-        cutmix_alpha: the same for CutMix. CutMix's lambda is the fraction of the image that is kept.
+        cutmix_alpha: the same for CutMix. CutMix's lambda is the fraction of the first view that is kept.
         p: probability that a batch is mixed.
         switch_p: probability of CutMix if both MixUp and CutMix are on.
         label_smoothing: epsilon. A label y with C classes becomes ``(1 - epsilon) y + epsilon / C``.
@@ -63,7 +61,7 @@ class Mix:
         epoch: int,
         first_index: int,
     ) -> tuple[list[Tensor], Tensor]:
-        """Mix images and labels; the inputs are not modified.
+        """Mix images and labels. The inputs are not modified.
 
         Args:
             images: float [B, 3, H, W] per view; views may differ in size.
@@ -74,18 +72,13 @@ class Mix:
             first_index: index in the source of the batch's first sample.
 
         Returns:
-            The mixed views, and soft labels float32 [B, C]. Labels are weighted with lambda. For CutMix, lambda is
-            the fraction of the first view that is kept.
-
-        Raises:
-            ConfigError: there are no labels, or their shape or dtype is not supported.
+            The mixed views, and soft labels float32 [B, C].
         """
         soft = self._soft(labels, num_classes)
         stream = Stream("", -1, "mix", _FIXED + len(valid))  # no operation uses copy -1, so `mix` has its own values
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
-        both = self.cutmix_alpha and self.mixup_alpha
-        cut = u[1] < self.switch_p if both else self.cutmix_alpha > 0
+        cut = u[1] < self.switch_p if self.cutmix_alpha and self.mixup_alpha else self.cutmix_alpha > 0
         if u[0] >= self.p or not (self.cutmix_alpha or self.mixup_alpha) or len(rows) < 2:
             return images, soft
 
@@ -109,7 +102,7 @@ class Mix:
         if labels.ndim == 2 and labels.is_floating_point():
             soft = labels.float()
         elif labels.ndim == 1 and not labels.is_floating_point() and num_classes is not None:
-            # one_hot and scatter would check the labels, and this check waits for the device; a comparison does not
+            # one_hot and scatter would check the labels, and this check would wait for the device
             soft = (labels[:, None] == torch.arange(num_classes, device=labels.device)).float()
         else:
             classes = "" if num_classes is not None else ", and the source has no `num_classes`"
@@ -125,7 +118,7 @@ def _symmetric_beta(alpha: float, u: float, v: float) -> float:
     """A sample of Beta(alpha, alpha) from two uniforms, for any alpha > 0, without rejection."""
     # The polar method gives t of Student's t distribution with 2 alpha degrees of freedom (Bailey, Math. Comp. 62,
     # 1994). Then 1/2 + t / (2 sqrt(2 alpha + t^2)) has the distribution Beta(alpha, alpha).
-    half = 2.0**-25  # half a step of the uniforms (multiples of 2^-24); it avoids log(0)
+    half = 2.0**-25  # half a step of the uniforms, to avoid log(0)
     cos = math.cos(2.0 * math.pi * (v + half))
     power = -math.log(u + half) / alpha
     # square = t^2 / (2 alpha) = (u^(-1/alpha) - 1) cos^2. If square > e^700, square / (1 + square) is 1.

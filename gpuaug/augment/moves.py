@@ -1,12 +1,7 @@
 """How a recipe's operations move the pixels of each sample, for masks, boxes and keypoints.
 
-takes: prepared operations, and the choices for each sample (numpy, on the host).
-does: looks up the matrix of each chosen module in its entry (augment/ops) and multiplies the matrices of a sample.
-gives: one float64 matrix per sample from the canvas to itself. Coordinates count from the image's edge: an image spans
-0..W x 0..H, and the centre of the first pixel is 0.5. An elastic transform has no matrix. So it gives a field, and the
-result is a list: matrices, field, matrices, and so on. Only masks can follow a field.
-
-Kornia's matrices map pixel indices, whatever ``align_corners`` is: this flag only changes the padding by reflection.
+Coordinates count from the image's edge: an image spans 0..W x 0..H, and the centre of the first pixel is 0.5. Kornia's
+matrices map pixel indices, whatever ``align_corners`` is: this flag only changes the padding by reflection.
 """
 
 from __future__ import annotations
@@ -34,36 +29,24 @@ Float64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Field:
-    """An elastic transform of some samples: each output pixel takes the value at its own offset.
+    """An elastic transform of some samples: each pixel moves by its own offset. Only masks can follow it."""
 
-    Attributes:
-        module: Kornia's RandomElasticTransform.
-        rows: int64 [n], the samples that it transforms, ascending.
-        keys: int64 [n, 2], the keys of their noise.
-    """
-
-    module: Any
-    rows: Int
-    keys: Int
+    module: Any  # Kornia's RandomElasticTransform
+    rows: Int  # [n], the samples that are transformed, ascending
+    keys: Int  # [n, 2], the keys of their noise
 
     def apply(self, masks: Tensor, fill: int) -> Tensor:
-        """Move the labels of the transformed samples by the field that moves their images; others are unchanged.
-
-        ``masks``: integers [B, H, W] up to 2**24 on any device; not modified. ``fill``: the value of pixels from
-        outside the mask. The result has the same shape, dtype and device.
-        """
+        """Return ``masks`` [B, H, W], integers up to 2**24, moved as the images. Pixels from outside get ``fill``."""
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])
-        # The field of the image was computed with at least two rows, too. With one row its last bits would differ, and
-        # so a few labels would differ.
+        # The images' field has at least two rows. With one row, the last bits and a few labels would differ.
         group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
         at, keys = (torch.from_numpy(v[group]).to(masks.device, non_blocking=True) for v in (self.rows, self.keys))
         labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # exact; grid_sample fills with 0
         flags = self.module.flags
         settings = (flags["kernel_size"], flags["sigma"], flags["alpha"], flags["align_corners"])
-        device = masks.device
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products(device):
+        with torch.no_grad(), torch.autocast(masks.device.type, enabled=False), exact_products(masks.device):
             field = fields(self.module, {}, keys, size)["noise"]
             moved = elastic_transform2d(labels, field, *settings, mode="nearest", padding_mode="zeros")
         moved = moved[: len(self.rows), 0].long().add_(fill).to(masks.dtype)
@@ -79,17 +62,10 @@ class _Step(NamedTuple):
 
 
 def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list[Float64 | Field]:
-    """How the pixels of each sample move, in the order of the operations.
+    """How the pixels of B samples move, in the order of the operations. The list is empty if no sample moves.
 
-    Args:
-        ops: the recipe's operations; :func:`check_carried` accepts them.
-        chosen: their choices for B samples.
-        size: (H, W) of the canvas.
-
-    Returns:
-        Matrices float64 [B, 3, 3] that map (x, y, 1), in pixel edges of the canvas, to the place after the
-        operations; the identity for a sample that no operation moves. Between them, a :class:`Field` for each elastic
-        transform. Without fields, the list has one array of matrices. It is empty if no sample moves.
+    Matrices are float64 [B, 3, 3]. They map (x, y, 1) on the canvas to the place after the operations. Between them is
+    a :class:`Field` for each elastic transform. :func:`check_carried` must accept ``ops``.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):
@@ -106,7 +82,7 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
 
 
 def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> tuple[list[_Step], list[Field]]:
-    """What the alternatives of a slot do to the samples that take them. No sample takes two of them."""
+    """The steps and fields of the alternatives of a slot. No sample takes two alternatives."""
     steps, fields = [], []
     choice = chosen.choice[:, slot]
     for alternative, module in enumerate(modules):
@@ -131,7 +107,7 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
         step.matrix.write(values[start:end], step.params, size)
     elements = np.repeat([step.matrix.elements for step in steps], np.diff(ends))
     pixels = np.empty((ends[-1], 3, 3))
-    for kind in set(elements.tolist()):  # one call per kind
+    for kind in set(elements.tolist()):
         own = np.flatnonzero(elements == kind)
         pixels[own] = pixel_matrices(torch.from_numpy(values[own]), size, elements=kind).numpy()
     made, number = [], 0
@@ -149,11 +125,7 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
 
 
 def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:
-    """Check that the targets ``names`` (masks, boxes, keypoints) can follow all operations.
-
-    Raises:
-        ConfigError: gpuaug does not know where an operation moves pixels, or a target cannot follow it.
-    """
+    """Raise ConfigError if the targets ``names`` (masks, boxes, keypoints) cannot follow an operation."""
     for op in ops if names else ():
         key = f"{path}.{op.name}"
         if op.members:

@@ -48,29 +48,19 @@ class Normalize(nn.Module):
         self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def values(self) -> dict[str, list[float]]:
-        """Mean and std as lists.
-
-        Buffers on the CPU are read. For buffers on another device, these are the constructor's values, because reading
-        a GPU would wait.
-        """
+        """Mean and std as lists. For a GPU, they are the constructor's values, because reading a GPU would wait."""
         return {k: b.tolist() if (b := getattr(self, k)).device.type == "cpu" else v for k, v in self.settings.items()}
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalize float32 ``images`` [B, 3, H, W] in 0..1. The result has the same shape."""
+        """Normalize float32 ``images`` [B, 3, H, W] in 0..1."""
         mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
         return (images - mean).div_(std)
 
     def inverse(self, images: Tensor) -> Tensor:
-        """Undo the normalization: ``images * std + mean``, as float32 on the device of ``images``.
-
-        The result is not clamped, because then ``normalize(normalize.inverse(x))`` is ``x`` again, up to rounding. Use
-        ``.clamp(0, 1)`` before you save it as a picture.
+        """Undo the normalization: float32 ``images * std + mean``. The result is not clamped.
 
         Args:
             images: normalized images of any float dtype, [B, 3, H, W] or [3, H, W].
-
-        Returns:
-            float32 of the same shape.
 
         >>> normalize = Normalize(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
         >>> normalize.inverse(torch.tensor([2.0, 0.0, -2.0]).view(3, 1, 1)).flatten()

@@ -1,9 +1,7 @@
-"""Types for a batch's parameters of Kornia's operations, shared by recipes, operations and backends.
+"""Choices and parameters of a batch's operations. Both backends execute them and draw no random numbers.
 
-Parameters are numpy arrays on the host, float32 and vectorized over the batch. A sample's parameters depend only on its
-own uniforms. Both backends execute a :class:`Chosen` and draw no random numbers. A slot is one position in an
-operation, where each sample takes one of several alternatives or none. The gate decides, with probability ``p``,
-whether a sample is changed.
+A slot is one position in an operation, where each sample takes one of several alternatives or none. The gate decides,
+with probability ``p``, whether a sample is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from gpuaug.random.keyed import Float, Int
 
 Size = tuple[int, int]  # H, W of the images an operation is applied to
-Params = dict[str, NDArray[Any]]  # Kornia's parameter names to arrays [B, ...]
+Params = dict[str, NDArray[Any]]  # Kornia's parameter names to arrays [B, ...] on the host
 Rule = Callable[[Float, Size], Params]  # uniforms [B, n] (without the gate's) to parameters
 Alternatives = tuple[Params, ...]
 Tensors = dict[str, Tensor]  # Kornia's parameter names to tensors [B, ...]
@@ -32,12 +30,12 @@ class Chosen:
     """Choices and parameters of one operation for each sample of a batch.
 
     Attributes:
-        choice: int64 [B, S]: for each slot, the alternative that the sample takes; -1: none.
-        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every row is valid, even
-            if the sample takes another alternative. Slots and alternatives may share one dictionary.
+        choice: int64 [B, S], the alternative that the sample takes in each slot; -1: none.
+        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every row is valid. Slots
+            and alternatives may share one dictionary.
         keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
-        weights: float32 [B, 1 + chains] for an operation with chains: the part of the mixture that comes from chains,
-            and the share of each chain in this part; None for other operations.
+        weights: float32 [B, 1 + chains]: the part of the mixture that comes from chains, and the share of each chain in
+            this part. None for an operation without chains.
     """
 
     choice: Int
@@ -56,16 +54,14 @@ class Prepared:
         slots: S slots, applied one after the other. Each slot is a tuple of alternatives: private copies of modules
             with ``p = 1``, because ``Chosen.choice`` already contains the gate's result.
         count: number of uniforms per sample. The first is for the gate, if there is one.
-        rule: function of uniforms [B, count] and (H, W) that returns ``choice`` and ``params`` (and ``weights``).
+        rule: function from uniforms [B, count] and (H, W) to ``choice``, ``params`` and, with chains, ``weights``.
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
-        seeded: None, or the reason why gpuaug has no rule. Without a rule, the module runs on one sample at a time and
-            keeps its own ``p``. It uses torch's global generator, which is seeded with the sample's key before and
-            restored afterwards.
-        members: the operations that a OneOf chooses from, prepared; () for other operations.
-        chains: number of chains. 0: the slots are applied one after the other. Otherwise ``slots`` holds the slots of
-            all chains, chain after chain. Each chain starts from the unchanged image, the results are mixed
-            (chains.py), and the rule also returns the weights.
-        rounds_twice: True: the mixture is rounded twice, as in timm. False: it is rounded once, as in torchvision.
+        seeded: None, or the reason why gpuaug has no rule. The module then keeps its own ``p`` and runs on one sample
+            at a time. The global generators are seeded with the sample's key, and restored afterwards.
+        members: the prepared operations that a OneOf chooses from; () for other operations.
+        chains: number of chains, or 0. ``slots`` holds the slots of all chains, chain after chain. Each chain starts
+            from the unchanged image, and the results are mixed (chains.py).
+        rounds_twice: True: the mixture is rounded twice, as in timm. False: once, as in torchvision.
     """
 
     name: str
@@ -80,7 +76,7 @@ class Prepared:
     rounds_twice: bool = False
 
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
-        """Draw choices from uniforms float32 [B, count], image size (H, W) and, if ``keyed``, keys int64 [B, 2]."""
+        """Draw choices from uniforms float32 [B, count], the image size (H, W) and, if ``keyed``, keys int64 [B, 2]."""
         choice, params, *weights = self.rule(u, size)
         return Chosen(choice, params, keys, *weights)
 

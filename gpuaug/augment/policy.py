@@ -1,8 +1,7 @@
 """Prepares the operations of a recipe: checks them and selects the rules that draw their parameters and choices.
 
-Kornia's RandAugment, TrivialAugment and AutoAugment choose their operations once per batch. Here each sample has its
-own choice. Operations, magnitudes and signs are Kornia's: with the same choice and parameters, Kornia's policy gives
-bit-identical pixels.
+Kornia's policies choose operations once per batch. Here, each sample has its own choice. Operations, magnitudes and
+signs are Kornia's.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class OneOf:
     """Chooses one of several operations for each sample, all equally likely. Use it as an entry of a recipe's ``ops``.
 
     Args:
-        ops: mapping of names to operations. A chosen operation still applies its own ``p``. Entries that are
-            None are skipped.
+        ops: mapping of names to operations; None skips an entry. A chosen operation still applies its own ``p``.
         p: probability that one of the operations is chosen for a sample.
 
     >>> import gpuaug, kornia.augmentation as K
@@ -55,7 +53,7 @@ class OneOf:
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
-    """Prepare the operations of a mapping, in its order. Entries that are None are skipped."""
+    """Prepare the operations of a mapping, in its order."""
     if ops is not None and not isinstance(ops, Mapping):
         raise ConfigError(
             f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}. "
@@ -72,11 +70,7 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
 def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     """Prepare a Kornia operation or policy, a OneOf, or any module that maps float [B, 3, H, W] to the same shape.
 
-    A module with the attribute ``uniforms = n`` runs on whole batches. It gets the images and, if n > 0, n random
-    numbers for each image. Any other module without a rule runs on one image at a time.
-
-    Raises:
-        ConfigError: a setting makes samples depend on their batch, or the module does not belong in ``ops``.
+    A module with the attribute ``uniforms = n`` runs on whole batches, with n random numbers for each image.
     """
     key = f"{path}.{name}"
     if isinstance(op, OneOf):
@@ -107,20 +101,16 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
-    """Prepare a :class:`OneOf`. Each slot contains the alternatives of all operations to choose from."""
+    """Prepare a :class:`OneOf`. Each slot contains the alternatives of all members."""
     members = prepare_all(op.ops, path=f"{key}.ops")
     if not members:
         raise ConfigError(f"`{key}.ops` must have at least one operation. Found: none. Add one or remove `{key}`.")
     checks.number(f"{key}.p", op.p, 0, 1)
     for member in members:
-        if member.seeded is not None:
+        reason = "it mixes several chains" if member.chains else member.seeded
+        if reason is not None:
             raise ConfigError(
-                f"`{key}.ops.{member.name}` cannot be chosen per sample: {member.seeded}. Found: "
-                f"{type(member.op).__name__}. Make it a separate entry of `augment.ops`."
-            )
-        if member.chains:
-            raise ConfigError(
-                f"`{key}.ops.{member.name}` cannot be chosen per sample: it mixes several chains. Found: "
+                f"`{key}.ops.{member.name}` cannot be chosen per sample: {reason}. Found: "
                 f"{type(member.op).__name__}. Make it a separate entry of `augment.ops`."
             )
     slots = tuple(
@@ -133,18 +123,18 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
 
 
 def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw the rule's parameters. The operation changes a sample if the sample's first uniform is below ``p``."""
+    """Draw the rule's parameters. The first uniform is for the gate."""
     choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
     return choice, ((rule(u[:, 1:], size),),)
 
 
 def _given(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose every sample, and pass its uniforms unchanged, if the operation has uniforms."""
+    """Choose every sample, and pass the uniforms to the module."""
     return np.zeros((len(u), 1), dtype=np.int64), (({"uniforms": u} if u.shape[1] else {},),)
 
 
 def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose a member for each sample whose first uniform is below ``p``. The second uniform selects the member."""
+    """Choose a member for each sample. The first uniform is for the gate, the second selects the member."""
     which = pick(u[:, 1], len(members))
     which[u[:, 0] >= np.float32(p)] = -1
     choice = np.full((len(u), max(len(m.slots) for m in members)), -1, dtype=np.int64)
@@ -185,17 +175,13 @@ def _member(operation: Any, key: str, magnitude: Any = None) -> Member:
 def _magnified(
     u: Float, size: Size, *, rule: Rule, factor: str | None, magnitude: Any, mapping: Any, symmetric: bool
 ) -> Params:
-    """Draw the rule's parameters, and compute the parameter ``factor`` as Kornia's policies do.
-
-    Its value is ``magnitude`` or, if that is None, the value that the rule drew. Then Kornia's ``mapping`` and, if
-    ``symmetric``, a random sign are applied. If ``factor`` is None, no parameter is changed.
-    """
+    """Draw the rule's parameters, and compute the parameter ``factor`` from ``magnitude`` as Kornia's policies do."""
     params = rule(u[:, 1:], size)
     if factor is None:
         return params
     value = params[factor]
     if magnitude is not None:
-        # The given magnitude of a translation is a fraction of the image's width or height.
+        # the given magnitude of a translation is a fraction of the image's width or height
         pixels = {"translate_x": size[1], "translate_y": size[0]}.get(factor, 1)
         value = np.full(len(u), magnitude * np.float32(pixels), dtype=np.float32)
     if mapping is not None:
@@ -225,7 +211,7 @@ def _distinct(
         choice = np.argsort(u[:, :first], axis=1, kind="stable")[:, :slots].astype(np.int64)
     else:
         choice = pick(u[:, :1], len(members))
-    # One call covers all slots, because a call for two slots takes about as long as a call for one.
+    # one call covers all slots, because a call for two slots takes about as long as a call for one
     blocks = u[:, first : first + slots * width].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
     drawn = [rule(blocks, size) for _, _, rule in members]
     rows = [slice(slot * len(u), (slot + 1) * len(u)) for slot in range(slots)]
@@ -261,7 +247,7 @@ def _paths(
 
 
 def _magnitude(op: Any, operation: Any) -> Any:
-    """RandAugment's magnitude for one operation, computed as in Kornia; None if the operation has no magnitude."""
+    """RandAugment's magnitude for one operation, as in Kornia; None if the operation has no magnitude."""
     if operation.magnitude_range is None:
         return None
     low, high = operation.magnitude_range

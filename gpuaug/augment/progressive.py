@@ -16,16 +16,13 @@ from gpuaug.random.keyed import EPOCHS
 
 
 class Progressive(ReadOnly):
-    """Uses another recipe from certain epochs on, for example larger images and stronger operations.
+    """Uses another recipe from certain epochs on, for example larger images, as EfficientNetV2 does (arXiv:2104.00298).
 
-    Training with growing images is known from EfficientNetV2 (arXiv:2104.00298), as progressive learning. All
-    stages must have the same views: equal names, in the same order, with equal ``copies``. All other settings may
-    differ.
+    All stages must have the same views: equal names, in the same order, with equal ``copies``.
 
     Args:
-        stages: maps the first epoch of each stage to the recipe of the stage, an :class:`Augment` or
-            :class:`MultiView`. One stage must begin with epoch 0. An epoch may be a string of digits, as in YAML. An
-            entry whose recipe is None is skipped.
+        stages: maps the first epoch of each stage to an :class:`Augment` or :class:`MultiView`. One stage must begin
+            with epoch 0. An epoch may be a string of digits, as in YAML. None skips an entry.
         backend: ``fused`` or ``kornia`` for all stages; None: each stage keeps its own backend.
 
     >>> import gpuaug
@@ -84,16 +81,13 @@ class Progressive(ReadOnly):
 
     @property
     def main_thread(self) -> bool:
-        """Whether an operation of any stage uses torch's global generator."""
+        """Whether an operation of any stage uses the global generators."""
         return any(stage.main_thread for stage in self.stages.values())
 
     def check_unchanged(self, *, quick: bool = False) -> None:
-        """Check that all stages have the same settings as when they were created.
+        """Raise ReadOnlyError if settings changed since a stage was created. The change would have no effect.
 
         ``quick`` skips a view if no attribute was assigned since the last check.
-
-        Raises:
-            ReadOnlyError: a setting was changed. The change would have no effect.
         """
         for first, stage in self.stages.items():
             stage.check_unchanged(quick=quick, key=f"augment.stages.{first}")
@@ -103,16 +97,12 @@ class Progressive(ReadOnly):
         return {"stages": [{"name": str(first), **stage.fingerprint()} for first, stage in self.stages.items()]}
 
     def forward(self, images: Tensor, *, epoch: int = 0, **given: Any) -> Any:
-        """Apply the stage of an epoch to a decoded batch.
+        """Apply the stage of an epoch to a decoded batch. Returns what :class:`Augment`'s ``forward`` returns.
 
         Args:
             images: uint8 [B, 3, H, W] or [B, H, W, 3].
             epoch: number of the epoch.
             given: other arguments of :class:`Augment`'s ``forward``, such as ``seed``, ``indices`` and ``masks``.
-
-        Returns:
-            what the stage's recipe returns: [B, 3, h, w], or a list of such tensors if the recipe has several views.
-            With masks, boxes or keypoints, the recipe also returns the moved targets.
         """
         return self.at(epoch)(images, epoch=epoch, **given)
 

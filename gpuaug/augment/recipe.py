@@ -1,16 +1,6 @@
 """Recipes: objects that augment images.
 
-``Augment`` has one set of settings and makes one or more random views of each image with them. ``MultiView`` combines
-several ``Augment`` objects.
-
-takes: uint8 images [B, H, W, 3] per view on the device, and (seed, epoch, indices, repeats) for the random numbers.
-does: draws the random numbers of all operations and views in one call, and computes the crop windows that the decoder
-uses. Then the chosen backend applies the operations and the normalization, and casts the result once.
-gives: float [B, 3, H, W] per view.
-
-A sample's random numbers and pixels do not depend on other samples of the batch, other views or other operations. A
-sample's pixels are bit-identical in every batch. The exception is ``backend="kornia"`` on CUDA, where they differ by up
-to 2e-6.
+A sample's random numbers and pixels do not depend on other samples of the batch, other views or other operations.
 """
 
 from __future__ import annotations
@@ -68,27 +58,19 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """All random numbers of a batch, for all views.
+    """All random numbers of a batch, for all views."""
 
-    The keys of both mappings are (view, copy, operation or "crop"). The values of ``uniforms`` are float32 [B, n], and
-    those of ``keys`` are int64 [B, 2]. ``seed``, ``epoch``, ``indices`` and ``repeats`` are the arguments of ``draw``;
-    crops need them if they draw again.
-    """
-
-    uniforms: Mapping[tuple[str, int, str], Float]
-    keys: Mapping[tuple[str, int, str], Int]
-    seed: int = 0
+    uniforms: Mapping[tuple[str, int, str], Float]  # (view, copy, operation or "crop") to float32 [B, n]
+    keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
+    seed: int = 0  # this and the next are the arguments of `draw`, for crops that draw again
     epoch: int = 0
     indices: Int | None = None
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
-        """Draw the uniforms of round ``number`` for the crop of a view: float32 [n, count], a row for each of ``rows``.
-
-        Each round has its own stream. No operation has the name of this stream, because operation names contain no null
-        character.
-        """
+        """Draw the uniforms of round ``number`` for a view's crop: float32 [n, count], for n ``rows``."""
         assert self.indices is not None
+        # operation names contain no null character
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
         repeats = None if self.repeats is None else self.repeats[rows]
         drawn = uniforms((stream,), seed=self.seed, epoch=self.epoch, indices=self.indices[rows], repeats=repeats)
@@ -117,23 +99,20 @@ class RecipeBase(ReadOnly):
     views: list[View]
 
     def at(self, epoch: int) -> Self:
-        """The recipe of ``epoch``: always this object. Only a :class:`~gpuaug.Progressive` changes its recipe."""
+        """Return the recipe of ``epoch``: always this object."""
         return self
 
     @property
     def stages(self) -> Mapping[int, Self]:
-        """Maps the first epoch of each stage to its recipe. Here, one stage begins at epoch 0: this recipe."""
+        """Maps the first epoch of each stage to its recipe. Only a :class:`~gpuaug.Progressive` has several stages."""
         return {0: self}
 
     def check_unchanged(self, *, quick: bool = False, key: str = "augment") -> None:
-        """Check that crop, operations and normalization have the same settings as when the recipe was created.
+        """Raise ReadOnlyError if settings changed since the recipe was created. The change would have no effect.
 
         Args:
             quick: skip a view if no attribute was assigned since the last check. This misses changes inside tensors.
             key: the configuration key of this recipe, for messages.
-
-        Raises:
-            ReadOnlyError: a setting was changed. The change would have no effect.
         """
         for view in (v for v in self.views if v.copy == 0):
             augment, values = view.augment, view.augment._values()
@@ -149,7 +128,7 @@ class RecipeBase(ReadOnly):
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
-        """The streams of random numbers that one batch needs."""
+        """The streams of random numbers that a batch needs."""
         return tuple(
             Stream(view.name, view.copy, name, count)
             for view in self.views
@@ -161,15 +140,13 @@ class RecipeBase(ReadOnly):
 
     @property
     def main_thread(self) -> bool:
-        """Whether an operation uses torch's global generator. Such a recipe must run in the iterating thread."""
+        """Whether an operation uses the global generators. Such a recipe must run in the iterating thread."""
         return any(p.seeded is not None for view in self.views for p in view.augment.prepared)
 
     def draw(
         self, *, seed: int, epoch: int, indices: Int | Tensor | Sequence[int], repeats: Int | None = None
     ) -> Drawn:
-        """Draw the random numbers of a batch.
-
-        The numbers of a sample depend only on (seed, epoch, index, repeat, view, operation).
+        """Draw the random numbers of a batch. They depend only on seed, epoch, index, repeat, view and operation.
 
         Args:
             seed: any integer.
@@ -196,17 +173,12 @@ class RecipeBase(ReadOnly):
         objects: Objects | None = None,
         masks: Sequence[NDArray[Any] | None] | None = None,
     ) -> list[CropWindows]:
-        """Compute the crop windows of each view for the images of a batch.
+        """Compute the crop windows of each view.
 
         Args:
             drawn: the batch's random numbers.
             heights, widths: int64 [B], image sizes after EXIF orientation.
-            objects: the boxes of all samples, for crops that need ``boxes``.
-            masks: B label arrays [h, w] after EXIF orientation, for crops that need ``masks``; None for a sample that
-                cannot be decoded.
-
-        Raises:
-            ConfigError: the images differ in size and there is no crop, or the crop does not fit the images.
+            objects, masks: the boxes of all samples, and a label array [h, w] or None per sample, if a crop needs them.
         """
         windows = []
         for view in self.views:
@@ -229,11 +201,8 @@ class RecipeBase(ReadOnly):
     ) -> Any:
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
-        ``drawn``: the batch's random numbers; ``chosen``: the result of :meth:`choose`, if it is already known;
-        ``memory_format``: the memory format of the result.
-
-        ``nn.Module.apply`` has the same name, and a model that contains the recipe calls it with one function as the
-        only argument. So without ``drawn``, this method calls ``nn.Module.apply``.
+        ``drawn``: the batch's random numbers; without them, this method is ``nn.Module.apply``. ``chosen``: the result
+        of :meth:`choose`, if it is known. ``memory_format``: the memory format of the result.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
@@ -281,8 +250,7 @@ class RecipeBase(ReadOnly):
             labels: for each image [n], class numbers of the objects; None: 0 for all objects.
             keypoints: for each image [n, K, 3], (x, y, visibility).
             targets: rules for masks, boxes and keypoints; None: the defaults of :class:`~gpuaug.Targets`.
-            seed: any integer. None: 0 if ``indices`` are given. Otherwise each call makes a new seed from torch's
-                default CPU generator, the rank and the number of the DataLoader worker.
+            seed: any integer. None: 0 if ``indices`` are given, else a new seed from torch's default CPU generator.
             epoch: number of the epoch.
             indices: [B], sample numbers. None: 0 .. B-1, so calls with the same ``seed`` give the same result.
             dtype: float32, bfloat16 or float16.
@@ -293,7 +261,6 @@ class RecipeBase(ReadOnly):
             ``(images, targets)``, where ``targets`` is a :class:`~gpuaug.BatchTargets`, or a list of them.
 
         Raises:
-            ConfigError: an argument has a wrong type, shape or value.
             ReadOnlyError: settings were changed after the recipe was created.
         """
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
@@ -305,15 +272,7 @@ class RecipeBase(ReadOnly):
         )
 
     def _call(
-        self,
-        images: Any,
-        given: dict[str, Any],
-        *,
-        seed: int | None,
-        epoch: int,
-        indices: Any,
-        dtype: torch.dtype,
-        memory_format: torch.memory_format,
+        self, images: Any, given: dict[str, Any], *, seed: int | None, epoch: int, indices: Any, **output: Any
     ) -> Any:
         self.check_unchanged(quick=True)
         images = _channels_last(images)
@@ -342,25 +301,23 @@ class RecipeBase(ReadOnly):
                     raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give one, too.")
             windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T)
         cut = [_cut(images, each) for each in windows]
-        made = self.apply(cut, drawn, chosen=chosen, dtype=dtype, memory_format=memory_format)
+        made = self.apply(cut, drawn, chosen=chosen, **output)
         if moved is None:
             return made[0] if len(made) == 1 else made
         return (made[0], moved[0]) if len(made) == 1 else (made, moved)
 
 
 class Augment(RecipeBase):
-    """A recipe for one view: crop, operations, normalization. ``copies`` makes several random views of each sample.
+    """A recipe: crop, operations, normalization. ``copies`` makes several random views of each sample.
 
-    The constructor reads the settings of crop and operations once. It never modifies the given operations.
-    ``train()`` and ``eval()`` have no effect.
+    The constructor reads the settings of crop and operations once. ``train()`` and ``eval()`` have no effect.
 
     Args:
         crop: gpuaug.RandomResizedCrop or another gpuaug crop. None: no crop; all images must have the same size.
         ops: mapping of names to ``kornia.augmentation`` operations, applied in this order. None skips an entry.
         normalize: gpuaug.Normalize; None: pixels stay in 0..1.
         copies: number of views. Each view has its own random numbers.
-        backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference). Both use the same
-            random numbers.
+        backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference).
 
     >>> import torch, gpuaug, kornia.augmentation as K
     >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})
@@ -387,7 +344,7 @@ class Augment(RecipeBase):
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, BACKENDS)
-        # Prepared operations are not registered as submodules, because `.to()` would convert Kornia's samplers.
+        # not registered as submodules, because `.to()` would convert Kornia's samplers
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
         check_place({p.name: p.op for p in self.prepared}, normalize)
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
@@ -440,10 +397,9 @@ class Augment(RecipeBase):
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
-        """Apply operations and normalization to one view.
+        """Augment ``images``, the cropped uint8 [B, H, W, 3] of one view, and return [B, 3, H, W].
 
-        ``images`` are cropped, uint8 [B, H, W, 3]; the result is [B, 3, H, W]. ``chosen`` holds the choices of every
-        operation; ``output`` holds ``dtype`` and ``memory_format``.
+        ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
         """
         if self._executor is None:
             kind = ReferenceBackend if self.backend == "kornia" else FusedBackend
@@ -463,13 +419,12 @@ class Augment(RecipeBase):
 
 
 class MultiView(RecipeBase):
-    """Applies several recipes to each image.
+    """Applies several recipes to each image, which is decoded once.
 
-    Each image is decoded once. The results have the order of ``views``, and the copies of one view are adjacent.
+    The results have the order of ``views``, and the copies of one view are adjacent.
 
     Args:
-        views: mapping of names to :class:`Augment`. The random numbers of a view depend on its name. An entry that is
-            None is skipped.
+        views: mapping of names to :class:`Augment`; None skips an entry. A view's random numbers depend on its name.
         backend: ``fused`` or ``kornia`` for all views; None: each view keeps its own backend.
 
     >>> import gpuaug
@@ -517,7 +472,7 @@ class MultiView(RecipeBase):
 
 
 def _whole_images(heights: Int, widths: Int) -> CropWindows:
-    """Windows that hold the whole images, for a view without a crop."""
+    """The windows of a view without a crop."""
     sizes = np.stack([heights, widths], axis=1).astype(np.int32)
     known = sizes[:, 0] > 0  # a sample that cannot be decoded has size 0
     sizes[~known] = sizes[known.argmax()] if known.any() else 1
@@ -533,7 +488,6 @@ def _whole_images(heights: Int, widths: Int) -> CropWindows:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    """Check the dtype of the output; text such as ``float16`` is accepted too."""
     dtype = getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
@@ -541,7 +495,6 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _channels_last(images: Any) -> Tensor:
-    """Return uint8 images [B, 3, H, W] or [B, H, W, 3] as [B, H, W, 3]."""
     wanted = "`images` must be a uint8 tensor [B, 3, H, W] or [B, H, W, 3]"
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
         given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__

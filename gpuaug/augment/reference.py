@@ -1,20 +1,7 @@
 """``backend="kornia"``: applies Kornia's own modules to the chosen samples, with gpuaug's parameters.
 
-takes: uint8 [B, H, W, 3] on the device, and one :class:`Chosen` per operation.
-does: converts to float32 [B, 3, H, W] in 0..1. An operation has slots, which run one after the other, and each slot has
-alternative modules. For each module, this backend gathers the rows that chose it, runs the module on them and writes
-the results back. Then it normalizes and casts once.
-gives: [B, 3, H, W].
-
-This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. For this, a
-single row is duplicated before the module runs. Without the duplicate, torch would split the mean of a single image
-across threads and would use another convolution kernel for a single small image, so the last bits would differ.
-Operations whose :class:`~gpuaug.augment.ops.entry.Entry` has ``one_by_one`` run row by row instead.
-
-On CUDA, a sample's results in different batches differ by up to 2e-6, because torch sums an image's mean in an order
-that depends on the number of images. Matrix products and convolutions run in float64 there. In float32, torch's
-convolutions use TF32 by default, which keeps only 10 bits of a pixel (error 5e-4 in a median blur). TF32 is not
-switched off, because this setting belongs to the whole process and would change the training.
+This backend is the reference and is slow. On the CPU, a sample's result is bit-identical in every batch. On CUDA,
+results in different batches differ by up to 2e-6, because torch's order of sums depends on the number of images.
 """
 
 from __future__ import annotations
@@ -43,7 +30,7 @@ logger = logging.getLogger("gpuaug")
 
 
 class ReferenceBackend:
-    """Runs a recipe's prepared operations in order through Kornia, then ``normalize`` (if not None), in float32."""
+    """Runs a recipe's prepared operations in order through Kornia, then ``normalize``, in float32."""
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
         self.ops = tuple(ops)
@@ -57,7 +44,7 @@ class ReferenceBackend:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
-        """Map uint8 [B, H, W, 3] to [B, 3, H, W] of the given dtype and format. Computes in float32, casts once."""
+        """Map uint8 [B, H, W, 3] to [B, 3, H, W]. ``chosen``: the choices of each operation."""
         # the caller's autocast would run matrix products and convolutions in half precision
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             x = unit(images)
@@ -78,8 +65,7 @@ def unit(images: Tensor) -> Tensor:
 def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
     """Apply one operation to ``x``, float32 [B, 3, H, W], which may be overwritten.
 
-    Raises:
-        ConfigError: Kornia's operation rejects the images, for example if a blur's kernel is larger than the images.
+    Raise ConfigError if Kornia's operation rejects the images, for example because they are too small.
     """
     shape = list(x.shape)
     try:
@@ -112,7 +98,11 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
 
 
 def exact_products(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which float32 matrix products and convolutions on CUDA are computed in float64, without TF32."""
+    """A context in which float32 matrix products and convolutions on CUDA are computed in float64.
+
+    By default, torch's convolutions use TF32, which keeps only 10 bits of a pixel (error 5e-4 in a median blur).
+    Switching TF32 off would change the training, because this setting belongs to the whole process.
+    """
     return _Float64Products() if device.type == "cuda" else nullcontext()
 
 
@@ -143,9 +133,7 @@ class _Float64Products(TorchFunctionMode):
         return y.float() if narrow else y
 
 
-# On the CPU, a module gets at most this many bytes of images per call (but at least two images). With more, temporary
-# results do not fit into the CPU's cache.
-CACHED_BYTES = 4 << 20
+CACHED_BYTES = 4 << 20  # of images per call on the CPU; with more, temporary results do not fit into the CPU's cache
 
 
 def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
@@ -161,7 +149,8 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
             x = _apply_rows(x, module, some, params, keys)
         return x
     count, whole = len(rows), 1 < len(rows) == len(x)
-    group = np.repeat(rows, 2) if count == 1 else rows  # duplicate a single row
+    # A single row is duplicated: with one image, the last bits of torch's means and convolutions would differ.
+    group = np.repeat(rows, 2) if count == 1 else rows
     values = _values(params, rows=group)
     if keys is not None:
         key, size = torch.from_numpy(keys[group]).to(x.device, non_blocking=True), (x.shape[2], x.shape[3])
@@ -180,9 +169,8 @@ def _values(params: Params, *, rows: Int) -> dict[str, Tensor]:
 def _apply_users(x: Tensor, op: Prepared, module: Any, rows: Int, params: Params) -> Tensor:
     """Run a user's module once on all chosen rows, with the random numbers of each row."""
     number = _batches[module] = _batches.get(module, 0) + 1
-    group = np.repeat(rows, 2) if len(rows) == 1 else rows  # duplicate a single row, as for Kornia's modules
-    # a copy, which the module may modify
-    images = x.index_select(0, torch.from_numpy(group).to(x.device, non_blocking=True))
+    group = np.repeat(rows, 2) if len(rows) == 1 else rows  # as in _apply_rows
+    images = x.index_select(0, torch.from_numpy(group).to(x.device, non_blocking=True))  # the module may modify it
     uniforms = [u.to(x.device, non_blocking=True) for u in tensors(params, group).values()]
     some = slice(min(CHECKED_SAMPLES, len(group)))
     given = images[some].clone() if number <= CHECKED_BATCHES else None
@@ -225,7 +213,7 @@ def _seeded(op: Prepared, image: Tensor, seed: int) -> Tensor:
 
 
 def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
-    """Return ``y``, the result of a user's module. Raise ConfigError unless it has this shape and is floating-point."""
+    """Return ``y``, the result of a user's module, if it has this shape and is floating-point."""
     if not isinstance(y, Tensor) or list(y.shape) != shape or not y.is_floating_point():
         given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ConfigError(

@@ -1,11 +1,5 @@
 """Crops for segmentation and detection: random scale, letterbox, and the IoU crop of SSD.
 
-takes: uniforms float32 [B, count], heights and widths int64 [B] after EXIF orientation. Some crops also need boxes
-or masks.
-does: computes the crops of torchvision, mmsegmentation and YOLO, for the whole batch at once.
-gives: :class:`CropWindows`, like the crops in crop.py. Its integers describe the crop exactly, so boxes and keypoints
-move exactly as the pixels do.
-
 torchvision's formulas are computed in float32, as in torchvision. So the same uniforms give the same integers.
 """
 
@@ -39,7 +33,6 @@ from gpuaug.random.keyed import Float, pick, scale
 
 LARGEST_SCALE = 100.0  # maximum of `scale` and `zoom_out`; a larger value is surely a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
-_Mask = NDArray[Any] | None
 
 
 def _missing(crop: Crop, target: str, remedy: str) -> ConfigError:
@@ -59,12 +52,12 @@ class RandomScaleCrop(Crop):
 
     - torchvision's segmentation references: ``RandomScaleCrop(480, base=520)``. The shorter side is a random whole
       number from ``int(scale[0] * base)`` to ``int(scale[1] * base)``; the longer side is rounded down.
-    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. Both numbers
-      of ``base`` are multiplied by the same random factor and rounded down. They limit the longer and the shorter side
-      of the image. The image gets the largest size within these limits; its sides are rounded to nearest.
+    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. Both numbers of ``base`` are
+      multiplied by the same random factor and rounded down. They limit the longer and the shorter side. The image gets
+      the largest size within these limits; its sides are rounded to nearest.
     - large scale jitter (arXiv:2012.07177; torchvision's ``ScaleJitter`` and ``FixedSizeCrop``):
-      ``RandomScaleCrop(1024, scale=(0.1, 2.0), base=None, anchor="diagonal")``. The image is fitted into ``size``
-      and multiplied by a random factor; its sides are rounded down.
+      ``RandomScaleCrop(1024, scale=(0.1, 2.0), base=None, anchor="diagonal")``. The image is fitted into ``size`` and
+      multiplied by a random factor; its sides are rounded down.
 
     Args:
         size: output (H, W); an int is a square.
@@ -72,12 +65,11 @@ class RandomScaleCrop(Crop):
         base: size at a factor of 1. An int: the shorter side. Two ints: limits of the longer and the shorter side.
             None: the largest size that fits into ``size``.
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
-        anchor: position of the crop. The resized image has free rows and columns if it is larger than ``size``.
-            ``random``: the crop's top row and left column are drawn independently. ``diagonal``: one fraction is drawn;
-            the top row is this fraction of the free rows, the left column is this fraction of the free columns.
+        anchor: position of the crop in a resized image that is larger than ``size``. ``random``: top and left are drawn
+            independently. ``diagonal``: one fraction is drawn for both, as in ``FixedSizeCrop``.
         cat_max_ratio: mmsegmentation's rule, 0 < cat_max_ratio <= 1. If a class covers at least this share of the
-            crop's pixels, or if the crop has only one class, another position is drawn, up to 10 times. Pixels with
-            the label ``ignore`` do not count. 1 switches the rule off; the crop then needs no masks.
+            crop's pixels, or if the crop has only one class, another position is drawn, up to 10 times. 1 switches the
+            rule off; the crop then needs no masks.
         ignore: the label of the pixels that do not count for ``cat_max_ratio``.
         interpolation: ``bilinear`` or ``bicubic``.
 
@@ -112,7 +104,7 @@ class RandomScaleCrop(Crop):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Number of uniforms: one for the factor, then two for each position (row and column)."""
+        """Number of uniforms: one for the factor, then two for each position."""
         return 3 + 2 * self.REDRAWS * (self.cat_max_ratio < 1)
 
     @property
@@ -152,7 +144,7 @@ class RandomScaleCrop(Crop):
         return np.clip(np.stack([h, w], axis=1), 1, _INT32_MAX).astype(np.int64)
 
     def _corner(self, u: Float64, free: Int64) -> Int64:
-        """Top left corner of the crop in the resized image, int64 [B, 2]."""
+        """Top and left of the crop in the resized image, int64 [B, 2]."""
         if self.anchor == "random":
             return integers(u, free)
         return (free.astype(np.float32) * u[:, :1].astype(np.float32)).astype(np.int64)  # like FixedSizeCrop
@@ -203,21 +195,19 @@ def _base(value: Any, scales: tuple[float, float]) -> int | tuple[int, int] | No
 class Letterbox(Crop):
     """Fits the whole image into ``size``, keeps its aspect ratio and pads the rest, as YOLO does.
 
-    The image is resized by ``r = min(H / h, W / w)`` to ``round(h * r)`` and ``round(w * r)`` pixels. A half is
-    rounded to the even number, and each side is at least 1. If the image is centred and the number of added rows or
-    columns is odd, the extra row is at the bottom, and the extra column at the right.
+    The image is resized by ``r = min(H / h, W / w)``. Its sides are rounded half to even. If the image is centred and
+    the number of added rows or columns is odd, the extra row is at the bottom, and the extra column at the right.
 
-    With ``shorter``, this crop equals the resizing inside torchvision's detectors: both sides are rounded down, and
-    ``r = min(shorter / min(h, w), H / h, W / w)``.
+    With ``shorter``, ``r = min(shorter / min(h, w), H / h, W / w)``, and both sides are rounded down. This equals the
+    resizing inside torchvision's detectors.
 
     Args:
         size: output (H, W); an int is a square.
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
         centre: True: the image lies in the middle of the output. False: the image lies at the top left.
         upscale: whether an image that is smaller than ``size`` is enlarged.
-        shorter: length of the shorter side after resizing. If the image would then not fit into ``size``, the image is
-            made smaller until it fits. A list: one of its values is drawn for each sample. None: the image is made as
-            large as ``size`` allows.
+        shorter: length of the shorter side after resizing, if the image then fits into ``size``. A list: one of its
+            values is drawn for each sample. None: the image is made as large as ``size`` allows.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> Letterbox(640)
@@ -278,28 +268,26 @@ class RandomIoUCrop(Crop):
     """Zooms out, crops a part that overlaps an object, and resizes the crop, as SSD does (arXiv:1512.02325).
 
     Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``, applied in this order. Zooming out
-    places the image on a larger canvas, whose border has the value ``fill``; otherwise the canvas is the image. The
-    aspect ratio is not kept. Objects whose centre is outside the crop do not count, and the target stage removes them.
+    places the image on a larger canvas, whose border has the value ``fill``; otherwise the canvas is the image. Objects
+    whose centre is outside the crop are removed.
 
     torchvision repeats until it finds a crop. Here, a sample has at most 16 rounds of ``trials`` crops. If no crop fits
-    (0.03 % of images), the sample's image is not cropped. An image without boxes is not cropped either.
+    (0.03 % of images), the image is not cropped. An image without boxes is not cropped either.
 
-    If the crop contains a part of the border, gpuaug rounds the edges of the image in the output to whole pixels. So
-    these edges differ from torchvision's by at most half a pixel. If the image would be smaller than one pixel, they
-    differ by at most one pixel.
+    If the crop contains a part of the border, the edges of the image in the output are rounded to whole pixels. These
+    edges differ from torchvision's by at most one pixel.
 
     Args:
         size: output (H, W); an int is a square.
-        min_scale: smallest height and width of the crop, as fractions of the canvas's height and width,
-            0 < min_scale <= max_scale.
-        max_scale: largest height and width of the crop, as fractions of the canvas's height and width, at most 1.
+        min_scale: smallest height and width of the crop as fractions of the canvas's, 0 < min_scale <= max_scale.
+        max_scale: largest height and width of the crop as fractions of the canvas's, at most 1.
         min_aspect_ratio: smallest width / height of the crop in pixels.
         max_aspect_ratio: largest width / height of the crop in pixels.
         sampler_options: list of minimum IoUs. Each round draws one of them, and the IoU of the crop and at least one
             object must reach it. If 1 or more is drawn, the image is not cropped. None: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops per round, 1..1000.
-        zoom_out: smallest and largest random factor from the image's height and width to the canvas's,
-            1 <= min <= max <= 100. None: no zooming out.
+        zoom_out: smallest and largest factor from the image's sides to the canvas's, 1 <= min <= max <= 100. None: no
+            zooming out.
         zoom_p: probability of zooming out.
         fill: value of the border, 0..255; a list of three is (red, green, blue).
         p: probability of the IoU crop.
@@ -347,11 +335,7 @@ class RandomIoUCrop(Crop):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Number of uniforms of a round.
-
-        These are: the gates of crop and zoom, the zoom's factor, the image's column and row on the canvas, the option,
-        and then four for each trial.
-        """
+        """Number of uniforms: gates of crop and zoom, zoom factor, column, row, option, and four per trial."""
         return 6 + 4 * self.trials
 
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
@@ -379,7 +363,7 @@ class RandomIoUCrop(Crop):
         return self._placed(crop, corner, np.stack([heights, widths], axis=1))
 
     def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:
-        """Position (top, left) of the image on the canvas, and the canvas's (height, width): int64 [B, 2] each."""
+        """The image's position (top, left) on the canvas, and the canvas's (height, width): int64 [B, 2] each."""
         if self.zoom_out is None:
             return np.zeros_like(sizes), sizes
         factor = scale(u[:, 2:3], *self.zoom_out)
@@ -391,10 +375,7 @@ class RandomIoUCrop(Crop):
     def _rounds(
         self, u: Float, canvas: Int64, boxes: Float64, first: Int64, last: Int64
     ) -> tuple[NDArray[np.bool_], Int64]:
-        """Call :meth:`_round` for a few rows at a time, to limit memory.
-
-        Row i has the boxes ``first[i]:last[i]``.
-        """
+        """Call :meth:`_round` for a few rows at a time, to limit memory. Row i has the boxes ``first[i]:last[i]``."""
         counts = last - first
         group = np.cumsum(counts) * self.trials // 2**18  # 2 MB per matrix [boxes, trials], or a single row
         edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(counts)]

@@ -1,10 +1,4 @@
-"""Moves the targets of a batch with its images: objects on the host, masks on the host and then on the device.
-
-takes: :class:`EncodedBatch` with targets, headers, crop windows and the choices of every operation.
-does: composes one matrix per sample, from the annotated image to the output. Moves objects by this matrix in float64.
-Decodes masks, and samples each mask once.
-gives: one :class:`BatchTargets` per view.
-"""
+"""Moves the targets of a batch with its images: objects on the host, masks on the host and then on the device."""
 
 from __future__ import annotations
 
@@ -58,7 +52,7 @@ class Placed:
     matrices: Float64  # [B, 3, 3], from the annotated image to the output
     windows: CropWindows
     moves: list[Float64 | Field]  # matrices and displacement fields of the operations that masks still have to follow
-    masks: Tensor | None = None  # [B, H, W], set by TargetStage.decode
+    masks: Tensor | None = None  # [B, H, W], set by TargetStage.sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +68,7 @@ class TargetStage:
 
     Args:
         rules: which targets the run has, and how they are made.
-        recipe: the recipe of the images, an Augment, MultiView or Progressive. They are not imported: they import this.
+        recipe: an Augment, MultiView or Progressive; Any, because recipe.py imports this module.
         flip: for each keypoint, the index of its mirror image; None: keypoints keep their index.
         panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
     """
@@ -170,7 +164,6 @@ class TargetStage:
         """Crop and resize upright masks for every view of ``batch``.
 
         For a CPU device, and for masks of object numbers, this also applies the view's first move, if it is a matrix.
-        :meth:`finish` applies the other moves.
         """
         small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances
@@ -196,7 +189,7 @@ class TargetStage:
     def finish(
         self, batch: TargetBatch, indices: Tensor, *, bad: Sequence[int], keep: Tensor | None, device: torch.device
     ) -> list[BatchTargets]:
-        """Upload the decoded targets of every view to the device of the images.
+        """Upload the decoded targets of every view to the device of the images, and apply the other moves of masks.
 
         ``bad``: rows with a fault; their masks become ``fill``, and their objects are dropped. ``keep``: int64 [n], the
         rows to keep; None: all.
@@ -239,7 +232,6 @@ class TargetStage:
         )
 
     def _finished_masks(self, view: Placed, *, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
-        """Masks on the device. The moves that the host has not applied are applied here."""
         if view.masks is None:
             return None
         made = buffers.to_device(view.masks, device)
@@ -287,18 +279,13 @@ class TargetStage:
             _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
             if self._table is not None:  # applied now, because `map` names classes and not annotation ids
                 found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
-        for row, largest in self._too_large(found):
-            reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-            faults.append(decode_fault(row, data[row], reason))
-            found[row] = None
+        for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
+            largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
+            if largest > _LARGEST_BYTE:
+                reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+                faults.append(decode_fault(row, data[row], reason))
+                found[row] = None
         return found, sorted(faults, key=lambda fault: fault.row)
-
-    def _too_large(self, found: list[NDArray[Any] | None]) -> list[tuple[int, int]]:
-        """Row and largest value of each mask that ``targets.masks.dtype`` cannot hold."""
-        if self._dtype != torch.uint8:
-            return []
-        wide = ((row, int(m.max(initial=0))) for row, m in enumerate(found) if m is not None and m.dtype != np.uint8)
-        return [(row, largest) for row, largest in wide if largest > _LARGEST_BYTE]
 
 
 def augment_targets(
@@ -310,12 +297,9 @@ def augment_targets(
     indices: Int64,
     device: torch.device,
 ) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
-    """Move the targets of images that are already decoded. Returns crop windows, choices and targets of every view.
+    """Move the targets of decoded images. Returns crop windows, choices and targets of every view.
 
     ``recipe``, ``size`` (H, W), ``indices`` and ``device`` are those of the images; ``drawn`` are their random numbers.
-
-    Raises:
-        ConfigError: an operation moves pixels in an unknown way, or the targets do not fit the images.
     """
     for view in (view for view in recipe.views if view.copy == 0):
         check_carried(view.augment.prepared, given.rules.names)
@@ -401,8 +385,8 @@ class Given:
 
 
 def _array(value: Any) -> NDArray[Any]:
-    """The value as an array. numpy may make an array of Python objects from nested lists; a later check refuses it."""
     try:
+        # an array of objects, which numpy may make from nested lists, is refused by a later check
         return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors
         raise ConfigError(f"`masks`, `boxes`, `labels` and `keypoints` must be arrays. Found: {error}.") from error
