@@ -143,7 +143,7 @@ class Reader:
         asked: deque[Task] = deque()
         # A source with `prefetch` gets, with each batch, the numbers of the worker's next batch. Workers take turns, so
         # this is the batch `num_workers` places later.
-        lookahead = self.num_workers if getattr(self.source, "prefetch", None) is not None else 0
+        lookahead = self.num_workers if callable(getattr(self.source, "prefetch", None)) else 0
 
         def requests() -> Generator[Request, None, None]:
             known: deque[NDArray[np.int64]] = deque()

@@ -22,7 +22,7 @@ log = logging.getLogger("gpuaug")
 
 # attributes that a MapSource takes from its object
 OPTIONAL = (
-    "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "read_many", "stored",
+    "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "prefetch", "read_many", "stored",
     "target_kinds", "zero_copy",
 )  # fmt: skip
 

@@ -587,6 +587,17 @@ def test_a_torch_subset_keeps_numbers(tree):
             adapt(Subset(Plain(), bad))
 
 
+def test_a_torch_subset_announces_samples_as_its_source_does(tree):
+    class Announced(FolderSource):
+        def prefetch(self, numbers):
+            self.announced = numbers
+
+    whole = Announced(tree)
+    adapt(Subset(whole, [2, 1])).prefetch([1, 2])
+    assert whole.announced == [1, 2]
+    assert getattr(adapt(Subset(FolderSource(tree), [2, 1])), "prefetch", None) is None
+
+
 @pytest.mark.long
 def test_listing_many_files_is_fast(tmp_path):
     import time
