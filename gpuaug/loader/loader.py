@@ -54,8 +54,8 @@ class Loader(AsItIs):
             that is a :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
             False, so that all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
-            every sample once. Then DDP hangs at the end of an epoch in which a rank has one batch less. None: ``pad``
-            with several ranks, ``uneven`` with one rank.
+            every sample once. Then a rank may have one batch less than another rank, and DDP hangs. None: ``pad`` with
+            several ranks, ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
         targets: a :class:`~gpuaug.Targets`, which selects the masks, boxes and keypoints that are transformed with the
             images; None: the loader yields only images and labels.
@@ -78,7 +78,7 @@ class Loader(AsItIs):
         timeout: seconds to wait for one batch of bytes; then :class:`~gpuaug.ReadError` is raised.
         start_method: how workers start: fork, forkserver or spawn; None: Python's default.
         seed: together with the epoch, decides the order and all random parameters.
-        rank, world_size: None: torch.distributed's values when iteration starts.
+        rank, world_size: rank of this process and number of ranks; None: torch.distributed's values.
         limit_batches: maximum number of batches per epoch.
 
     Attributes:
@@ -160,7 +160,7 @@ class Loader(AsItIs):
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
-        # `replace` passes an opened cache; its attribute `settings` is the RamCache
+        # `replace` passes an opened cache, whose attribute `settings` is the RamCache.
         checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype)
@@ -291,7 +291,7 @@ class Loader(AsItIs):
 
     @property
     def prefetch_level(self) -> int:
-        """Number of finished batches that now wait."""
+        """Number of finished batches that wait for the consumer."""
         running = self._resources.running()
         return 0 if running is None else running.waiting
 
@@ -336,7 +336,7 @@ class Loader(AsItIs):
         return _Epoch(self, plan, self._count(plan))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, keep its position."""
+        """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, stay at its position."""
         _check_epoch(epoch)
         if self._next_pass == "finished":
             self._advance()
@@ -427,7 +427,7 @@ class Loader(AsItIs):
 
         ``image`` is [3, H, W], or a list of such tensors if the recipe has several views. ``label`` is an int, a float
         tensor ([] or, for multi-label, [K]) or None. With targets, the second value is a mask [H, W] if masks are the
-        only target, else a :class:`~gpuaug.BatchTargets`. With several views, it is a list of these.
+        only target, else a :class:`~gpuaug.BatchTargets`. With several views, this value is a list, too.
 
         Args:
             index: number of the sample in the source; -1 is the last of the samples that the loader uses.

@@ -298,7 +298,7 @@ class _Encode:
             return _MISSING
 
     def _example(self, failed: list[int], stale: Callable[[], bool]) -> Any:
-        """Return the label of a sample that is not in ``failed``, to learn the type of labels; 0 if none is readable."""
+        """Return the label of a sample that is not in ``failed``, to learn the type of labels; else 0."""
         active = self.source.indices
         numbers = np.arange(len(self.source)) if active is None else active.numpy()
         others = np.setdiff1d(numbers, failed)
