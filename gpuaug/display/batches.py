@@ -70,8 +70,7 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
     """A label as text: the class name, or the classes with the largest shares."""
 
     def name(number: int) -> str:
-        known = classes is not None and 0 <= number < len(classes)
-        text = str(classes[number]) if known and classes is not None else f"label {number}"
+        text = str(classes[number]) if classes is not None and 0 <= number < len(classes) else f"label {number}"
         # two names with characters that cannot be drawn could look the same
         return text if drawable(text) == text else f"{number}: {text}"
 

@@ -72,7 +72,7 @@ class Faults:
 
         Raises:
             DataError: under policy ``raise``, for the first fault.
-            FaultBudgetError: if more than ``max`` samples were bad.
+            FaultBudgetError: if the bad samples exceed ``max``.
         """
         self.count += len(faults)
         self._epoch_count += len(faults)

@@ -57,7 +57,7 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """The position after sample ``after`` in the order of ``seed`` and ``epoch``: ``order``, int64 ``[n]``.
+        """The position after sample ``after`` in ``order``, int64 ``[n]``, the order of ``seed`` and ``epoch``.
 
         ``order`` may lack sample ``after``.
         """
@@ -317,7 +317,7 @@ class EpochOrder(Sequence[Task]):
         return indices, repeats, again == 0
 
     def position(self, k: int) -> int:
-        """Number of the epoch's samples that all ranks together have consumed after ``k`` steps from ``start``."""
+        """The position of all ranks together after ``k`` steps from ``start``."""
         return self.start + min(k * self.batch_size * self.world_size, self.remaining)
 
 

@@ -27,7 +27,7 @@ class Producer(Iterator[T]):
     this object, and ends when this object is garbage-collected.
 
     Args:
-        items: the iterator. The thread calls ``items.close()`` at the end, if there is this method.
+        items: the iterator. At the end the thread calls ``items.close()``, if the iterator has this method.
         name: name of the thread.
         count: number of items that may wait while the next item is produced; None: no limit.
         max_bytes: limit of waiting bytes, for :class:`EncodedBatch` objects, which are copied to private memory. A

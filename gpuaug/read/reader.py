@@ -51,8 +51,8 @@ _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], Encod
 class Reader:
     """Reads batches in a given order, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault. The images above 16 MiB of a batch may together take 2 GiB; further images above
-    16 MiB are faults. Memory-mapped sources have no limits.
+    An image above 512 MiB is a fault. An image above 16 MiB is also a fault if with it the images above 16 MiB of the
+    batch take more than 2 GiB. Memory-mapped sources have no limits.
 
     Args:
         source: see :mod:`gpuaug.source`. With a start method other than fork, every worker gets a pickled copy.
@@ -231,7 +231,7 @@ def _is_over(present: Tensor, generation: int) -> bool:
 
 
 class _Encode:
-    """The dataset of the workers. Every worker has a copy, with the source."""
+    """The dataset of the workers. Every worker has its own copy, with the source."""
 
     def __init__(self, source: Source, generation: Tensor, targets: tuple[str, ...]) -> None:
         self.source, self.generation, self.targets = source, generation, targets

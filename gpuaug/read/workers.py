@@ -35,7 +35,7 @@ class EndedError(BaseException):
 
 
 class SilentError(BaseException):
-    """No batch will come: a worker died, or the timeout has passed."""
+    """No batch will come, for example because a worker died."""
 
 
 class Workers(_MultiProcessingDataLoaderIter):
