@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpuaug.display.sheet import STRIPE, STRIPED, Color, drawable, fitting, font, scaled
 
-if TYPE_CHECKING:  # loaders import this module but do not draw
+if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
     from PIL import Image
 
     from gpuaug.targets.batch import BatchTargets

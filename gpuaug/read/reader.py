@@ -40,7 +40,7 @@ TIMEOUT = 120.0  # seconds
 PAUSES = (0.0, 0.05, 0.2)  # seconds before each try of a read; network storage sometimes fails briefly
 FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
 LONGEST_REASON = 500  # characters
-EXAMPLES = 4  # samples that are read to learn the type of labels, if the first batch has no label
+EXAMPLES = 4  # samples that are read to learn the type of labels, if the first batch has no known label
 PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
 
 _MISSING: Any = object()  # stands for the label of a sample that failed
