@@ -1,1 +1,1 @@
-"""Draws pages of captioned pictures, annotations on images, and the batches and recipes that a notebook shows."""
+"""Draws batches, annotations, and pages of captioned pictures."""

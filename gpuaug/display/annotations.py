@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpuaug.display.sheet import STRIPE, STRIPED, Color, drawable, fitting, font, scaled
 
-if TYPE_CHECKING:  # loaders import this module but do not draw
+if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
     from PIL import Image
 
     from gpuaug.targets.batch import BatchTargets
@@ -26,7 +26,7 @@ PALETTE = (
 BACKGROUND = (24, 24, 32)  # class 0 of a mask, which is the background in most datasets
 LEGEND = 48  # maximum number of classes in the legend
 TEXT, DOT = 11, 3  # pixels: height of a label's text, radius of a dot
-# COCO's skeleton of a person, for sources with 17 keypoints and no skeleton of their own
+# COCO's skeleton of a person, for a source that has 17 keypoints but no skeleton
 PERSON = (
     (15, 13), (13, 11), (16, 14), (14, 12), (11, 12), (5, 11), (6, 12), (5, 6), (5, 7), (6, 8), (7, 9), (8, 10),
     (1, 2), (0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6),
@@ -35,27 +35,18 @@ PERSON = (
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
-    """Mask and objects of one picture. Coordinates are in pixels of the picture; pixel i covers i..i+1.
+    """Mask and objects of one picture. Coordinates are in pixels; pixel i covers i..i+1."""
 
-    Attributes:
-        mask: integers [H, W]; None: no mask.
-        boxes: float32 [n, 4], (x1, y1, x2, y2); None: no boxes.
-        keypoints: float32 [n, K, 3], (x, y, visibility); None: no keypoints.
-        labels: int64 [n], class of each object.
-        crowd: bool [n].
-        ids: int64 [n], id of each annotation in its file; -1: it has none.
-    """
-
-    mask: NDArray[Any] | None
-    boxes: NDArray[np.float32] | None
-    keypoints: NDArray[np.float32] | None
-    labels: NDArray[np.int64]
-    crowd: NDArray[np.bool_]
-    ids: NDArray[np.int64]
+    mask: NDArray[Any] | None  # integers [H, W]
+    boxes: NDArray[np.float32] | None  # [n, 4], (x1, y1, x2, y2)
+    keypoints: NDArray[np.float32] | None  # [n, K, 3], (x, y, visibility)
+    labels: NDArray[np.int64]  # [n]
+    crowd: NDArray[np.bool_]  # [n]
+    ids: NDArray[np.int64]  # [n], id of each annotation in its file, or -1
 
     @classmethod
     def of(cls, targets: BatchTargets, row: int, rules: Targets | None) -> Annotations:
-        """The annotations of one row of a batch. ``rules``: how targets were made; None: the default rules."""
+        """The annotations of one row of a batch. ``rules``: None means the default rules."""
         own = (targets.sample == row).cpu().numpy()
         boxes, keypoints = (None if x is None else x.cpu().numpy()[own] for x in (targets.boxes, targets.keypoints))
         points = None if rules is None else rules.keypoints
@@ -72,7 +63,7 @@ class Annotations:
 
 @dataclass(frozen=True)
 class Style:
-    """How annotations are drawn: names of classes, and colors that are the same in all pictures of a sample."""
+    """How annotations are drawn."""
 
     rules: Targets | None = None
     classes: Sequence[str] | None = None
@@ -81,13 +72,13 @@ class Style:
 
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
-        """The style for the samples of a source. ``rules``: rules of the targets; None: there are no targets."""
+        """The style for the samples of a source. ``rules``: None if there are no targets."""
         lines = getattr(source, "skeleton", None) or (PERSON if getattr(source, "num_keypoints", None) == 17 else ())
         return cls(rules, source.classes, tuple(lines))
 
     @property
     def masks(self) -> Any:
-        """The rules of masks; None: there are no masks."""
+        """The rules of masks, or None."""
         return None if self.rules is None else self.rules.masks
 
     @property
@@ -96,11 +87,11 @@ class Style:
         return self.masks is not None and self.masks.kind == "instances"
 
     def ignores(self, value: int) -> bool:
-        """Whether a value of a mask is the one that losses ignore."""
+        """Whether ``value`` is the mask value that losses ignore."""
         return self.masks is not None and value == self.masks.fill != 0
 
     def for_sample(self, *shown: Annotations | None) -> Style:
-        """Give each annotation in the pictures of a sample its own color, if colors distinguish objects."""
+        """Give each object the same color in all pictures of a sample, if colors distinguish objects."""
         ids = sorted({k for each in shown if each is not None for k in each.ids.tolist() if k >= 0})
         return replace(self, numbers={k: n for n, k in enumerate(ids)}) if self.by_object and ids else self
 
@@ -115,7 +106,7 @@ class Style:
         return color_of((self.numbers or {}).get(int(annotations.ids[number]), number))
 
     def legend(self, shown: Iterable[Annotations]) -> list[tuple[Color | None, str]]:
-        """Color (None: striped) and name of each class that the pictures show; [] if colors distinguish objects."""
+        """Color (None: striped) and name of each class in the pictures; [] if colors distinguish objects."""
         if self.by_object:
             return []
         shown = list(shown)
@@ -145,10 +136,10 @@ def counted(annotations: Annotations | None) -> str:
 
 
 def color_of(number: int) -> Color:
-    """The color of an object or of a class of boxes. The first 18 differ clearly, all others at least a little."""
+    """The color of an object or of a class of boxes. The first 18 colors differ clearly."""
     if number < len(PALETTE):
         return PALETTE[number]
-    hue = number * 0.6180339887 % 1  # the golden ratio spreads any count of hues evenly
+    hue = number * 0.6180339887 % 1  # the golden ratio spreads any number of hues evenly
     red, green, blue = colorsys.hsv_to_rgb(hue, 0.5 + 0.25 * (number % 3), 1 - 0.2 * (number // 3 % 3))
     return round(255 * red), round(255 * green), round(255 * blue)
 
@@ -166,10 +157,9 @@ def drawn(
     *,
     crops: Iterable[tuple[Sequence[int], Color]] = (),
 ) -> Image.Image:
-    """The picture, scaled as :func:`gpuaug.display.sheet.scaled` does, with its annotations on it.
+    """The scaled picture with its annotations on it.
 
-    ``crops``: boxes (x1, y1, x2, y2) in pixels of the picture, each with a color. Their lines are dashed if there are
-    annotations.
+    ``crops``: boxes (x1, y1, x2, y2) in pixels of the picture, each with a color.
     """
     from PIL import ImageDraw
 
@@ -184,11 +174,12 @@ def drawn(
         return image
     factors = image.width / picture.width, image.height / picture.height
     if annotations.boxes is not None:
-        boxes = np.rint(annotations.boxes * (factors * 2)).astype(int).tolist()
-        order = sorted(range(len(boxes)), key=lambda k: -_area(boxes[k]))  # small ones on top
-        for k in order:
-            _box(pen, boxes[k], style.color(annotations, k))
-        _labels(pen, image.size, [boxes[k] for k in order], order, annotations, style)
+        boxes = np.rint(annotations.boxes * (factors * 2)).astype(int)
+        order = np.argsort(-(boxes[:, 2:] - boxes[:, :2]).prod(axis=1), kind="stable").tolist()  # small ones on top
+        corners = boxes[order].tolist()
+        for k, box in zip(order, corners, strict=True):
+            _box(pen, box, style.color(annotations, k))
+        _labels(pen, image.size, corners, order, annotations, style)
     if annotations.keypoints is not None:
         for k, points in enumerate(annotations.keypoints * (*factors, 1)):
             _points(pen, points, style.color(annotations, k), style.skeleton)
@@ -196,7 +187,6 @@ def drawn(
 
 
 def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
-    """A rectangle (x1, y1, x2, y2) with lines of two pixels, inside its corners."""
     x1, y1, x2, y2 = box
     if not dashed:
         pen.rectangle(box, outline=color, width=2)
@@ -210,7 +200,6 @@ def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
 
 
 def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image.Image:
-    """The image mixed half and half with mask colors; outlines in full color; stripes where pixels are ignored."""
     from PIL import Image
 
     assert annotations.mask is not None
@@ -229,7 +218,7 @@ def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image
 
 
 def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, float]:
-    """The color of a value of the mask, and its opacity in 0..1."""
+    """The color and opacity (0..1) of a value of the mask."""
     if style.ignores(value):
         return STRIPED, 0.8
     if not style.by_object:
@@ -238,7 +227,7 @@ def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, fl
 
 
 def _box(pen: Any, box: Sequence[int], color: Color) -> None:
-    """A line of two pixels inside the box, between thin lines that contrast with the color on any image."""
+    """Draw a line inside the box, between thin lines that contrast with the color on any image."""
     x1, y1, x2, y2 = box[0], box[1], max(box[0], box[2] - 1), max(box[1], box[3] - 1)
     for grow, tone, width in ((1, (*_contrast(color), 150), 1), (-2, (*_contrast(color), 110), 1), (0, color, 2)):
         corners = (x1 - grow, y1 - grow, x2 + grow, y2 + grow)
@@ -254,7 +243,7 @@ def _labels(
     annotations: Annotations,
     style: Style,
 ) -> None:
-    """Write each box's class at the first free place, unless no place is free or the text is larger than the box."""
+    """Write the class of each box at the first free place, if there is one."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
     for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
         crowd = ", crowd" if annotations.crowd[number] else ""
@@ -278,7 +267,7 @@ def _labels(
 
 
 def _points(pen: Any, points: NDArray[Any], color: Color, skeleton: Sequence[tuple[int, int]]) -> None:
-    """Draw lines in the object's color, and a dot of its own color for each point; a hidden point is a ring."""
+    """Draw the lines and points of an object. A hidden point is a ring."""
     places = [(x, y) for x, y, _ in points.tolist()]
     visible = points[:, 2] > 0
     for width, tone in ((4, (*_contrast(color), 150)), (2, color)):
@@ -288,20 +277,15 @@ def _points(pen: Any, points: NDArray[Any], color: Color, skeleton: Sequence[tup
     for k in np.flatnonzero(visible).tolist():
         x, y = places[k]
         dot = color_of(k)
-        hidden = points[k, 2] == 1
         pen.ellipse((x - DOT - 1, y - DOT - 1, x + DOT + 1, y + DOT + 1), fill=_contrast(dot))
         pen.ellipse((x - DOT, y - DOT, x + DOT, y + DOT), fill=dot)
-        if hidden:
+        if points[k, 2] == 1:  # hidden
             pen.ellipse((x - 1.5, y - 1.5, x + 1.5, y + 1.5), fill=_contrast(dot))
 
 
 def _contrast(color: Color) -> Color:
-    """Black or white, whichever is easier to see beside the color."""
+    """Black or white: the one that is easier to see beside ``color``."""
     return (0, 0, 0) if 0.3 * color[0] + 0.59 * color[1] + 0.11 * color[2] > 110 else (255, 255, 255)
-
-
-def _area(box: Sequence[int]) -> int:
-    return (box[2] - box[0]) * (box[3] - box[1])
 
 
 def _overlap(a: Sequence[int], b: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Pictures of batches: normalization undone, views side by side, annotations drawn, invalid samples marked."""
+"""Pictures of batches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
     from PIL import Image
 
 Triple = tuple[float, ...]
-SAMPLES = 16  # shown, unless `rows` or `columns` is given
+SAMPLES = 16  # shown by default
 WIDE, CELL = 8, 128  # pictures in a row, and the side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 240
-SMALL, ROWS = 0.6, 4  # in a notebook: cell size as a share of the usual one, maximum number of rows
+SMALL, ROWS = 0.6, 4  # if a notebook shows a batch: factor of the side, maximum number of rows
 WRONG = (200, 30, 40)
 NAMED, LEAST = 3, 0.05  # the text of a soft label names at most 3 classes, with shares of at least 0.05
 ROUNDING = 1e-3  # shares may be this far outside 0..1
@@ -28,21 +28,15 @@ ROUNDING = 1e-3  # shares may be this far outside 0..1
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a batch needs to show itself, as plain values.
+    """What a batch needs to show itself."""
 
-    Attributes:
-        views: name of each view; "" if it has none.
-        normalize: of each view (mean, std), three numbers each; None: pixels are in 0..1.
-        style: how targets are drawn, and the names of the classes.
-    """
-
-    views: tuple[str, ...] = ("",)
-    normalize: tuple[tuple[Triple, Triple] | None, ...] = (None,)
+    views: tuple[str, ...] = ("",)  # names, or ""
+    normalize: tuple[tuple[Triple, Triple] | None, ...] = (None,)  # (mean, std) of each view; None: pixels are in 0..1
     style: Style = field(default_factory=Style)
 
     @classmethod
     def of(cls, views: Sequence[Any], style: Style) -> Look:
-        """The look of batches that a recipe with these ``views`` (each a ``gpuaug.augment.recipe.View``) makes."""
+        """The look of batches with these ``views`` (:class:`gpuaug.augment.recipe.View`)."""
         steps = [view.augment.normalize for view in views]
         known = [
             None if step is None else (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps
@@ -53,16 +47,13 @@ class Look:
 
 
 def name_of(view: Any) -> str:
-    """The view's name, with a number if it has several copies; "" if it has no name and one copy."""
+    """The view's name, with a number if there are several copies."""
     several = view.augment.copies > 1
     return f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}"
 
 
 def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image.Image]:
-    """Images [n, 3, H, W] of any dtype on any device, as pictures. ``normalize``, (mean, std), is undone.
-
-    Images in uint8 are levels 0..255, without normalization.
-    """
+    """Images [n, 3, H, W] as pictures. For images not in uint8, ``normalize``, (mean, std), is undone."""
     from PIL import Image
 
     pixels = images.detach().float().cpu().numpy()
@@ -76,11 +67,10 @@ def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image
 
 
 def label_text(value: Any, classes: Sequence[str] | None) -> str:
-    """A label as text: its class name. For a soft label or several labels: the classes with the largest shares."""
+    """A label as text: the class name, or the classes with the largest shares."""
 
     def name(number: int) -> str:
-        known = classes is not None and 0 <= number < len(classes)
-        text = str(classes[number]) if known and classes is not None else f"label {number}"
+        text = str(classes[number]) if classes is not None and 0 <= number < len(classes) else f"label {number}"
         # two names with characters that cannot be drawn could look the same
         return text if drawable(text) == text else f"{number}: {text}"
 
@@ -95,7 +85,7 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
 
 
 def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | None, small: bool = False) -> Image.Image:
-    """The picture of :meth:`gpuaug.Batch.show`; ``small``: with fewer and smaller images by default."""
+    """The picture of :meth:`gpuaug.Batch.show`. ``small``: fewer and smaller images by default."""
     views = batch.images if isinstance(batch.images, list) else [batch.images]
     targets = batch.targets if isinstance(batch.targets, list) else [batch.targets] * len(views)
     wide, cell = (WIDE, CELL) if batch.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
@@ -140,7 +130,6 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
 
 
 def _captions(batch: Any, count: int, look: Look) -> list[str]:
-    """Number and label of each sample; its number and key if there are no labels, or if there are targets."""
     numbers = batch.indices[:count].tolist()
     if batch.labels is None or batch.targets is not None:
         keys = [batch.key_of(index) for index in numbers]

@@ -1,4 +1,4 @@
-"""Draws rows of captioned pictures as one picture or as an HTML page, and fits texts and pictures into them."""
+"""Draws rows of captioned pictures as one picture or as an HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuaug.errors import ConfigError
 
-if TYPE_CHECKING:  # loaders import this module but do not draw
+if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
     from PIL import Image
 
 Color = tuple[int, int, int]
@@ -43,7 +43,7 @@ PAGE = """<!DOCTYPE html>
 
 
 class Cell(NamedTuple):
-    """A picture, the text below it, and the color of the text."""
+    """A picture and the text below it."""
 
     picture: Image.Image
     caption: str
@@ -63,8 +63,7 @@ def sheet(
 ) -> Image.Image:
     """Draw rows of pictures below a heading, lines of text and a legend.
 
-    ``legend``: color and name of each class. A color of None is drawn striped. Raises ConfigError if the result would
-    have more than ``MOST_PIXELS`` pixels.
+    ``legend``: color (None: striped) and name of each class.
     """
     from PIL import Image, ImageDraw
 
@@ -104,10 +103,7 @@ def sheet(
 def grid(
     rows: Sequence[Sequence[Cell]], *, legend: Sequence[tuple[Color | None, str]] = (), groups: int = 1
 ) -> Image.Image:
-    """Draw rows of pictures with their captions, without a heading, and a legend above them.
-
-    ``groups``: number of adjacent pictures that belong together. The gap after each group is twice as wide.
-    """
+    """Draw rows of pictures below a legend. The gap after each ``groups`` pictures is twice as wide."""
     from PIL import Image, ImageDraw
 
     small = font(12)
@@ -136,7 +132,6 @@ def grid(
 def _draw_legend(
     page: Image.Image, pen: Any, legend: Sequence[tuple[Color | None, str]], places: Sequence[tuple[int, int]]
 ) -> None:
-    """Draw the color and the name of each class, one class at each place."""
     small = font(12)
     for (color, name), (x, top) in zip(legend, places, strict=True):
         page.paste(_swatch(color), (x, top))
@@ -146,7 +141,7 @@ def _draw_legend(
 def _flowing(
     texts: Sequence[str], face: Any, y: int, width: int, *, left: int = MARGIN
 ) -> tuple[list[tuple[int, int]], int]:
-    """The place (x, y) of each entry of a legend whose first line is at ``y``, and the y below the last line."""
+    """The place (x, y) of each entry of a legend that begins at ``y``, and the y below its last line."""
     places, x = [], left
     for text in texts:
         needed = SWATCH + 5 + round(face.getlength(fitting(text, face, width / 2))) + 2 * GAP
@@ -158,7 +153,6 @@ def _flowing(
 
 
 def _swatch(color: Color | None) -> Image.Image:
-    """A square of a color, or striped."""
     from PIL import Image, ImageDraw
 
     swatch = Image.new("RGB", (SWATCH, SWATCH), color or STRIPED)
@@ -172,7 +166,7 @@ def _swatch(color: Color | None) -> Image.Image:
 def page(
     rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Sequence[tuple[Color | None, str]] = ()
 ) -> str:
-    """Like :func:`sheet`, but one HTML file that embeds lossless pictures and uses no network and no scripts."""
+    """Like :func:`sheet`, but as one HTML file, without network access or scripts."""
     body = [f"<p>{html.escape(line)}</p>" for line in lines]
     if legend:
         body.append(f"<p>{' '.join(_chip(color, text) for color, text in legend)}</p>")
@@ -196,7 +190,7 @@ def _chip(color: Color | None, text: str) -> str:
 
 
 def check_pixels(count: int) -> None:
-    """Raise ConfigError if ``count`` pixels are more than ``MOST_PIXELS``."""
+    """Raise ConfigError if a picture would have more than ``MOST_PIXELS`` pixels."""
     if count > MOST_PIXELS:
         raise ConfigError(
             f"the picture would have {count // 10**6:,} million pixels. The limit is {MOST_PIXELS / 1e6:.0f} million. "
@@ -205,7 +199,7 @@ def check_pixels(count: int) -> None:
 
 
 def font(size: int) -> Any:
-    """Pillow's built-in font, because pictures should look the same on every machine."""
+    """Pillow's built-in font, with which pictures look the same on every machine."""
     from PIL import ImageFont
 
     return ImageFont.load_default(size)
@@ -217,7 +211,7 @@ def printable(text: str) -> str:
 
 
 def drawable(text: str) -> str:
-    """The text in characters that the font has: accents are left out, and "?" replaces all others."""
+    """The text in characters of the font: accents are left out, and "?" replaces other characters."""
     if DRAWABLE.issuperset(text):
         return text
     made = list[str]()
@@ -237,7 +231,7 @@ def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
         behind = keep - keep // 2 if middle else 0
         return f"{text[: keep - behind]}...{text[len(text) - behind :]}"
 
-    low, high = 2, len(text) - 1  # characters to keep: bisection
+    low, high = 2, len(text) - 1  # number of characters to keep, by bisection
     while low < high:
         keep = (low + high + 1) // 2
         low, high = (keep, high) if face.getlength(shortened(keep)) <= width else (low, keep - 1)
@@ -257,7 +251,7 @@ def wrapped(text: str, face: Any, width: float) -> list[str]:
 
 
 def _cut(text: str, width: float) -> str:
-    """Shorten the middle of a text with over two characters per pixel of ``width``, which cannot fit."""
+    """Leave out the middle of a text that is so long that it cannot fit, to save time."""
     most = max(8, round(width))
     return text if len(text) <= 2 * most else text[:most] + text[-most:]
 

@@ -9,7 +9,7 @@ from gpuaug.display.sheet import printable
 
 
 def table(rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
-    """An HTML table of texts, which may have line breaks. Without a ``head``, the first column is bold."""
+    """An HTML table of texts. Without a ``head``, the first column is bold."""
     lines = [f"<tr>{''.join(f'<th>{_cell(text)}</th>' for text in head)}</tr>"] if head else []
     for row in rows:
         kinds = ["td" if head else "th", *["td"] * (len(row) - 1)]

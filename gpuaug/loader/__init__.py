@@ -1,1 +1,1 @@
-"""The loader: all stages in order, a few batches ahead; epochs, ranks, faults and state."""
+"""The loader: all stages in order, epochs, ranks, faults and state."""

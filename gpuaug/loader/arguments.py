@@ -1,4 +1,4 @@
-"""Interprets the loader's arguments: settings with two names, torch's constants, defaults for this machine."""
+"""Checks and converts arguments of the loader."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last":
 
 
 def torch_constant(name: str, value: Any) -> Any:
-    """Return the constant of torch for ``value``, which is the constant or its name, such as ``"float32"``.
-
-    ``name`` is the argument of the loader: ``dtype`` or ``memory_format``.
-    """
+    """Return the constant of torch for the argument ``name``, such as torch.float32 for ``"float32"``."""
     known: dict[str, Any] = DTYPES if name == "dtype" else MEMORY_FORMATS
     text = str(value).removeprefix("torch.")  # str(torch.float32) is "torch.float32"
     return known[text] if text in known else known[checks.one_of(name, value, known)]
@@ -53,14 +50,11 @@ def none_if_empty(value: Any) -> Any:
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
-    """Combine ``order`` and ``shuffle`` into one order.
-
-    ``shuffle`` replaces an order that is a Shuffle or Sequential object. Without this rule, ``shuffle`` could not be
-    set in a configuration, where the order is always an object.
-    """
+    """Combine ``order`` and ``shuffle`` into one order."""
     if checks.flag("shuffle", shuffle, optional=True) is None:
         return "shuffle" if order is None else order
     named = "shuffle" if shuffle else "sequential"
+    # In a configuration the order is always an object, so `shuffle` must be able to replace an object.
     default = order is None or isinstance(order, Shuffle | Sequential)
     if not default and not (isinstance(order, str) and order == named):
         raise ConfigError(f"`shuffle={str(shuffle).lower()}` means `order={named}`, but `order` is {order!r}. Set one.")
@@ -77,7 +71,7 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
 
 
 def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Targets | None:
-    """Return ``targets`` after a check that the source has them and that every crop and operation can move them."""
+    """Return ``targets``. Raise ConfigError if the source lacks a target, or if a crop or operation cannot move it."""
     names = getattr(targets, "names", ())
     for key, view in views_of(recipe):
         missing = sorted(set(getattr(view.augment.crop, "needs", ())) - set(names))
@@ -117,29 +111,24 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
 
 
 def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict[str, Any]:
-    """Return the part of a loader's state that describes the targets; {} without targets.
-
-    This part holds the rules of the targets. If a crop needs objects, it also holds a hash of all objects.
-    """
+    """Return the part of a loader's fingerprint that describes the targets; {} without targets."""
     if targets is None:
         return {}
     digest = getattr(source, "objects_digest", None)
+    # Objects change the images only if a crop depends on objects.
     reads = any(getattr(view.augment.crop, "needs", ()) for _, view in views_of(recipe))
     return {"targets": {"rules": repr(targets), "objects": digest() if reads and callable(digest) else None}}
 
 
 def choose_workers(num_workers: int | None, source: Any) -> int:
-    """Return ``num_workers``, or a default if it is None.
-
-    The default is half of this rank's share of the cores, from 1 to 4. For a memory-mapped source the default is 0.
-    """
+    """Return ``num_workers``, or the default if ``num_workers`` is None."""
     if num_workers is not None:
         return num_workers
     if getattr(source, "mapped", False):
         log.info("num_workers 0: the source is memory-mapped, and workers would only add a copy")
         return 0
     cores, ranks = machine.usable_cpus(), machine.local_world_size()
-    # Few workers are enough: workers only read bytes, so one worker keeps several decoding threads busy.
+    # Workers only read bytes, so one worker keeps several decoding threads busy.
     workers = max(1, min(4, cores // (2 * ranks)))
     log.info("num_workers %d (CPUs: %d, ranks on this machine: %d)", workers, cores, ranks)
     return workers

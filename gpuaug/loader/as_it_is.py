@@ -1,4 +1,4 @@
-"""Raises an error if a loader is given to a DataLoader. The DataLoader would index the loader or send it to workers."""
+"""Raises an error if a loader is given to a DataLoader, which would index the loader or send it to workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATALOADERS = ("torch.utils.data.", "torchdata.")  # modules whose loaders read 
 
 
 class NoDatasetError(ConfigError, AttributeError):
-    """``loader.dataset`` was read. An AttributeError too, because ``hasattr(loader, "dataset")`` must be False."""
+    """``loader.dataset`` was read. An AttributeError, because ``hasattr(loader, "dataset")`` must be False."""
 
 
 class AsItIs:
@@ -25,13 +25,13 @@ class AsItIs:
     __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
 
     def _check_caller(self) -> None:
-        """Raise ConfigError if ``loader[i]`` was called by a DataLoader, as one with ``batch_size=None`` does."""
+        """Raise ConfigError if a DataLoader called ``loader[i]``. A DataLoader with ``batch_size=None`` does so."""
         if sys._getframe(2).f_globals.get("__name__", "").startswith(DATALOADERS):
             raise ConfigError(f"a gpuaug.Loader is not a dataset: {REMEDY}")
 
     @property
     def dataset(self) -> NoReturn:  # accelerate.skip_first_batches reads it
-        """Always raises :class:`NoDatasetError`, whose message says how to resume."""
+        """Always raises :class:`NoDatasetError`."""
         raise NoDatasetError(
             f"a gpuaug.Loader has no `dataset`: {REMEDY} To continue inside an epoch, call "
             "`loader.load_state_dict(state)` with an earlier `loader.state_dict()`. This takes the place of "

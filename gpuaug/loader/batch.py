@@ -20,26 +20,25 @@ if TYPE_CHECKING:  # workers do not need Pillow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Augmented images and labels on the device. A batch can be unpacked into exactly two values.
+    """Augmented images and labels on the device.
 
-    The two values are ``(images, labels)`` without targets, ``(images, masks)`` if masks are the only target, else
-    ``(images, targets)``.
+    A batch can be unpacked into two values: ``(images, labels)`` without targets, ``(images, masks)`` if masks are the
+    only target, else ``(images, targets)``.
 
     Attributes:
-        images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views. The list is in the order
-            of the recipe's ``views``, and the copies of a view are next to each other.
+        images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views. The list has the order
+            of the recipe's ``views``. The copies of a view are next to each other.
         labels: int64 ``[B]`` (class numbers), float ``[B]`` (other numbers), float ``[B, K]`` (multi-label) or float
             ``[B, C]`` (after mix); None if there are no labels.
         indices: int64 ``[B]``, CPU: the samples' numbers in the source.
-        valid: bool ``[B]``, CPU: False for a sample that could not be read or decoded, or that only fills the batch.
-        key_of: maps a sample number to its path or name; used by ``keys``.
-        targets: a :class:`~gpuaug.BatchTargets` with masks, boxes and keypoints; a list of BatchTargets if the recipe
-            has several views; None if the loader has no targets.
-        extra: one value per sample, such as a caption, as the source gave it (see ``extra`` of a source). The value is
-            None for a sample that has no extra or that could not be read. A batch of a loader always has B values. The
-            values are not collated, stay on the CPU, and are not mixed by ``mix``.
-        look: what ``show`` needs to know of the recipe and the source: normalization, names of views and classes.
-            None: the pixels are not normalized, and are shown as values from 0 to 1.
+        valid: bool ``[B]``, CPU: False if the sample could not be read or decoded, or only fills the batch.
+        key_of: maps a sample number to the sample's path or name.
+        targets: a :class:`~gpuaug.BatchTargets`; a list of BatchTargets if the recipe has several views; None if the
+            loader has no targets.
+        extra: a list of B values, such as captions, as the source gave them. The value is None if the sample has no
+            extra or could not be read. ``mix`` does not mix the values.
+        look: what ``show`` needs to know: normalization, names of views and classes. None: ``show`` takes the pixels
+            as values from 0 to 1.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> images = torch.zeros(2, 3, 8, 8)
@@ -80,8 +79,7 @@ class Batch:
 
         Args:
             images: key of the images.
-            labels: key of the second value: labels, masks or targets. If the second value is None, the dictionary lacks
-                this key.
+            labels: key of the second value: labels, masks or targets. A second value of None is left out.
 
         >>> numbers = torch.tensor([0, 3])
         >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=numbers, indices=numbers, valid=numbers >= 0)
@@ -92,11 +90,10 @@ class Batch:
         return {name: value for name, value in values.items() if value is not None}
 
     def show(self, rows: int | None = None, columns: int | None = None, *, size: int | None = None) -> Image:
-        """Draw the first samples as a picture, which a notebook displays: a ``PIL.Image``.
+        """Draw the first samples as one picture, with masks, boxes and keypoints. Normalization is undone.
 
-        Normalization is undone, and masks, boxes and keypoints are drawn. The views of a sample are side by side. The
-        text below a sample is its number and its label; without labels, or with targets, its number and its key. A
-        sample with ``valid`` False is marked.
+        The views of a sample are side by side. The text below a sample is its number and label. Without labels, or with
+        targets, the text is its number and key. A sample with ``valid`` False is marked.
 
         Args:
             rows: largest number of rows; None: as many as 16 samples need.
@@ -108,12 +105,12 @@ class Batch:
         >>> batch.show(columns=2, size=64).mode
         'RGB'
         """
-        from gpuaug.display.batches import picture  # imported here, because only `show` needs Pillow
+        from gpuaug.display.batches import picture
 
         return picture(self, rows=rows, columns=columns, size=size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Support pickle and deepcopy: the copy holds the keys of its samples instead of the source."""
+        """Support pickle and deepcopy. The copy holds the keys of its samples instead of the source."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.key_of is not str:
             values["key_of"] = partial(getitem, dict(zip(self.indices.tolist(), self.keys, strict=True)))
@@ -148,7 +145,7 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch with images, labels and targets on ``device``; the other fields stay on the CPU.
 
-        ``non_blocking`` is the argument of ``Tensor.to``: a copy from pinned memory does not wait for the device.
+        ``non_blocking`` is the argument of ``Tensor.to``.
         """
 
         def move(x: Any) -> Any:

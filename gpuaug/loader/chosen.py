@@ -1,4 +1,4 @@
-"""Makes a batch or one sample from given sample numbers, without iterating over an epoch."""
+"""Makes a batch or one sample from given sample numbers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ def fetch(
     mix: bool = False,
     faults: Faults | None = None,
 ) -> Batch:
-    """Make one batch, as described at :meth:`gpuaug.Loader.fetch`.
-
-    ``faults`` decides what happens to bad samples; None: the Faults of the loader.
-    """
+    """Make one batch, as :meth:`gpuaug.Loader.fetch`. ``faults``: None means the Faults of the loader."""
     loader._resources.check_open()
     loader.augment.check_unchanged()
     source, pipeline = loader.source, loader.pipeline
@@ -57,12 +54,12 @@ def fetch(
 
 
 def uncounted(faults: Faults, policy: Policy) -> Faults:
-    """Return Faults without a budget and a file, because a user who only looks at samples needs neither."""
+    """Return Faults that have no budget and no file, for a user who only looks at samples."""
     return Faults(policy=policy, truncated=faults.truncated)
 
 
 def sample(loader: Any, index: Any) -> tuple[Any, Any]:
-    """Return the value of ``loader[index]``: one sample."""
+    """Return ``loader[index]``."""
     try:
         number = operator.index(index)
     except TypeError as error:
@@ -76,15 +73,15 @@ def sample(loader: Any, index: Any) -> tuple[Any, Any]:
         raise IndexError(f"the source has {count} samples. Found: number {number}. Use one from 0 to {count - 1}.")
     if number < 0:
         number = count + number if source.indices is None else int(source.indices[number])
-    source.key(number)  # raises IndexError if the number is too large for a source that leaves out samples
+    source.key(number)  # raises IndexError if the number is too large for a source with a subset
     batch = fetch(loader, [number], epoch=loader.epoch, faults=uncounted(loader.faults, loader.faults.policy))
     images, second = batch
-    own: Any
-    if batch.targets is None:
-        label = batch.labels
-        own = None if label is None else label[0] if label.ndim > 1 or label.is_floating_point() else int(label[0])
-    elif isinstance(second, list):
-        own = [each[0] if isinstance(each, Tensor) else each for each in second]
-    else:
-        own = second[0] if isinstance(second, Tensor) else second
-    return ([view[0] for view in images] if isinstance(images, list) else images[0]), own
+    if isinstance(second, Tensor) and second.ndim == 1 and not second.is_floating_point():
+        return _first(images), int(second[0])  # a class number
+    return _first(images), _first(second)
+
+
+def _first(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_first(view) for view in value]
+    return value[0] if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Describes a loader as text and as a table, and prepares what its batches need for `show()`. Reads no sample."""
+"""Describes a loader as text and as a table, without reading a sample."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LONGEST = 200  # characters of the text that describes a source
 
 
 def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int], Look]:
-    """Return a function that maps an epoch to the :class:`Look` of the epoch's batches."""
+    """Return a function from an epoch to the :class:`Look` of its batches."""
     style = Style.of(source, targets)
     known = {first: Look.of(stage.views, style) for first, stage in recipe.stages.items()}
     return lambda epoch: known[max(first for first in known if first <= epoch)]
 
 
 def facts(loader: Any) -> dict[str, str]:
-    """Return the names and texts of what the loader consists of: source, recipe, image sizes, order, workers."""
+    """Return the rows of the description, from title to text."""
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
@@ -47,7 +47,7 @@ def facts(loader: Any) -> dict[str, str]:
 
 
 def _sizes(loader: Any) -> str:
-    """Return the shapes of the images of each view in the current epoch, as text."""
+    """Return the shapes of the views in the current epoch, as text."""
     crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
     sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
     counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
@@ -55,14 +55,14 @@ def _sizes(loader: Any) -> str:
 
 
 def text(loader: Any) -> str:
-    """The facts, one per line."""
+    """The description as text."""
     made = facts(loader)
     width = max(map(len, made)) + 2
-    below = "\n" + " " * (width + 2)  # indents further lines of a value to the column of its first line
+    below = "\n" + " " * (width + 2)  # aligns further lines of a value with its first line
     lines = [f"  {name + ':':{width}}{value}".replace("\n", below) for name, value in made.items()]
     return "\n".join(["Loader(", *lines, ")"])
 
 
 def html(loader: Any) -> str:
-    """The facts as a table."""
+    """The description as a table."""
     return table(list(facts(loader).items()))

@@ -18,7 +18,7 @@ def active() -> bool:
 
 
 def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return the arguments if given, else the values of torch.distributed, else (0, 1)."""
+    """Return the arguments if they are given, else the values of torch.distributed, else (0, 1)."""
     if rank is None and world_size is None:
         return (dist.get_rank(), dist.get_world_size()) if active() else (0, 1)
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
@@ -30,11 +30,7 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def agree(what: dict[str, Any], *, device: torch.device) -> None:
-    """Check that ``what`` is the same on all ranks. Every rank must call this function.
-
-    Raises:
-        ConfigError: on every rank, if ``what`` of any rank differs from that of rank 0. The message names the keys.
-    """
+    """Raise ConfigError on every rank if ``what`` differs between ranks. Every rank must call this function."""
     if not active():
         return
     each: list[Any] = [None] * dist.get_world_size()

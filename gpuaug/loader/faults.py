@@ -1,4 +1,4 @@
-"""Handles samples that cannot be read or decoded: the policy, the budget, the file that lists them."""
+"""Handles samples that cannot be read or decoded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 from gpuaug import checks
 from gpuaug.batch import Fault
@@ -19,7 +19,6 @@ from gpuaug.files import LARGEST_FILE, check_regular
 log = logging.getLogger("gpuaug")
 
 Policy = Literal["raise", "blank", "drop"]
-POLICIES = ("raise", "blank", "drop")
 
 
 class Faults:
@@ -32,9 +31,9 @@ class Faults:
             last ``window`` samples. More bad samples raise :class:`~gpuaug.errors.FaultBudgetError`. None: no limit.
         window: number of samples over which the rate is computed.
         truncated: ``reject`` treats a truncated JPEG as bad. ``accept`` uses the part that is present.
-        file: path of a file. For each bad sample, one JSON line with the fields ``key``, ``index``, ``epoch``,
-            ``stage``, ``reason``, ``bytes`` and ``head`` is appended to the file. Ranks may share the file.
-            ``source.exclude`` accepts the file.
+        file: path of a file that gets one JSON line per bad sample, with the fields ``key``, ``index``, ``epoch``,
+            ``stage``, ``reason``, ``bytes`` and ``head``. Ranks may share the file. ``source.exclude`` accepts the
+            file.
 
     >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
     'blank'
@@ -49,7 +48,7 @@ class Faults:
         truncated: Literal["reject", "accept"] = "reject",
         file: str | None = None,
     ) -> None:
-        checks.one_of("faults.policy", policy, POLICIES)
+        checks.one_of("faults.policy", policy, get_args(Policy))
         if max is not None and not (type(max) is int and max >= 0) and not (type(max) is float and 0 <= max <= 1):
             raise ConfigError(f"`faults.max` must be a count (an int >= 0) or a rate (a float 0..1). Found: {max!r}.")
         checks.whole_number("faults.window", window, 1)
@@ -69,12 +68,11 @@ class Faults:
     ) -> None:
         """Record the ``faults`` of a batch in ``epoch``, and apply the policy ``raise`` and the budget.
 
-        ``indices`` are the sample numbers of the rows. ``samples`` is the number of samples in the batch. ``key_of``
-        returns the path or name of a sample number.
+        ``indices`` are the sample numbers of the ``samples`` rows. ``key_of`` maps a sample number to a path or name.
 
         Raises:
             DataError: under policy ``raise``, for the first fault.
-            FaultBudgetError: if more than ``max`` samples were bad.
+            FaultBudgetError: if the bad samples exceed ``max``.
         """
         self.count += len(faults)
         self._epoch_count += len(faults)
@@ -88,8 +86,8 @@ class Faults:
     def end_of_epoch(self, epoch: int, rescued: int, truncated: int) -> None:
         """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
 
-        ``rescued`` is the number of samples in the whole run that one decoder refused and another decoded.
-        ``truncated`` is the number of samples in the whole run that were accepted although their end was missing.
+        Both ``rescued`` and ``truncated`` count samples of the whole run. ``rescued``: one decoder refused the sample,
+        and another decoded it. ``truncated``: the sample was accepted although its end is missing.
         """
         if self._epoch_count:
             where = f", listed in {self.file}" if self.file else ""
@@ -116,7 +114,7 @@ class Faults:
                 self._offset += os.write(file.fileno(), (json.dumps(line) + "\n").encode())  # one append per line
 
     def _read_up(self, file: BinaryIO) -> None:
-        """Add the keys that other processes wrote since the file was last read."""
+        """Add the keys that were written since the file was last read."""
         file.seek(self._offset)
         for line in file.read().splitlines(keepends=True):
             self._offset += len(line)
@@ -132,7 +130,7 @@ class Faults:
                 old_samples, old_bad = self._recent.popleft()
                 self._recent_samples -= old_samples
                 self._recent_bad -= old_bad
-            # Compare with at least a whole window. Otherwise the first bad sample of a run could exceed the rate.
+            # A whole window at least: otherwise the first bad sample of a run could exceed the rate.
             if self._recent_bad <= self.max * max(self.window, self._recent_samples):
                 return
             bad_ones = f"{self._recent_bad} of the last {self._recent_samples} samples"
@@ -149,7 +147,7 @@ class Faults:
 
 
 def _writable(file: str | os.PathLike[str] | None) -> str | None:
-    """Return the file's absolute path; raises ConfigError if the file is not writable, before a sample is bad."""
+    """Return the absolute path of the file. Raise ConfigError if the file is not writable."""
     if file is None:
         return None
     if not isinstance(file, str | os.PathLike) or not os.fspath(file):

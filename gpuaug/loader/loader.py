@@ -1,4 +1,4 @@
-"""The loader runs epochs through a pipeline, each epoch in its own sample order. A run can stop and resume anywhere."""
+"""The loader: it runs epochs through a pipeline."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ log = logging.getLogger("gpuaug")
 
 
 class Loader(AsItIs):
-    """Yields augmented batches of a source on the device. A run can stop and resume anywhere in an epoch.
+    """Yields augmented batches of a source on the device. A run can resume after any batch of an epoch.
 
     Args:
         source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)`` or
-            ``(bytes, label, extra)``. The epochs in a :class:`~gpuaug.MaterializedSource` are not augmented again.
+            ``(bytes, label, extra)``.
         augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
         batch_size: samples per batch and rank.
         order: ``"shuffle"`` (the default), ``"sequential"``, an order such as :class:`~gpuaug.Weighted`, or a
@@ -54,45 +54,43 @@ class Loader(AsItIs):
             that is a :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
             False, so that all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
-            every sample once. Then a rank may have one batch less than another rank, and DDP hangs at the end of the
-            epoch. None: ``pad`` with several ranks (as torch's DistributedSampler), ``uneven`` with one rank.
+            every sample once. Then a rank may have one batch less than another rank, and DDP hangs. None: ``pad`` with
+            several ranks, ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
-        targets: a :class:`~gpuaug.Targets`, which says which masks, boxes and keypoints of the source are transformed
-            together with the images; None: the loader yields only images and labels.
+        targets: a :class:`~gpuaug.Targets`, which selects the masks, boxes and keypoints that are transformed with the
+            images; None: the loader yields only images and labels.
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
         decode: settings of the decoder.
-        cache: a :class:`~gpuaug.RamCache`, which keeps the encoded bytes of samples in memory after the first read;
-            None: no cache.
-        ahead: size in bytes of an extra buffer for encoded batches, such as 2147483648 or ``"2GiB"``. None: there is
-            no extra buffer, and only the workers read ahead.
+        cache: a :class:`~gpuaug.RamCache`, which keeps encoded bytes in memory; None: no cache.
+        ahead: size in bytes of an extra buffer for encoded batches, such as 2147483648 or ``"2GiB"``; None: only the
+            workers read ahead.
         faults: a :class:`~gpuaug.Faults`, which decides what happens to samples that cannot be read or decoded.
         device: ``auto``, ``cuda``, ``cpu`` or a torch.device. ``auto`` means CUDA if there is a CUDA device, else the
-            CPU. ``cuda`` means ``cuda:$LOCAL_RANK``, or torch's current device if LOCAL_RANK is not set. On CUDA a
-            thread of the loader allocates memory and launches kernels in the background. So capture your own CUDA
-            graphs before the iteration starts, or with ``capture_error_mode="thread_local"``.
-        dtype: dtype of the images: float32, bfloat16 or float16.
-        memory_format: memory format of the images: contiguous_format or channels_last.
+            CPU. ``cuda`` means ``cuda:$LOCAL_RANK``, or torch's current device if LOCAL_RANK is not set. On CUDA the
+            loader allocates memory and launches kernels in background threads. So capture your own CUDA graphs before
+            the iteration starts, or with ``capture_error_mode="thread_local"``.
+        dtype: float32, bfloat16 or float16.
+        memory_format: contiguous_format or channels_last.
         num_workers: number of processes that read bytes. 0: this process reads. None: half of this rank's share of the
             cores, from 1 to 4; for memory-mapped sources 0.
-        prefetch: number of batches prepared in the background; 0: each batch is made when it is requested.
+        prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
+            is requested.
         timeout: seconds to wait for one batch of bytes; then :class:`~gpuaug.ReadError` is raised.
         start_method: how workers start: fork, forkserver or spawn; None: Python's default.
-        seed: decides, together with the epoch, the order and all random parameters.
-        rank, world_size: this process's share; None: torch.distributed's values when iteration starts.
+        seed: together with the epoch, decides the order and all random parameters.
+        rank, world_size: rank of this process and number of ranks; None: torch.distributed's values.
         limit_batches: maximum number of batches per epoch.
 
     Attributes:
         source: the given source, or a wrapper of the given dataset.
-        augment, batch_size, seed: as given.
-        device: the torch.device that ``device`` selects.
-        pipeline: the reader, the stages and their streams, as a :class:`~gpuaug.loader.pipeline.Pipeline`.
+        device: the torch.device that the argument selects.
+        pipeline: the :class:`~gpuaug.loader.pipeline.Pipeline` that makes the batches.
         waited: seconds that the consumer waited for batches in the current pass.
 
-    Iterating over the loader once (a pass) yields the :class:`~gpuaug.Batch` objects of one epoch. The next pass runs
-    the next epoch, even after a ``break``. To continue inside an epoch, use ``load_state_dict`` or ``start_at``. To
-    repeat an epoch, use ``set_epoch``. If the loader itself raises an error, the next pass continues after the last
-    batch that was handed out. ``loader[i]`` is one augmented sample of the current epoch. ``len(loader)`` is the number
-    of batches.
+    A pass is one iteration over the loader. A pass yields the :class:`~gpuaug.Batch` objects of one epoch. The next
+    pass runs the next epoch, even after a ``break``. To continue inside an epoch, use ``load_state_dict`` or
+    ``start_at``. To repeat an epoch, use ``set_epoch``. If the loader itself raises an error, the next pass continues
+    after the last batch that was handed out.
 
     Settings cannot be changed. :meth:`replace` makes a loader with other settings.
 
@@ -114,8 +112,8 @@ class Loader(AsItIs):
 
     waited = 0.0
     _epoch = _position = 0
-    # "here": the next pass begins at `_epoch` and `_position`. "left": the last pass stopped inside epoch `_epoch`.
-    # "finished": it handed out the last batch of `_epoch`. After both, the next pass runs the next epoch.
+    # "here": the next pass begins at `_epoch` and `_position`. "left": the last pass stopped inside `_epoch`.
+    # "finished": the last pass handed out the last batch of `_epoch`. In the last two cases the epoch after it is next.
     _next_pass: Literal["here", "left", "finished"] = "here"
     _last_logged = False
     _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
@@ -162,7 +160,7 @@ class Loader(AsItIs):
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
-        # `replace` passes an opened cache; its attribute `settings` is the RamCache
+        # `replace` passes an opened cache, whose attribute `settings` is the RamCache.
         checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype)
@@ -178,7 +176,6 @@ class Loader(AsItIs):
         self.augment.to(self.device)
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
-        """Make the pipeline: the reader, the stages, and their settings."""
         rows: Any = getattr(self.source, "by_epoch", None)  # set if samples differ from epoch to epoch
         encoded: Any = self.source if rows is None else rows
         stage: Stage
@@ -245,15 +242,14 @@ class Loader(AsItIs):
         """Return a new loader with other settings at the position of this loader, and close this loader.
 
         Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs. The new loader takes over the
-        source, the faults and the content of ``cache``.
+        content of ``cache``.
 
         Args:
             changes: constructor arguments, except ``source``.
 
         Raises:
             ConfigError: if the constructor refuses the arguments; this loader stays unchanged.
-            StateError: if this loader is in the middle of an epoch, and the changes would alter the samples or pixels
-                of this epoch.
+            StateError: if this loader would continue inside an epoch, and the changes alter its samples or pixels.
         """
         self._resources.check_open()
         if "source" in changes:
@@ -285,7 +281,7 @@ class Loader(AsItIs):
 
     @property
     def last(self) -> Last:
-        """How samples that do not fill a batch on every rank are handled: ``uneven``, ``drop`` or ``pad``."""
+        """The setting ``last``, or its default."""
         return self._last or ("pad" if distributed.rank_and_world(self._rank, self._world_size)[1] > 1 else "uneven")
 
     @property
@@ -295,13 +291,13 @@ class Loader(AsItIs):
 
     @property
     def prefetch_level(self) -> int:
-        """Number of finished batches now waiting; ``prefetch`` is the limit."""
+        """Number of finished batches that wait for the consumer."""
         running = self._resources.running()
         return 0 if running is None else running.waiting
 
     @property
     def epoch_order(self) -> EpochOrder:
-        """This rank's batches of the whole current epoch, as ``(indices, repeats, valid)`` of each batch."""
+        """``(indices, repeats, valid)`` of each batch of this rank in the whole current epoch."""
         return self._plan(0)
 
     def __len__(self) -> int:
@@ -340,10 +336,7 @@ class Loader(AsItIs):
         return _Epoch(self, plan, self._count(plan))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of ``epoch`` (>= 0).
-
-        If a state of this epoch was just loaded, the loader stays at the position of the state.
-        """
+        """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, stay at its position."""
         _check_epoch(epoch)
         if self._next_pass == "finished":
             self._advance()
@@ -353,13 +346,13 @@ class Loader(AsItIs):
             self._epoch, self._position, self._next_pass = epoch, 0, "here"
 
     def start_at(self, epoch: int, position: int) -> None:
-        """Let the next pass begin inside ``epoch``, after the first ``position`` samples of all ranks together."""
+        """Let the next pass begin in ``epoch``, after the first ``position`` samples of all ranks together."""
         checks.whole_number("position", position, 0, len(self._ordered(_check_epoch(epoch))))
         self._resources.stop()
         self._epoch, self._position, self._next_pass = epoch, position, "here"
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was handed out, as a small dictionary of JSON values."""
+        """The position after the last batch that was handed out, as a dictionary of JSON values."""
         epoch, position = (self._epoch + 1, 0) if self._next_pass == "finished" else (self._epoch, self._position)
         state = State(epoch=epoch, position=position, fingerprint=self.fingerprint())
         if position:
@@ -370,9 +363,7 @@ class Loader(AsItIs):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, with any number of workers and ranks and any batch size.
 
-        With the orders Shuffle and Sequential, the subset or the excluded samples may have changed since: the other
-        samples keep their order, and the epoch continues. With other orders, a state from inside an epoch then raises
-        StateError.
+        With the orders Shuffle and Sequential, the subset and the excluded samples may differ from those of the state.
 
         Raises:
             StateError: if ``state`` is not a state, or was taken inside an epoch of another source, seed, order or
@@ -391,7 +382,7 @@ class Loader(AsItIs):
         self.start_at(loaded.epoch, at)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that defines an epoch's content: source keys, seed, order, recipe and mix."""
+        """Everything that decides the content of an epoch, as JSON values."""
         return self._fingerprint
 
     @cached_property
@@ -420,7 +411,7 @@ class Loader(AsItIs):
         Args:
             indices: sample numbers in the source.
             epoch: the epoch whose random parameters are used; None: the current epoch.
-            repeats: for each index, how often the epoch has yielded it before; None: 0. Each repeat has its own random
+            repeats: for each index, how often it occurred earlier in the epoch; None: 0. Each repeat has its own random
                 parameters.
             mix: whether to mix the batch.
 
@@ -435,14 +426,13 @@ class Loader(AsItIs):
         """One augmented sample of the current epoch, with the same pixels as in a batch: ``(image, label)``.
 
         ``image`` is [3, H, W], or a list of such tensors if the recipe has several views. ``label`` is an int, a float
-        tensor ([] or, for multi-label, [K]) or None. With targets, a mask [H, W] takes the place of ``label`` if masks
-        are the only target, else the :class:`~gpuaug.BatchTargets` of this image. With several views it is a list of
-        masks or BatchTargets.
+        tensor ([] or, for multi-label, [K]) or None. With targets, the second value is a mask [H, W] if masks are the
+        only target, else a :class:`~gpuaug.BatchTargets`. With several views, this value is a list, too.
 
         Args:
             index: number of the sample in the source; -1 is the last of the samples that the loader uses.
 
-        A bad sample does not count towards ``faults.max`` here, and is not written to ``faults.file``.
+        A bad sample does not count towards ``faults.max``, and is not written to ``faults.file``.
 
         Raises:
             IndexError: there is no such sample.
@@ -467,11 +457,10 @@ class Loader(AsItIs):
         self.close()
 
     def _advance(self) -> None:
-        """Go to the beginning of the next epoch."""
         self._epoch, self._position, self._next_pass = self._epoch + 1, 0, "here"
 
     def _begin(self) -> None:
-        """Go to the next epoch, unless the next pass begins at the current position."""
+        """Go to the position at which the next pass begins."""
         if self._next_pass == "left":
             left = self._count(self._plan(self._position))
             log.info("epoch %d was left %d batches before its end; epoch %d begins", self._epoch, left, self._epoch + 1)
@@ -523,7 +512,7 @@ class Loader(AsItIs):
         self._last_logged = True
 
     def _count(self, plan: EpochOrder) -> int:
-        """Number of batches in a plan, limited by ``limit_batches``."""
+        """Number of batches of a plan, with ``limit_batches``."""
         if self.limit_batches is None:
             return len(plan)
         behind = -(-plan.start // (plan.batch_size * plan.world_size))
@@ -535,14 +524,14 @@ def _check_epoch(epoch: Any) -> int:
 
 
 class _Epoch(Pass):
-    """One pass over an epoch of a loader. Every batch that was handed out counts as consumed."""
+    """A pass that stores its progress in the loader."""
 
     def __init__(self, loader: Loader, plan: EpochOrder, count: int) -> None:
         self._loader, self._plan, self._count = loader, plan, count
         tasks, epoch = islice(iter(plan), count), loader.epoch
         super().__init__(loader.pipeline, tasks, epoch=epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
         loader.waited = 0.0
-        loader._resources.running = weakref.ref(self)  # before reading starts, because another thread may stop it
+        loader._resources.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
         self.start()
 
     def __next__(self) -> Batch:
@@ -552,12 +541,12 @@ class _Epoch(Pass):
                 batch = super().__next__()
             except StopIteration:
                 batch = None
-            except PassEndedError:  # do not store the progress, because the loader may be in another pass by now
+            except PassEndedError:  # no `_note`, because the loader may be in another pass by now
                 raise
             except BaseException as error:
                 self._note()
                 if isinstance(error, Exception) and loader._next_pass == "left":
-                    loader._next_pass = "here"  # continue here, because the consumer did not `break`: the loader failed
+                    loader._next_pass = "here"  # the loader failed, and the consumer did not `break`
                 raise
             self._note()
             if batch is not None:
@@ -571,7 +560,7 @@ class _Epoch(Pass):
         raise StopIteration
 
     def _note(self) -> None:
-        """Store the progress of this pass in the loader."""
+        """Store the progress in the loader."""
         loader = self._loader
         loader.waited = self.waited
         if self.done:

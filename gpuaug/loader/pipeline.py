@@ -1,8 +1,4 @@
-"""A reader and the stages after it, as one object: encoded bytes in, batches on the device out.
-
-A :class:`Pass` runs a pipeline over some batches, with a thread for each stage. Only this file uses CUDA streams. A
-pipeline has two streams: one for decoding, and one for augmenting.
-"""
+"""The pipeline of a loader: a reader and the stages after it. A :class:`Pass` runs a pipeline over some batches."""
 
 from __future__ import annotations
 
@@ -28,19 +24,16 @@ from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
-TIMEOUT_S = 5.0  # seconds to wait until the threads of a pass have ended
-Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch and, on CUDA, the event that marks it complete
+TIMEOUT_S = 5.0  # for the threads of a pass to end
+Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch; on CUDA, also the event that marks it complete
 
 
 class PassEndedError(GpuaugError):
-    """A batch was requested from an iterator that had been closed before its last batch."""
+    """A batch was requested from an iterator that was closed before its last batch."""
 
 
 class Streams:
-    """Two CUDA streams of a device, one for decoding and one for augmenting; on a CPU there are no streams.
-
-    The streams are created at first use.
-    """
+    """Two CUDA streams, one for decoding and one for augmenting. On a CPU there are no streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,21 +44,19 @@ class Streams:
 
     @contextmanager
     def on(self, *, decoding: bool = False) -> Iterator[torch.cuda.Stream | None]:
-        """Make the device and one of its two streams current. Yields the stream, or None on a CPU."""
+        """Make the device and one of the streams current. Yields the stream, or None on a CPU."""
         if not self._pair:
             yield None
             return
         stream = self._pair[0 if decoding else 1]
-        # Make the device current too. With `torch.cuda.stream` alone, leaving the block would create a CUDA context on
-        # the device that was current before.
+        # With `torch.cuda.stream` alone, leaving the block would create a CUDA context on the earlier device.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
 
     def follow_consumer(self) -> None:
         """Let both streams wait for work that the consumer has queued, for example on the recipe's tensors.
 
-        One call per pass is enough, because torch's allocator frees the memory of a batch only after the last use of
-        the batch on any stream.
+        One call per pass is enough, because torch's allocator frees a batch only after its last use on any stream.
         """
         for stream in self._pair:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -73,15 +64,9 @@ class Streams:
 
 @dataclass(kw_only=True, eq=False)
 class Pipeline:
-    """Reads, decodes, augments and mixes batches. A :class:`~gpuaug.Loader` has one and adds the order of epochs.
+    """Reads, decodes, augments and mixes batches.
 
-    ``dataclasses.replace(pipeline, faults=...)`` makes a pipeline that shares everything else. Close only one of the
-    two. The threads of a pipeline hold no reference to its loader, so that the loader can be garbage-collected.
-
-    >>> import gpuaug
-    >>> def images_per_epoch(loader: gpuaug.Loader) -> int:
-    ...     done = Pass(loader.pipeline, iter(loader.epoch_order), epoch=loader.epoch, prefetch=2)
-    ...     return sum(len(batch) for batch in done)
+    A pipeline holds no reference to its loader, so that the loader can be garbage-collected while threads run.
     """
 
     reader: Reader
@@ -90,28 +75,28 @@ class Pipeline:
     faults: Faults
     device: torch.device
     streams: Streams
-    dtype: torch.dtype = torch.float32  # of the images
-    memory_format: torch.memory_format = torch.contiguous_format  # of the images
+    dtype: torch.dtype = torch.float32
+    memory_format: torch.memory_format = torch.contiguous_format
     seed: int = 0
-    num_classes: int | None = None  # of the source
-    key_of: Callable[[int], str] = str  # maps a sample number to its path or name
-    look_at: Callable[[int], Any] = lambda _: None  # maps an epoch to what a batch needs to show itself
-    # numbers(epoch)(*task) returns the numbers to read from the source; None: read the sample numbers of the task
+    num_classes: int | None = None
+    key_of: Callable[[int], str] = str
+    look_at: Callable[[int], Any] = lambda _: None  # maps an epoch to `Batch.look`
+    # `numbers(epoch)(*task)` returns the numbers to read from the source; None: read the sample numbers of the task
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
 
     @property
     def cache(self) -> CachedSource | None:
-        """The cache of the source's bytes; None if there is no cache."""
+        """The opened cache, or None."""
         source = self.reader.source
         return source if isinstance(source, CachedSource) else None
 
     def read(self, tasks: Iterable[Task], epoch: int, *, zero_copy: bool = True) -> Iterator[EncodedBatch]:
-        """Read one encoded batch for each ``(indices, repeats, valid)``; see :meth:`Reader.batches`."""
+        """Read one encoded batch per task, as :meth:`Reader.batches` does."""
         numbers = None if self.numbers is None else self.numbers(epoch)
         return self.reader.batches(tasks, numbers=numbers, zero_copy=zero_copy)
 
     def decode_pixels(self, batch: HeaderBatch) -> DecodedBatch:
-        """Decode every image once, into one uint8 batch per view."""
+        """Decode the pixels, and collect all faults of the batch so far."""
         encoded = batch.encoded
         with self.streams.on(decoding=True) as stream:
             images, late = self.stage.decode(batch)
@@ -121,7 +106,7 @@ class Pipeline:
         return DecodedBatch(encoded, images, batch.drawn, found, ready, batch.chosen, batch.targets)
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> DecodedBatch:
-        """Read the headers, draw the random parameters, and decode."""
+        """Read the headers and decode the pixels."""
         return self.decode_pixels(self.stage.read_headers(encoded, epoch))
 
     def finish(self, decoded: DecodedBatch, epoch: int, *, mix: bool = True) -> Ready | None:
@@ -182,10 +167,7 @@ class Pipeline:
             return batch, None if stream is None else stream.record_event()
 
     def _without_bad(self, images: list[Tensor], bad: Sequence[int], keep: Tensor | None) -> list[Tensor]:
-        """Return the views with only the rows ``keep``, int64 [n].
-
-        If ``keep`` is None, return the views with all rows, and set the rows ``bad`` to zero.
-        """
+        """Return the rows ``keep`` of the views. If ``keep`` is None, return all rows, with the rows ``bad`` zero."""
         if keep is not None:
             rows = to_device(keep, self.device)
             return [view.index_select(0, rows).contiguous(memory_format=self.memory_format) for view in images]
@@ -209,23 +191,22 @@ class Pipeline:
         return batch
 
     def close(self) -> None:
-        """Stop the workers and close the decoder. Both start again at the next use."""
+        """Stop the workers and close the decoder. The next use starts them again."""
         self.reader.close()
         self.stage.close()
 
 
 class Pass(Iterator[Batch]):
-    """Iterates over batches of a :class:`~gpuaug.loader.pipeline.Pipeline`, without changing any loader's position.
+    """Iterates over the batches of ``tasks``, without changing the position of a loader.
 
-    Three threads work at the same time, each on another batch: one reads headers, one decodes, one augments. The
-    threads hold no reference to this object, and end when this object is garbage-collected.
+    With ``prefetch`` above 0, different threads read headers, decode, and augment. The threads hold no reference to
+    this object, and end when this object is garbage-collected.
 
     Args:
-        pipeline: makes the batches.
         tasks: ``(indices, repeats, valid)`` of each batch; may be infinite.
-        epoch: the epoch whose random parameters are used.
-        prefetch: maximum number of finished batches that wait; 0: each batch is made when it is requested.
-        buffer_bytes: size of a memory buffer for encoded batches; None: no buffer, and only the workers read ahead.
+        prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
+            is requested.
+        buffer_bytes: size of a buffer for encoded batches; None: only the workers read ahead.
 
     Attributes:
         done: number of tasks whose batch was handed out, or was dropped by the faults policy.
@@ -246,7 +227,7 @@ class Pass(Iterator[Batch]):
         self._closed = self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # with a buffer, bytes must be read (copied) in advance; views of mapped files would be read only when decoded
+        # A buffer needs copies, because views of mapped files are read only when they are decoded.
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
         if buffer_bytes is not None:
             encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
@@ -258,24 +239,24 @@ class Pass(Iterator[Batch]):
         main_thread = pipeline.stage.main_thread
         if prefetch and not main_thread:
             decoded = self._thread(decoded, "decoding", 1)
-        # If augmentation must run on the iterating thread, `__next__` augments, and decoded batches are prefetched.
+        # If augmentation must run on the iterating thread, `__next__` does it.
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
 
     def start(self) -> None:
-        """Start prefetching. Requesting the first batch also starts it."""
+        """Start prefetching. The first ``next`` also starts it."""
         if isinstance(self._items, Producer):
             self._items.start()
 
     @property
     def waiting(self) -> int:
-        """Number of prefetched batches now waiting."""
+        """Number of prefetched batches."""
         return self._items.waiting if isinstance(self._items, Producer) else 0
 
     @property
     def bytes_waiting(self) -> int:
-        """Bytes of encoded batches now waiting in memory."""
+        """Bytes in the buffer of encoded batches."""
         return sum(producer.bytes_waiting for producer in self._producers)
 
     def __next__(self) -> Batch:
@@ -294,7 +275,7 @@ class Pass(Iterator[Batch]):
                 self.close()
                 raise
             if item is END:
-                self._exhausted = not self._closed  # if another thread closed this pass, the loop raises next
+                self._exhausted = not self._closed  # after a close by another thread, the loop raises PassEndedError
                 self.close()
                 continue
             self.waited += time.perf_counter() - began
@@ -304,7 +285,7 @@ class Pass(Iterator[Batch]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop the threads within seconds. The workers keep running."""
+        """Stop the threads within seconds. The workers keep running, except if a read hangs."""
         if self._closed:
             return
         self._closed = True
@@ -331,14 +312,14 @@ class Pass(Iterator[Batch]):
 
 
 def _one(views: list[Any] | None) -> Any:
-    """Return the element of a list of one view; return any other list, and None, unchanged."""
+    """Return the view if there is only one; else return ``views`` unchanged."""
     return views[0] if views is not None and len(views) == 1 else views
 
 
 def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
     """Yield ``work(item)`` for every item, and release each item before taking the next.
 
-    Holds no reference to the pass or the loader, because the thread that runs this generator must not keep them alive.
+    This is no method of the pass, because the thread that runs the generator must not keep the pass alive.
     """
     with closing(items):
         for item in items:
@@ -347,7 +328,7 @@ def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
 
 
 class Resources:
-    """What a loader must close: the running pass, the pipeline, the cache. Holds no reference to the loader."""
+    """Everything that a loader must close. Holds no reference to the loader."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -360,13 +341,13 @@ class Resources:
             raise GpuaugError("this loader is closed. Build a new one.")
 
     def stop(self) -> None:
-        """Stop the running pass and its threads within seconds."""
+        """Stop the running pass."""
         if (running := self.running()) is not None:
             self.running = lambda: None
             running.close()
 
     def close(self, *, keep_cache: bool = False) -> None:
-        """Close everything. A second call does nothing."""
+        """Close everything, but with ``keep_cache`` not the cache."""
         if not self.closed:
             self.closed = True
             self.stop()

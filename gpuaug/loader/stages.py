@@ -1,4 +1,4 @@
-"""The stages between reading and mixing: decode and augment a batch, or load its stored pixels."""
+"""The stages between reading and mixing: they decode and augment a batch, or load its stored pixels."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ NO_DRAWS = Drawn({}, {})
 
 @dataclass(frozen=True, slots=True)
 class HeaderBatch:
-    """Encoded images, their headers, and the random parameters and windows for decoding them."""
+    """Encoded images and everything that decoding needs."""
 
     encoded: EncodedBatch
     faults: Sequence[Fault]  # found in the headers
     info: HeaderInfo | None = None  # None if pixels are stored
     drawn: Drawn = NO_DRAWS
-    windows: list[CropWindows] = field(default_factory=list)  # one entry per view
-    chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: made in `augment`
+    windows: list[CropWindows] = field(default_factory=list)  # per view
+    chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
     targets: TargetBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedBatch:
-    """Pixels before augmentation, and everything that augmentation needs."""
+    """Decoded images and everything that augmentation needs."""
 
     encoded: EncodedBatch
     images: list[Tensor]  # uint8 [B, H, W, 3] per view, device
@@ -64,12 +64,12 @@ class LiveStage:
     """Decodes and augments in three steps, which may run on different threads."""
 
     recipe: Recipe
-    settings: Decode  # of the decoder, which is opened at first use
+    settings: Decode
     device: torch.device
     seed: int = 0
     accept_truncated: bool = False
-    batch_size: int = 1  # usual number of samples in a batch
-    targets: TargetStage | None = None  # None: the run has no targets
+    batch_size: int = 1
+    targets: TargetStage | None = None
     _decoder: Decoder | None = field(default=None, init=False)
     _lock: Any = field(default_factory=threading.Lock, init=False)
 
@@ -85,12 +85,12 @@ class LiveStage:
 
     @property
     def main_thread(self) -> bool:
-        """Whether :meth:`augment` must run on the iterating thread, because an operation uses torch's generator."""
+        """Whether :meth:`augment` must run on the iterating thread."""
         return self.recipe.main_thread
 
     @property
     def second_chances(self) -> tuple[int, int]:
-        """Counts of samples so far: decoded by Pillow after DALI had refused them; truncated, but accepted."""
+        """Number of samples that Pillow decoded after DALI had refused them, and of accepted truncated samples."""
         return (0, 0) if self._decoder is None else (self._decoder.rescued, self._decoder.truncated)
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
@@ -109,7 +109,7 @@ class LiveStage:
         return HeaderBatch(encoded, [*info.faults, *upright.faults], info, drawn, windows, chosen, targets)
 
     def decode(self, batch: HeaderBatch) -> tuple[list[Tensor], list[Fault]]:
-        """Decode every image once, to uint8 [B, H, W, 3] per view on the device. Also return the faults."""
+        """Decode every image once. Returns uint8 [B, H, W, 3] per view on the device, and the faults."""
         assert batch.info is not None
         images, faults = self.decoder.pixels(batch.encoded, batch.info, batch.windows)
         if self.targets is not None and batch.targets is not None:
@@ -126,16 +126,13 @@ class LiveStage:
     def finish_targets(
         self, batch: DecodedBatch, *, bad: Sequence[int], keep: Tensor | None
     ) -> list[BatchTargets] | None:
-        """Return the targets of every view, on the device; None if the run has no targets.
-
-        ``bad`` lists the rows with a fault. ``keep``, int64 [n], lists the rows to keep; None: keep all rows.
-        """
+        """Return the targets of every view, on the device. Rows ``bad`` have a fault. ``keep``: None keeps all rows."""
         if self.targets is None or batch.targets is None:
             return None
         return self.targets.finish(batch.targets, batch.encoded.indices, bad=bad, keep=keep, device=self.device)
 
     def close(self) -> None:
-        """Close the decoder. It is opened again at the next use."""
+        """Close the decoder. The next use opens it again."""
         with self._lock:
             if self._decoder is not None:
                 self._decoder.close()
@@ -143,19 +140,10 @@ class LiveStage:
 
 
 class StoredStage:
-    """Loads the pixels of stored epochs, and has the same methods as a :class:`LiveStage`.
+    """Loads the pixels of stored epochs in place of a :class:`LiveStage`.
 
-    The stored pixels are already augmented. Only the normalization of the recipe runs, and only on uint8 pixels.
-
-    Args:
-        stored: the epochs.
-        recipe, source, seed: the loader's recipe, source digest and seed. They must equal those of the stored epochs.
-        device: device of the images.
-        dtype: dtype of the loader. Stored bfloat16 and float16 pixels cannot be converted to another dtype.
-
-    Raises:
-        StateError: if the epochs were made with another recipe, seed or source; the message names the difference.
-        ConfigError: if the dtype does not match.
+    The stored pixels are already augmented. Only uint8 pixels are normalized here. ``source`` is the digest of the
+    source.
     """
 
     main_thread = False  # no operation runs
@@ -194,22 +182,22 @@ class StoredStage:
         ]
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
-        """Load the stored faults of samples that have no stored pixels."""
+        """Load the faults of samples that have no stored pixels."""
         return HeaderBatch(encoded, self.stored.faults(encoded))
 
     def decode(self, batch: HeaderBatch) -> tuple[list[Tensor], list[Fault]]:
-        """Load pixels to the device, per view: uint8 [B, H, W, 3], or the stored dtype [B, 3, H, W]."""
+        """Copy the pixels to the device, per view: uint8 [B, H, W, 3], or the stored dtype [B, 3, H, W]."""
         return self.stored.views(buffers.to_device(self.stored.pixels(batch.encoded), self.device)), []
 
     def augment(self, batch: DecodedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
-        """Normalize uint8 pixels; copy pixels that were stored normalized."""
+        """Normalize uint8 pixels. Copy other pixels, which were stored normalized."""
         if self.stored.dtype == torch.uint8:
             return [
                 last.apply([view], NO_DRAWS, dtype=dtype, memory_format=memory_format)[0]
                 for view, last in zip(batch.images, self._normalize, strict=True)
             ]
-        # Reuse memory. Without this, malloc's heaps grew to 1.8 GiB after 120 batches of 18 MiB, although only 260 MiB
-        # were in use: several threads allocate and free the batches, and each thread has its own heap.
+        # Each thread has its own malloc heap, and several threads allocate and free the batches. Without reuse of
+        # memory, the heaps grew to 1.8 GiB after 120 batches of 18 MiB, although only 260 MiB were in use.
         images = []
         for view in batch.images:
             if view.device.type == "cpu":
@@ -223,17 +211,14 @@ class StoredStage:
         """Stored epochs have no targets."""
 
     def close(self) -> None:
-        """Do nothing: this stage holds no resources."""
+        """Do nothing."""
 
 
 Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Return the order of ``epoch``, int64 [M].
-
-    If the samples of ``epoch`` are not stored, return the order of the stored epoch that is shown in its place.
-    """
+    """Return the order of ``epoch``, int64 [M], or of the stored epoch that is shown in its place."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)
@@ -246,7 +231,7 @@ def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any)
 
 
 def made_of(source: str, augment: Recipe, seed: int) -> dict[str, Any]:
-    """Everything that decides the pixels of materialized epochs, as JSON. ``source`` is the source's digest."""
+    """Everything that decides the pixels of stored epochs, as JSON. ``source`` is the digest of the source."""
     return dict(plain({"source": source, "seed": seed, "augment": augment.fingerprint(), "draw": draw.VERSION}))
 
 

@@ -1,4 +1,4 @@
-"""A loader's state: the current epoch, the position in the epoch, and a description of the loader's configuration."""
+"""The state of a loader, for a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The state that ``Loader.state_dict`` returns: small, versioned, convertible to JSON.
+    """The state that ``Loader.state_dict`` returns.
 
-    ``position`` is the number of samples of the epoch that all ranks together have consumed. So at the same step the
-    states of all ranks are equal, and a state can be loaded with any number of ranks.
+    At the same step the states of all ranks are equal, so a state can be loaded with any number of ranks.
     """
 
     epoch: int
-    position: int
+    position: int  # number of samples of the epoch that all ranks together have consumed
     after: int | None = None  # number of the last consumed sample; None at the start of an epoch
     order: str | None = None  # hash of the epoch's whole order; None at the start of an epoch
     fingerprint: dict[str, Any]
@@ -37,7 +36,7 @@ class State:
 
     @classmethod
     def from_json(cls, value: Any) -> State:
-        """Read a result of ``to_json``. Raises StateError for other values, and for a result of another version."""
+        """Read a result of ``to_json``. Raise StateError for another value or another version."""
         if not isinstance(value, dict) or not {"version", "epoch", "position", "fingerprint"} <= value.keys():
             raise StateError(
                 f"not a loader state: expected version, epoch, position and fingerprint. Found: {str(value)[:200]!r}."
@@ -61,9 +60,9 @@ class State:
 
 
 def compare(one: Any, other: Any, of_one: str, of_other: str) -> str:
-    """Return the first differences of two descriptions, as text; empty if they are equal.
+    """Return the first differences of two descriptions, as text; empty if the descriptions are equal.
 
-    The text contains ``of_one`` and ``of_other``, such as ``on rank 0``, which say where the values are from.
+    ``of_one`` and ``of_other`` say where the values are from, such as ``on rank 0``.
     """
     different = differences(one, other)
     # show hashes only if nothing readable differs
@@ -72,7 +71,6 @@ def compare(one: Any, other: Any, of_one: str, of_other: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a setting as short text, with only the names of operations and views."""
     if isinstance(value, list) and value and all(isinstance(x, dict) and "name" in x for x in value):
         value = [x["name"] for x in value]
     if isinstance(value, dict) and "class" in value:
@@ -82,12 +80,12 @@ def _short(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to JSON and back, so that equal descriptions compare equal: tuples become lists."""
+    """Convert ``value`` to JSON and back: tuples become lists, and a description equals its stored form."""
     return json.loads(json.dumps(value))
 
 
 def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
-    """Return the position at which ``state`` continues in ``ordered``, which is the order of the state's epoch."""
+    """Return the position at which ``state`` continues in ``ordered``, the order of the state's epoch."""
     if ordered.digest == state.order:
         if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
             raise StateError(

@@ -1,9 +1,7 @@
-"""The sample order of an epoch, the share of each rank, and the position in the order.
+"""The sample order of an epoch, and the share of each rank.
 
-An order depends on seed, epoch and source, never on ranks, workers or batch size. All ranks hold the same order and
-take turns: rank r of R takes the positions ``start + r``, ``start + r + R``, ``start + r + 2R``, … So after k steps the
-ranks together have consumed the first ``k * batch_size * R`` positions from ``start`` on. A run with any number of
-ranks can continue at the next position.
+All ranks hold the same order. Rank r of R takes the positions ``start + r``, ``start + r + R``, ... After each
+step the ranks together have consumed a first part of the order. So any number of ranks can continue at its end.
 """
 
 from __future__ import annotations
@@ -35,13 +33,10 @@ _CHUNK = 1 << 16  # values per generator call; 1.28 million values take 21 ms in
 
 
 class Order(Protocol):
-    """Decides which samples an epoch has, and their order. ``repr`` must contain all settings of the order."""
+    """Decides which samples an epoch has, and in which order. ``repr`` must contain all settings."""
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Return sample numbers, int64 ``[M]``, for any ``seed`` and 0 <= ``epoch`` < 2**32.
-
-        Only active samples of ``source`` may occur: those in its subset that are not excluded. Repeats are allowed.
-        """
+        """Return numbers of active samples of ``source``, int64 ``[M]``. Repeats are allowed."""
         ...
 
 
@@ -49,8 +44,7 @@ class Order(Protocol):
 class Shuffle:
     """A new permutation of the active samples in each epoch.
 
-    Samples are sorted by a random value that depends on the sample's number. So if a sample is left out, the other
-    samples keep their order.
+    If a sample is left out, the other samples keep their order.
 
     >>> Shuffle().order(seed=0, epoch=0, source=range(5))
     tensor([2, 0, 4, 3, 1])
@@ -63,9 +57,9 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """The position after sample ``after`` in ``order``, int64 ``[n]``.
+        """The position after sample ``after`` in ``order``, int64 ``[n]``, the order of ``seed`` and ``epoch``.
 
-        ``order`` is the order of ``seed`` and ``epoch``. If sample ``after`` was excluded later, ``order`` lacks it.
+        ``order`` may lack sample ``after``.
         """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
@@ -87,7 +81,7 @@ class Sequential:
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
         """The position after sample ``after`` in ``order``, int64 ``[n]``; ``seed`` and ``epoch`` have no effect.
 
-        ``order`` may lack sample ``after``, if this sample was excluded later.
+        ``order`` may lack sample ``after``.
         """
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
@@ -133,8 +127,7 @@ class Weighted:
         if not bounds.size or bounds[-1] <= 0:
             raise ConfigError("`order.weights` must be above 0 for at least one sample. Found: all are 0.")
         u = (_values("weighted", seed, epoch, len(numbers)) >> np.uint64(11)) * 2.0**-53
-        # side="right", so that weight 0 gives an empty interval; `minimum`, because the product may round up to the
-        # last bound
+        # side="right": weight 0 gives an empty interval. `minimum`: the product may round up to the last bound.
         last = np.searchsorted(bounds, bounds[-1], side="left")
         return torch.from_numpy(numbers[np.minimum(np.searchsorted(bounds, u * bounds[-1], side="right"), last)])
 
@@ -162,10 +155,10 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Repeated augmentation (arXiv:1901.09335, arXiv:1902.05509) in epochs of the usual length, as DeiT and timm do it.
+    """Repeated augmentation (arXiv:1901.09335, arXiv:1902.05509), as in DeiT and timm.
 
     Each epoch has a new permutation with each sample ``repeats`` times in a row, cut to ``len(source)``. So an epoch
-    shows ``1 / repeats`` of the samples, and neighbouring ranks get copies of the same samples.
+    shows ``1 / repeats`` of the samples, and neighbouring ranks get copies of the same sample.
 
     >>> Repeated(repeats=2).order(seed=0, epoch=0, source=range(6))
     tensor([2, 2, 5, 5, 0, 0])
@@ -185,12 +178,8 @@ class Repeated:
 class Sampler:
     """The order of a torch Sampler, or of any iterable of positions 0 .. len(source) - 1.
 
-    The order depends only on seed, epoch and the initial seed of the sampler's own generator, so that epochs can be
-    resumed. To achieve this, the global generators of torch, numpy and Python are seeded before the sampler runs, and
-    restored afterwards.
-
-    >>> Sampler([3, 1, 2]).order(seed=0, epoch=0, source=range(4))
-    tensor([3, 1, 2])
+    The global generators of torch, numpy and Python are seeded before the sampler runs, so that a resumed epoch has
+    the same order. They are restored afterwards.
     """
 
     def __init__(self, sampler: Iterable[int]) -> None:
@@ -241,11 +230,7 @@ class Sampler:
 
 
 def adapt(order: Any) -> Order:
-    """Make an order from ``shuffle``, ``sequential``, an order of this module, or a torch Sampler.
-
-    Raises:
-        ConfigError: if ``order`` is something else.
-    """
+    """Make an order from ``shuffle``, ``sequential``, an order, or a torch Sampler."""
     if isinstance(order, str) and order in ("shuffle", "sequential"):
         return Shuffle() if order == "shuffle" else Sequential()
     if callable(getattr(order, "order", None)):
@@ -260,7 +245,7 @@ def adapt(order: Any) -> Order:
 
 
 def describe(order: Order) -> str:
-    """Text of an order in a loader's fingerprint: its ``repr``, or only the class if it defines no ``repr``."""
+    """Text of an order in a loader's fingerprint."""
     own = type(order).__repr__ is not object.__repr__
     return repr(order) if own else f"{type(order).__module__}.{type(order).__qualname__}"
 
@@ -281,7 +266,7 @@ class Ordered:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the numbers in ``indices``. It also distinguishes epochs of orders with equal settings."""
+        """Hash of ``indices``."""
         return _digest(self.indices.numpy())
 
 
@@ -289,7 +274,7 @@ class Ordered:
 class EpochOrder(Sequence[Task]):
     """The batches of one rank, from position ``start`` to the end of an epoch, each as ``(indices, repeats, valid)``.
 
-    For ``last`` see :class:`gpuaug.Loader`. ``pad`` takes samples from the beginning of the epoch.
+    For ``last`` see :class:`gpuaug.Loader`. ``pad`` repeats the first samples of the epoch.
     """
 
     epoch: Ordered = field(kw_only=False)
@@ -307,7 +292,7 @@ class EpochOrder(Sequence[Task]):
 
     @property
     def remaining(self) -> int:
-        """Number of samples from ``start`` on, over all ranks."""
+        """Number of samples of all ranks from ``start`` on."""
         return len(self.epoch) - self.start
 
     def __len__(self) -> int:
@@ -316,7 +301,6 @@ class EpochOrder(Sequence[Task]):
         return full + {"drop": False, "pad": rest > 0, "uneven": rest > self.rank}[self.last]
 
     def __getitem__(self, k: Any) -> Any:
-        """Batch ``k`` of this rank, counted from ``start``; for a slice, a list of batches."""
         if isinstance(k, slice):
             return [self[i] for i in range(*k.indices(len(self)))]
         if not 0 <= k < len(self):
@@ -333,7 +317,7 @@ class EpochOrder(Sequence[Task]):
         return indices, repeats, again == 0
 
     def position(self, k: int) -> int:
-        """Number of the epoch's samples that all ranks together have consumed after ``k`` steps from ``start``."""
+        """The position of all ranks together after ``k`` steps from ``start``."""
         return self.start + min(k * self.batch_size * self.world_size, self.remaining)
 
 

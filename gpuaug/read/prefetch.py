@@ -1,4 +1,4 @@
-"""A thread that produces items ahead of their consumer, up to a number of items or bytes."""
+"""A thread that produces items ahead of their consumer."""
 
 from __future__ import annotations
 
@@ -16,31 +16,23 @@ from gpuaug.native.buffers import mapped
 
 T = TypeVar("T")
 
-LOW = 0.75  # share of the byte limit; a full buffer is refilled when it holds no more than this share
+LOW = 0.75  # a full buffer is refilled when it holds no more than this share of the byte limit
 END: Any = object()
 
 
 class Producer(Iterator[T]):
     """Runs an iterator in a thread, ahead of the consumer.
 
-    Items come in order. If the iterator raises an exception, the consumer first gets all earlier items, and then the
-    same exception. The thread holds no reference to this object, so the thread ends when this object is
-    garbage-collected.
+    If the iterator raises an exception, the consumer first gets all earlier items. The thread holds no reference to
+    this object, and ends when this object is garbage-collected.
 
     Args:
-        items: the iterator. If it has the method ``close``, the thread calls ``items.close()`` at the end.
+        items: the iterator. At the end the thread calls ``items.close()``, if the iterator has this method.
         name: name of the thread.
-        count: number of items that may wait while the next item is produced. 0: the thread starts the next item when
-            the consumer takes the waiting item. None: no limit.
-        max_bytes: limit of waiting bytes, if items are :class:`EncodedBatch` objects. A full buffer is refilled when
-            at most 75 % of the limit are in use. A batch larger than the limit is added when no other batch waits.
-            Waiting batches are copied to private memory. None: no limit and no copies.
-        device: a CUDA device, which becomes the thread's current device. None: the first CUDA device stays current.
-
-    The thread starts at :meth:`start`, or when the first item is requested.
-
-    >>> list(Producer(iter([1, 2, 3]), name="numbers", count=1))
-    [1, 2, 3]
+        count: number of items that may wait while the next item is produced; None: no limit.
+        max_bytes: limit of waiting bytes, for :class:`EncodedBatch` objects, which are copied to private memory. A
+            batch larger than the limit is added when no other batch waits. None: no limit and no copies.
+        device: the device of the thread, if it is a CUDA device.
     """
 
     def __init__(
@@ -67,7 +59,7 @@ class Producer(Iterator[T]):
         return self._buffer.bytes
 
     def start(self) -> None:
-        """Start the thread, unless it was started before."""
+        """Start the thread. The first ``next`` also starts it."""
         if self._thread.ident is None and not self._buffer.stopped:
             self._thread.start()
 
@@ -81,7 +73,7 @@ class Producer(Iterator[T]):
         self._buffer.stop()
 
     def join(self, timeout: float) -> bool:
-        """Wait at most ``timeout`` seconds for the thread to end; True if it has ended."""
+        """Wait at most ``timeout`` seconds. Returns whether the thread has ended."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(max(0.0, timeout))
             return not self._thread.is_alive()
@@ -89,7 +81,7 @@ class Producer(Iterator[T]):
 
 
 class _Buffer:
-    """Waiting items and the thread's error: all state that the thread shares with its consumer."""
+    """All state that the thread shares with its consumer."""
 
     def __init__(self, count: int | None, max_bytes: int | None) -> None:
         self.count, self.max_bytes = count, max_bytes
@@ -101,7 +93,7 @@ class _Buffer:
         self._changed = threading.Condition()
 
     def fill(self, items: Iterator[Any], device: torch.device | None) -> None:
-        """Produce the items, in the thread. This method keeps no reference to an item that is in the buffer."""
+        """Produce the items, without a reference to an item that is in the buffer."""
         try:
             if device is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -127,17 +119,17 @@ class _Buffer:
                 close()
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait until ``ready()``; False if the buffer was stopped."""
+        """Wait until ``ready()``. Returns False if the buffer was stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or ready())
             return not self.stopped
 
     def _reserve(self, size: int, limit: int) -> None:
-        """Wait until ``size`` bytes are free. Count them before the batch is copied, so that the limit always holds."""
+        """Wait until ``size`` bytes are free, and count them before the copy, so that the limit always holds."""
         with self._changed:
             self._filling = not self.bytes or self.bytes + size <= limit
             self._wait(lambda: self._filling or not self.bytes)
-            # Below LOW there is usually room for the item. A larger item waits until more bytes are free.
+            # Below LOW there may still be no room for a large item.
             if self._wait(lambda: not self.bytes or self.bytes + size <= limit):
                 self.bytes += size
 
@@ -166,11 +158,7 @@ class _Buffer:
 
 
 def private_copy(batch: EncodedBatch) -> EncodedBatch:
-    """Copy a batch to private memory, because the workers' shared memory is small in most containers.
-
-    The copy is in a memory mapping of its own, not in malloc's memory, so that freed memory returns to the system at
-    once.
-    """
+    """Copy a batch to private memory, because the workers' shared memory is small in most containers."""
     size = batch.data.nbytes
     data = mapped(size) if size else torch.empty(0).byte()
     data.copy_(batch.data)

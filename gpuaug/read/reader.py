@@ -1,8 +1,7 @@
 """Reads encoded bytes of whole batches, in workers that never decode.
 
-A worker sends a batch as one tensor in shared memory. The tensor holds the offsets, then one pickled part (labels,
-faults, targets and extras), then all images and masks. So each batch needs one memory segment and one file descriptor.
-A message announces the batch. The message is so short that a dying worker cannot send only half of the message.
+A worker sends a batch as one tensor in shared memory, so that each batch needs only one file descriptor. The message
+that announces the batch is so short that a dying worker cannot send half of the message.
 """
 
 from __future__ import annotations
@@ -52,12 +51,11 @@ _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], Encod
 class Reader:
     """Reads batches in a given order, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault of its row. All images of a batch that are above 16 MiB may together take 2 GiB;
-    further such images are faults too. Memory-mapped sources have no such limits, because their creator chose the
-    sizes.
+    An image above 512 MiB is a fault. An image above 16 MiB is also a fault if with it the images above 16 MiB of the
+    batch take more than 2 GiB. Memory-mapped sources have no limits.
 
     Args:
-        source: see :mod:`gpuaug.source`. Unless the start method is fork, the source is pickled for every worker.
+        source: see :mod:`gpuaug.source`. With a start method other than fork, every worker gets a pickled copy.
         num_workers: number of processes; 0 reads in this process.
         timeout: seconds to wait for a batch from the workers; ``math.inf`` waits forever.
         prefetch_factor: batches that each worker reads ahead.
@@ -88,7 +86,7 @@ class Reader:
         self.source = adapt(source)
         self.num_workers, self.timeout = num_workers, timeout
         self.prefetch_factor, self.start_method = prefetch_factor, start_method
-        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # shared iterator number
+        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # number of the current iterator
         self.targets = tuple(targets)
         self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
         self._encode = _Encode(self.source, self._generation, self.targets)
@@ -97,7 +95,7 @@ class Reader:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers; [] without workers, or before the first batch."""
+        """Process ids of the running workers."""
         return [] if self._workers is None else self._workers.pids
 
     def batches(
@@ -107,20 +105,16 @@ class Reader:
         numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
         zero_copy: bool = False,
     ) -> Iterator[EncodedBatch]:
-        """Yield one batch for each ``(indices, repeats, valid)``, in this order.
+        """Yield one batch for each ``(indices, repeats, valid)``. This call ends an earlier iterator of any thread.
 
-        ``numbers`` maps these three tensors to the sample numbers to read, int64 [B]; None: read ``indices``.
-        ``zero_copy`` avoids copies if there are no workers and if the source's own ``zero_copy`` is True, which means
-        that its bytes stay valid and unchanged.
+        ``numbers`` maps a task to the sample numbers to read, int64 [B]; None: read ``indices``. ``zero_copy`` avoids
+        copies if there are no workers and the source's own ``zero_copy`` is True.
 
-        This call ends an earlier iterator, even one that another thread uses. If reading a sample raises an OSError
-        (connection errors and timeouts are OSErrors) or an error of gpuaug, the row has no bytes and gets a Fault. If a
-        retry may help, the sample is read up to three times.
+        If reading a sample raises an OSError or an error of gpuaug, the row has no bytes and gets a Fault.
 
         Raises:
             ReadError: if a worker dies or no batch arrives in time. The next call starts new workers.
-            SourceError: if the source does not give ``(bytes, label)`` or ``(bytes, label, extra)``, or if the source
-                or an extra cannot be pickled.
+            SourceError: if a sample has the wrong form, or if the source or an extra cannot be pickled.
             Exception: any other exception of the source, with its own type.
         """
         _advance(self._generation)
@@ -128,7 +122,7 @@ class Reader:
         return self._batches(int(self._generation.numpy()[0]), tasks, numbers, zero_copy)
 
     def close(self) -> None:
-        """End the workers and the current iterator. A later call of ``batches`` starts new workers."""
+        """End the workers and the current iterator. The next call of ``batches`` starts new workers."""
         _advance(self._generation)
         with self._lock:
             self._stop()
@@ -141,8 +135,7 @@ class Reader:
         zero_copy: bool,
     ) -> Iterator[EncodedBatch]:
         asked: deque[Task] = deque()
-        # A source with `prefetch` gets, with each batch, the numbers of the worker's next batch. Workers take turns, so
-        # this is the batch `num_workers` places later.
+        # Workers take turns, so a worker's next batch is `num_workers` places later.
         lookahead = self.num_workers if callable(getattr(self.source, "prefetch", None)) else 0
 
         def requests() -> Generator[Request, None, None]:
@@ -181,7 +174,7 @@ class Reader:
     def _next(
         self, todo: Iterator[Request], ended: Callable[[], bool], asked: Sequence[Task], *, begin: bool
     ) -> _Packed | None:
-        """The workers' next batch; None at the end. ``begin``: start the workers, or give ``todo`` to running ones."""
+        """The workers' next batch; None at the end. ``begin``: the workers must first get ``todo``."""
         try:
             if begin and self._workers is not None:
                 self._workers.restart(todo, ended)
@@ -195,7 +188,7 @@ class Reader:
                     prefetch_factor=self.prefetch_factor,
                     start_method=self.start_method,
                 )
-            # `_workers` is None here if another thread has closed the reader
+            # `_workers` is None if another thread has closed the reader.
             message = None if self._workers is None else next(self._workers, None)
         except EndedError:
             return None
@@ -212,7 +205,6 @@ class Reader:
         return message
 
     def _unpacked(self, packed: _Packed, task: Task) -> dict[str, Any]:
-        """Fields of an EncodedBatch; SourceError if an extra cannot be unpickled."""
         try:
             return _unpack(*packed)
         except Exception as error:  # unpickling calls the classes of the extras
@@ -233,15 +225,15 @@ def _advance(generation: Tensor) -> None:
 
 
 def _is_over(present: Tensor, generation: int) -> bool:
-    # Read with numpy, because torch would release the GIL. The process aborts if a daemon thread reacquires the GIL
-    # while the interpreter ends.
+    # numpy, because torch would release the GIL. The process aborts if a daemon thread reacquires the GIL while the
+    # interpreter ends.
     return int(present.numpy()[0]) != generation
 
 
 class _Encode:
-    """Runs in workers: takes sample numbers, returns one packed batch. Every worker gets a copy, with the source."""
+    """The dataset of the workers. Every worker has its own copy, with the source."""
 
-    def __init__(self, source: Source, generation: Tensor, targets: tuple[str, ...] = ()) -> None:
+    def __init__(self, source: Source, generation: Tensor, targets: tuple[str, ...]) -> None:
         self.source, self.generation, self.targets = source, generation, targets
         self._bounded = not getattr(source, "mapped", False)
         self._like: Any = _MISSING  # one row of an earlier batch's labels; None if samples have no label
@@ -263,7 +255,7 @@ class _Encode:
             return data, "".join(traceback.format_exception(error))
 
     def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> _Samples:
-        """Bytes (not copied), labels, faults, targets and extras of the samples ``indices``, int64 [B]."""
+        """Read the samples ``indices``, int64 [B], without a copy of their bytes."""
         numbers = indices.tolist()
         encoded: list[memoryview] = []
         labels: list[Any] = []
@@ -296,7 +288,7 @@ class _Encode:
         return encoded, self._labels(labels, numbers, stale), tuple(faults), targets, extra
 
     def _unread(self, number: int) -> Any:
-        """Label of a sample that cannot be read; ``_MISSING`` if the source does not know the label either."""
+        """Label of a sample that cannot be read; ``_MISSING`` if the source does not know the label."""
         label = getattr(self.source, "label", None)
         try:
             if callable(label):
@@ -306,10 +298,7 @@ class _Encode:
             return _MISSING
 
     def _example(self, failed: list[int], stale: Callable[[], bool]) -> Any:
-        """Return the label of any sample that is not in ``failed``; 0 if none of a few tries can be read.
-
-        The label shows the type of all labels, because all labels have the same type.
-        """
+        """Return the label of a sample that is not in ``failed``, to learn the type of labels; else 0."""
         active = self.source.indices
         numbers = np.arange(len(self.source)) if active is None else active.numpy()
         others = np.setdiff1d(numbers, failed)
@@ -321,10 +310,7 @@ class _Encode:
         return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
-        """Return, for each sample, its bytes, label and extra, or the exception that becomes its fault.
-
-        Samples are read again after an exception if a retry may help.
-        """
+        """Return, for each sample, its bytes, label and extra, or the exception that becomes its fault."""
         items: list[Any] = [None] * len(numbers)
         rows, large = list(range(len(numbers))), 0  # `large`: bytes of all large images
         for pause in PAUSES:
@@ -344,7 +330,7 @@ class _Encode:
         return items
 
     def _ask(self, numbers: list[int], stale: Callable[[], bool]) -> Iterator[Any]:
-        """Yield, for each sample, the item from the source, or the exception that becomes the sample's fault."""
+        """Yield, for each sample, the item from the source, or the exception that becomes its fault."""
         many = getattr(self.source, "read_many", None)
         if many is None:
             for number in numbers:
@@ -389,10 +375,9 @@ _Raised = tuple[bytes, str]  # a pickled exception and its traceback
 
 
 def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
-    """Copy a batch into one memory block, and empty ``encoded``.
+    """Copy a batch into one memory block, and empty ``encoded``, which has the images and masks.
 
-    The block holds the offsets, then ``rest_of`` (labels, faults, targets and extras, pickled), then the images and
-    masks, which are ``encoded``.
+    The block holds the offsets, then ``rest_of`` (labels, faults, targets and extras, pickled), then ``encoded``.
     """
     try:
         rest = pickle.dumps(rest_of if rest_of[-1] is not None else rest_of[:-1])
@@ -414,7 +399,7 @@ def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
 
 
 def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
-    """Fields of an EncodedBatch. Images and offsets are views into the block and keep it alive."""
+    """Fields of an EncodedBatch. Images and offsets are views into the block."""
     begin = 8 * (rows + 1)
     labels, faults, targets, *extra = pickle.loads(blob[begin : begin + size].numpy().tobytes())
     return {
@@ -434,7 +419,7 @@ def _views(
     targets: EncodedTargets | None,
     extra: list[Any] | None,
 ) -> dict[str, Any]:
-    """Fields of an EncodedBatch whose images stay in the memory of a source with ``zero_copy``."""
+    """Fields of an EncodedBatch whose images stay in the memory of the source."""
     return {
         "data": torch.empty(0, dtype=torch.uint8, device="cpu"),
         "offsets": torch.from_numpy(_offsets(encoded)),
@@ -466,10 +451,7 @@ def _may_pass(item: Any) -> bool:
 
 
 def _checked(item: Any, number: int) -> tuple[memoryview, Any, Any]:
-    """Return bytes, label and extra of an item from a source; raise SourceError if the item has another form.
-
-    The extra is None if the item has no extra.
-    """
+    """Return bytes, label and extra (or None) of a source's item. Raise SourceError if the item has another form."""
     kind = type(item).__name__
     if isinstance(item, tuple | list) and len(item) in (2, 3):
         data, label, extra = (*item, None)[:3]
@@ -506,7 +488,7 @@ def _label_array(labels: list[Any]) -> NDArray[Any] | None:
 
 
 def _memory(size: int) -> Tensor:
-    """Allocate uint8 [size]. In a worker this is shared memory, because a worker can send it without a copy."""
+    """Allocate uint8 [size]. A worker gets shared memory, which it can send without a copy."""
     if get_worker_info() is None:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     try:

@@ -1,4 +1,4 @@
-"""Collects the targets of a batch in a worker: checks each sample's :class:`Target` and joins all in one table."""
+"""Checks the targets of a batch in a worker, and joins them in one table."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
 
 
 def as_target(label: Any, number: int) -> Target | None:
-    """Return ``label`` as a Target if it is a Target or a dictionary of a Target's fields, else None.
-
-    ``number`` is the sample number, for the error message.
-    """
+    """Return ``label`` as a Target, if it is a Target or a dictionary of a Target's fields; else None."""
     if isinstance(label, Target) or label is None:
         return label
     if not isinstance(label, Mapping):
@@ -44,16 +41,10 @@ def as_target(label: Any, number: int) -> Target | None:
 def collect(
     targets: Sequence[Target | None], names: Sequence[str], *, skip: Sequence[int], num_keypoints: int | None
 ) -> tuple[EncodedTargets, list[memoryview], list[Fault]]:
-    """Join the targets of a batch.
-
-    Args:
-        targets: one per sample.
-        names: the kinds of targets that the run needs: masks, boxes, keypoints.
-        skip: rows that already have a fault. They get no mask and no objects.
-        num_keypoints: number of keypoints of an object; None if the source does not know this number.
+    """Join the targets of a batch, one per sample. Rows ``skip`` already have a fault, and get no objects.
 
     Returns:
-        The table of all objects; the encoded masks, one per sample, or [] if the run needs no masks; and one fault for
+        The table of all objects; the encoded masks, one per sample, or [] if ``names`` lacks masks; and one fault for
         each row with bad targets.
     """
     faults: dict[int, str] = {}
@@ -97,7 +88,6 @@ def collect(
 
 
 def _mask(target: Target | None) -> memoryview:
-    """Return the encoded mask; ValueError if there is none."""
     given = None if target is None else target.mask
     if given is None:
         raise ValueError("the source gave no mask for this sample")
@@ -111,7 +101,7 @@ def _mask(target: Target | None) -> memoryview:
 
 
 def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | None) -> dict[str, NDArray[Any]]:
-    """The columns that the target has, with checked shapes; ValueError if a shape or number is wrong."""
+    """The columns of the target, with checked shapes and dtypes. Raise ValueError if a value is wrong."""
     if target is None:
         raise ValueError("the source gave no target for this sample")
     columns: dict[str, NDArray[Any]] = {}
@@ -132,7 +122,7 @@ def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | N
             raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
         if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
             raise ValueError(f"{name} must be below 2**63. Found: {array.max()}")
-        with np.errstate(over="ignore"):  # infinity is refused later
+        with np.errstate(over="ignore"):  # `_bad_values` refuses infinity
             columns[name] = array.astype(kind)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -154,7 +144,7 @@ def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | N
 def _joined(
     rows: Sequence[dict[str, NDArray[Any]]], names: Sequence[str], num_keypoints: int | None
 ) -> dict[str, NDArray[Any]]:
-    """Join all objects of the batch in one table, which has boxes and keypoints only if the run needs them."""
+    """Join the columns of all samples. Boxes and keypoints are left out if ``names`` lacks them."""
     table = {}
     for name, kind, shape, missing in _COLUMNS:
         if missing is None and name not in names:
@@ -169,7 +159,7 @@ def _joined(
 
 
 def _bad_values(table: dict[str, NDArray[Any]], sample: NDArray[np.int64], counts: Sequence[int]) -> dict[int, str]:
-    """Map each row with unusable objects to the reason: a number is not finite, or a box is inverted."""
+    """Map each row with unusable boxes or keypoints to the reason."""
     boxes = table.get("boxes", np.zeros((0, 4)))
     points = table.get("keypoints", np.zeros((0, 0, 3)))
     first = np.cumsum([0, *counts])

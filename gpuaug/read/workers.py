@@ -1,4 +1,4 @@
-"""Worker processes that read. They are torch's DataLoader workers, but a wait for a batch ends if a worker dies."""
+"""Worker processes that read."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from gpuaug import machine
 from gpuaug.errors import ReadError, SourceError
 
-# iterator number, sample numbers of a batch, and sample numbers of the worker's next batch (None: the source has no
-# `prefetch`, or there is no next batch)
+# iterator number, sample numbers of a batch, and those of the worker's next batch (None: no next batch, or the source
+# has no `prefetch`)
 Request = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
-TIMEOUT_S = 2.0  # after this time a worker that has not ended is killed
+TIMEOUT_S = 2.0  # for a worker to end, before it is killed
 
 
 class EndedError(BaseException):
@@ -35,23 +35,17 @@ class EndedError(BaseException):
 
 
 class SilentError(BaseException):
-    """No batch will come: a worker died, or the timeout has passed."""
+    """No batch will come, for example because a worker died."""
 
 
 class Workers(_MultiProcessingDataLoaderIter):
-    """DataLoader's workers. Waiting for a batch ends at once if a worker dies or the iterator ends.
+    """DataLoader's workers. Waiting for a batch ends soon after a worker has died or the iterator has ended.
 
-    DataLoader itself notices a dead worker only after 5 s, or, with a timeout, only after the timeout. DataLoader's
-    signal handler may raise an error anywhere in the main thread. Without a timeout, DataLoader waits forever if a read
-    hangs.
+    DataLoader itself notices a dead worker only after 5 s, or, with a timeout, only after the timeout. Its signal
+    handler may raise an error anywhere in the main thread.
 
-    Every worker gets ``dataset`` and returns ``dataset[request]`` for its ``requests``. Results come in order.
-    ``ended()`` is True if nobody waits for a batch any more. For the other arguments see
-    :class:`~gpuaug.read.reader.Reader`.
-
-    Raises:
-        SourceError: if the source cannot be pickled.
-        ReadError: if processes cannot be started.
+    Workers return ``dataset[request]`` for each of the ``requests``, in order. ``ended()`` is True if nobody waits for
+    a batch any more. For the other arguments see :class:`~gpuaug.read.reader.Reader`.
     """
 
     def __init__(
@@ -103,7 +97,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         self._reset(self.loader)
 
     def _try_get_data(self, timeout: float = 0.0) -> tuple[bool, Any]:
-        """Wait for one message of a worker. EndedError or SilentError if no message comes."""
+        """Wait for one message of a worker. Raise EndedError or SilentError if no message comes."""
         messages = self._worker_result_queue._reader  # type: ignore[attr-defined]
         by_sentinel = {worker.sentinel: worker for worker in self._workers}
         deadline = time.monotonic() + self.timeout
@@ -131,7 +125,7 @@ class Workers(_MultiProcessingDataLoaderIter):
                 )
 
     def stop(self, *, kill: bool) -> None:
-        """End all workers within seconds. No process remains."""
+        """End all workers within seconds."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
         if not kill and all(worker.is_alive() for worker in self._workers):
             self._workers_done_event.set()  # not after a kill: a killed worker may hold the event's lock forever
@@ -150,7 +144,7 @@ class Workers(_MultiProcessingDataLoaderIter):
 
 
 def remedy(error: Exception) -> str:
-    """Return what a user can change if ``error`` means that the machine ran out of a resource."""
+    """Return what a user can change if the machine ran out of a resource."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         return "Allow more open files (`ulimit -n`), or lower `num_workers`."
     if isinstance(error, RuntimeError) or getattr(error, "errno", None) == errno.ENOSPC:
@@ -163,8 +157,8 @@ def _same(item: Any) -> Any:
 
 
 def _settle(worker: int) -> None:
-    # Without this, the first full garbage collection in a forked worker writes to every object of the parent, and so
-    # copies the parent's memory (54 MB for a test process).
+    # Otherwise the first full garbage collection in a forked worker writes to every object of the parent, and so copies
+    # the parent's memory (54 MB for a test process).
     gc.freeze()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():  # child of a forkserver: torch watches only the forkserver
