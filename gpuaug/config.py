@@ -1,11 +1,8 @@
 """:func:`compose` makes a configuration from YAML and override strings; :func:`build` makes objects from it.
 
 Hydra is imported inside functions, because every Hydra application imports this file through our search-path plugin.
-``hydra.utils.instantiate`` makes the same objects, but :func:`build` does not use it, for three reasons:
-
-- ``instantiate`` copies the objects passed in, and a source may hold a large index.
-- It does not name the full key of an unknown argument.
-- It imports any module that a target names.
+:func:`build` does not use ``hydra.utils.instantiate``, which copies the objects passed in, does not name the full key of
+an unknown argument, and imports any module that a target names.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 _PACKAGE = sys.modules["gpuaug"]  # a `_target_` may be one of its public names
 
 Target = type | FunctionType  # the kinds of objects that a `_target_` may name
-TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
+TRUSTED = ("kornia.augmentation.",)
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
@@ -53,18 +50,14 @@ def conf_folder() -> Path:
 def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> DictConfig:
     """Compose the configuration ``name`` with ``overrides``, the same strings as on the command line.
 
-    Works inside a running Hydra application and does not change its state.
+    Inside a running Hydra application, its state does not change.
 
     Args:
         name: ``train``, ``eval``, or the name of a file in ``config_dir``.
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
             ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
-        config_dir: folder with your own configurations, and with your own recipes in ``gpuaug/augment/``, as in a Hydra
-            application. Your files replace gpuaug's files of the same name.
-
-    Raises:
-        ConfigError: the configuration is invalid. The message names the full key, the expected and the given value, and
-            the nearest valid name.
+        config_dir: folder with your own configurations, and with your own recipes in ``gpuaug/augment/``. Your files
+            replace gpuaug's files of the same name.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment=simclr", "augment.crop.size=96"])
@@ -90,7 +83,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
 
 @contextmanager
 def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
-    """Start Hydra with ``config_dir`` before our folder; restore an outer Hydra application's state at the end."""
+    """Start Hydra with ``config_dir`` before our folder, then restore the state of an outer Hydra application."""
     from hydra import initialize_config_dir
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
@@ -122,7 +115,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
 
 
 def _expand(override: str) -> list[str]:
-    """Replace ``augment=timm:...``, which only gpuaug knows, by overrides that Hydra can read."""
+    """Replace ``augment=timm:...`` by overrides that Hydra can read."""
     if not (timm := _TIMM.match(override)):
         return [override]
     from gpuaug.augment.auto_timm import parse  # needs torch
@@ -152,7 +145,7 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
 
 
 def _explain(error: Exception, name: str, overrides: list[Override], loader: ConfigLoader) -> str:
-    """A message that names the wrong override and the valid values; Hydra's own message if none is found."""
+    """A message that names the wrong override and the valid values; Hydra's own message if no override is wrong."""
     import hydra
     from hydra.core.object_type import ObjectType
     from hydra.errors import HydraException
@@ -197,7 +190,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
 
 
 def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
-    """A sentence that says where the key ``word`` belongs if the mapping ``node`` lacks it; "" if not known."""
+    """A sentence that says where the key ``word`` belongs, which the mapping ``node`` lacks; "" if not known."""
     if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
         return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
     for name in ("views", "stages"):
@@ -219,10 +212,7 @@ def _takes(target: Any, argument: str) -> bool:
 
 
 def _refuse_stale(name: str, overrides: list[Override]) -> None:
-    """Refuse ``key={_target_: Other, ...}`` if arguments of the previous target would remain.
-
-    Hydra merges mappings, so the old arguments stay. The new class might even accept some old ones, such as ``p``.
-    """
+    """Refuse ``key={_target_: Other, ...}`` if arguments of the previous target stay, because Hydra merges mappings."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
@@ -267,10 +257,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
     """Build the loader (or another object that ``_target_`` names) from a configuration.
 
     The whole tree is checked before any object is created. Every ``_target_`` must name a public class of gpuaug, or a
-    class defined in ``kornia.augmentation``. The class must accept all given arguments.
-
-    ``hydra.utils.instantiate(cfg)`` makes the same object, but without these checks, and it imports any module that a
-    ``_target_`` names.
+    class defined in ``kornia.augmentation``. ``hydra.utils.instantiate(cfg)`` makes the same object without checks.
 
     Args:
         cfg: from :func:`compose`, or a part of your own Hydra application's configuration, such as ``cfg.train_data``.
@@ -278,8 +265,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
         **objects: existing objects that replace arguments of the outermost target, such as ``source=my_source``.
 
     Raises:
-        ConfigError: the configuration is invalid. The message names the full key, the expected and the given value, and
-            the nearest valid name. If a constructor failed, the constructor's error is the ``__cause__``.
+        ConfigError: the configuration is invalid. If a constructor failed, the constructor's error is the ``__cause__``.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment.crop.size=32", "batch_size=8"])
@@ -301,7 +287,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
 
 
 def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Convert ``cfg`` to plain containers with resolved interpolations; also return the full key of ``cfg``."""
+    """Convert ``cfg`` to plain containers with resolved interpolations. Also return the full key of ``cfg``."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -330,7 +316,7 @@ def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], s
 
 @dataclass(frozen=True)
 class _Call:
-    """A checked target with its arguments, which may hold further calls."""
+    """A checked target with its arguments, which may hold more calls."""
 
     key: str
     target: Target
@@ -371,9 +357,8 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
     """Resolve ``target`` to a class, or to a function of the user's modules, if the module that defines it is allowed.
 
-    The path alone proves nothing: ``kornia.augmentation._2d.base.torch.load`` resolves to a function of torch. So the
-    resolved object is checked. Importing a module runs the module's code. So only modules below an allowed prefix and
-    their parent packages are imported. Of gpuaug, only public names are looked up.
+    The path proves nothing: ``kornia.augmentation._2d.base.torch.load`` is a function of torch. So the module that
+    defines the object is checked. Importing a module runs its code, so only admitted modules are imported.
     """
     own_modules = prefixes[len(TRUSTED) :]
     expected = (
@@ -414,12 +399,12 @@ def _full_name(name: str) -> str:
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a module may be imported: it is below a prefix, or a parent package of a prefix."""
+    """Whether a module may be imported: a prefix names the module, one of its parents, or a module below it."""
     return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
 
 
 def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
-    """Resolve a dotted path through allowed modules and through classes."""
+    """Resolve a dotted path through admitted modules and through classes."""
     if not _is_admitted(parts[0], prefixes):
         raise ConfigError(f"{expected}.{_full_name(parts[-1]) or remedy}")
     thing: Any = _import(parts[0], expected=expected)
@@ -456,7 +441,7 @@ def _import(module: str, *, expected: str) -> ModuleType | None:
 
 
 def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, target: str) -> None:
-    """Refuse arguments that the class or function does not take, before any object is created."""
+    """Refuse arguments that the class or function does not take."""
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
@@ -474,7 +459,7 @@ def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, tar
         if parameter.default is parameter.empty and name not in kwargs:
             raise ConfigError(f"`{_join(key, name)}` must be given: {target} needs it.")
     for name, hint in _hints(called).items():
-        # check bools here, because Python takes text such as `no` for true; constructors check all other types
+        # only bools are checked here: constructors check other types, but text such as `no` would count as true
         if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
             raise ConfigError(f"`{_join(key, name)}` must be {_words(hint)}. Found: {kwargs[name]!r}.")
 
@@ -527,7 +512,7 @@ def _words(hint: Any) -> str:
 
 
 def _make(plan: Any) -> Any:
-    """Create the objects of a checked tree, innermost first. Only here are the targets called."""
+    """Create the objects of a checked tree, innermost first."""
     if isinstance(plan, list):
         return [_make(v) for v in plan]
     if isinstance(plan, dict):
@@ -554,7 +539,7 @@ def _make(plan: Any) -> Any:
 
 
 def _as_number(message: str) -> str:
-    """A remedy if the message ends with a number in quotes, such as text from an environment variable; else ""."""
+    """A remedy if the message ends with a number in quotes, which may come from an environment variable; else ""."""
     if not re.search(r"number|int|true or false", message) or not re.search(r"Found: '[-+.\deE]+'\.$", message):
         return ""
     return " In quotes it is text. For an environment variable, write '${oc.decode:${oc.env:NAME}}'."
@@ -563,8 +548,8 @@ def _as_number(message: str) -> str:
 def _at(key: str, message: str, *, of_loader: bool) -> str:
     """Replace the key at the start of a constructor's message by the full key.
 
-    A class names the key at its usual place, such as `augment.ops.jitter.p`. In this configuration the class may be at
-    `train_data.augment` or `augment.views.local`. The two paths are joined at their common part.
+    A class names the key at its usual place, such as `augment.ops.jitter.p`, but may be at `train_data.augment` here.
+    The two paths are joined at their common part.
     """
     named = re.match(r"`([\w.]+)`", message)
     if not key or not named:

@@ -27,11 +27,11 @@ class ConfigError(GpuaugError, ValueError):
 
 
 class ReadOnlyError(ConfigError, AttributeError):
-    """A setting that cannot be changed was assigned. The message says how to get an object with another value."""
+    """A setting that can no longer be changed was changed."""
 
 
 class SourceError(GpuaugError, ValueError):
-    """The whole source cannot be used: missing root, no images, or a class mapping that does not match.
+    """The whole source cannot be used. For example, its root is missing, or it has no images.
 
     >>> import gpuaug
     >>> try:
@@ -77,7 +77,7 @@ class DataError(GpuaugError, RuntimeError):
 
     Attributes:
         key: relative path or name of the sample.
-        index: the sample's number in the source.
+        index: index of the sample in the source.
         stage: ``read`` or ``decode``.
         reason: the cause of the failure.
 
