@@ -1,8 +1,8 @@
 """:func:`compose` makes a configuration from YAML and override strings; :func:`build` makes objects from it.
 
 Hydra is imported inside functions, because every Hydra application imports this file through our search-path plugin.
-:func:`build` does not use ``hydra.utils.instantiate``, which copies the objects passed in, does not name the full key of
-an unknown argument, and imports any module that a target names.
+:func:`build` does not use ``hydra.utils.instantiate``, because ``instantiate`` copies the objects passed in, does not
+name the full key of an unknown argument, and imports any module that a target names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def conf_folder() -> Path:
 def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> DictConfig:
     """Compose the configuration ``name`` with ``overrides``, the same strings as on the command line.
 
-    Inside a running Hydra application, its state does not change.
+    The state of a running Hydra application does not change.
 
     Args:
         name: ``train``, ``eval``, or the name of a file in ``config_dir``.
@@ -265,7 +265,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
         **objects: existing objects that replace arguments of the outermost target, such as ``source=my_source``.
 
     Raises:
-        ConfigError: the configuration is invalid. If a constructor failed, the constructor's error is the ``__cause__``.
+        ConfigError: the configuration is invalid. If a constructor failed, its error is the ``__cause__``.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment.crop.size=32", "batch_size=8"])
