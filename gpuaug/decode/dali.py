@@ -100,7 +100,7 @@ class CpuPipeline:
         self._pipeline.feed_input("encoded", plan.encoded)
         _feed(self._pipeline, np.int32, start=plan.union[:, :2], shape=plan.union[:, 2:])
         (regions,) = self._pipeline.run()
-        # DLPack, because DALI's own numpy arrays are read-only, so torch would have to copy them
+        # DALI's own numpy arrays are read-only, so torch would have to copy them
         return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
 
     def _build(self) -> Any:
@@ -154,8 +154,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        # Copy. With DLPack, a thread of DALI would free the memory after a cudaDeviceSynchronize, which keeps a CPU core
-        # busy as long as training keeps the device busy.
+        # Not DLPack: a thread of DALI would free the memory after a cudaDeviceSynchronize, which keeps a CPU core busy as
+        # long as training keeps the device busy.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)

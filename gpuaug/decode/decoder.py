@@ -285,7 +285,7 @@ class Decoder:
             return images, [*too_large, *faults]
 
     def _too_large(self, plan: Plan) -> list[Fault]:
-        """Faults of rows that resizing makes too large, such as a long thin image that is resized by its shorter side."""
+        """Faults of rows that resizing makes too large, such as a thin image that is resized by its shorter side."""
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.windows], axis=0)
         faults = []
@@ -397,8 +397,8 @@ class Decoder:
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
-                # DALI names only one bad sample at a time. With halves, B bad samples cost as much as log2(B) decodes of
-                # the batch; without halves, B decodes.
+                # DALI names only one bad sample at a time. With halves, B bad samples cost log2(B) decodes of the batch.
+                # Without halves, they would cost B decodes.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result
