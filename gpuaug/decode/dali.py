@@ -154,8 +154,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        # Not DLPack: a thread of DALI would free the memory after a cudaDeviceSynchronize, which keeps a CPU core busy as
-        # long as training keeps the device busy.
+        # With DLPack, a thread of DALI would free the memory after a cudaDeviceSynchronize. This keeps a CPU core busy
+        # while the device trains.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)

@@ -63,8 +63,8 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
 def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pixels: int) -> list[Pixels]:
     """Decode a JPEG at 1/``scale`` of its size (2, 4 or 8), and resize a box of it for each view.
 
-    The edges of a box may lie between the pixels of the smaller image. `resize` takes such edges exactly, so views are
-    not shifted. Damage below the boxes is not noticed.
+    The edges of a box may lie between the pixels of the smaller image. Pillow's resize takes such edges exactly, so
+    views are not shifted. Damage below the boxes is not noticed.
     """
     from PIL import Image
 
