@@ -17,10 +17,10 @@ from gpuaug.errors import ConfigError
 Pixels = NDArray[np.uint8]
 
 # Chunk size per thread on the CPU. DALI allocates the pixels of a chunk in one block, and malloc keeps several old
-# blocks. With 64 files of 700 x 525 (30 MiB per batch), whole batches hold 450 MiB after 300 batches, and chunks hold 60
-# to 90 MiB. The CPU time is the same.
+# blocks. With 64 files of 700 x 525 (30 MiB per batch), whole batches hold 450 MiB after 300 batches. Chunks hold 60 to
+# 90 MiB, and take the same CPU time.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
-# A JPEG is decoded at 1/2, 1/4 or 1/8 if every view's window is at least this many times as high and as wide as the view.
+# A JPEG is decoded at 1/2, 1/4 or 1/8 if every window is at least this many times as high and as wide as its view.
 # Photographs then differ from full decoding by 0.6 levels of 255 on average. With 2, 4 and 8, they would differ by 1.1
 # levels, and the time would be nearly the same.
 _REDUCED_FROM = (2.0, 5.0, 12.0)

@@ -90,7 +90,7 @@ class BatchTargets:
         """Return one dictionary per image, in the form that torchvision's detection models take.
 
         ``masks``, uint8 [n, H, W], exist only with ``targets=instances``. ``area`` is the area of the boxes in the
-        output.
+        output, in pixels.
 
         Args:
             first_label: the label of class 0. torchvision's models need 1, because their label 0 is the background.
@@ -118,8 +118,8 @@ class BatchTargets:
     def as_detr(self) -> list[dict[str, Any]]:
         """Return one dictionary per image, in the form that DETR's models in ``transformers`` take.
 
-        ``boxes`` are centre, width and height as fractions of the output. ``area`` is the area of the boxes in pixels of
-        the output. ``masks`` exist only with ``targets=instances``.
+        ``boxes`` are centre, width and height as fractions of the output. ``area`` is the area of the boxes in the
+        output, in pixels. ``masks`` exist only with ``targets=instances``.
         """
         images = self._split(class_labels=self.labels, boxes=self._centred())
         for row, image in enumerate(images):

@@ -39,7 +39,7 @@ def orientation(exif: Int64, stored: Int64) -> Float64:
     """
     m = _identities(len(exif))
     m[:, :2, :2] = _UPRIGHT[exif]
-    # mirroring maps x to width - x
+    # mirroring maps x to width - x, and y to height - y
     m[:, :2, 2] = (np.maximum(-m[:, :2, :2], 0) * np.asarray(stored)[:, None, ::-1]).sum(axis=2)
     return m
 
