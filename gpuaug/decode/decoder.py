@@ -397,8 +397,8 @@ class Decoder:
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
-                # DALI names only one bad sample at a time. With halves, B bad samples cost log2(B) decodes, instead of B
-                # decodes of the batch.
+                # DALI names only one bad sample at a time. With halves, a batch of B bad samples costs log2(B) decodes of
+                # the batch. Without halves, it would cost B decodes.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result

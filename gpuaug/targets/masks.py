@@ -6,7 +6,7 @@ resizing. Columns are computed in the same way. So resizing is Pillow's NEAREST 
 rounding errors.
 
 The inverse matrix ``m`` of the operations maps the centre of output pixel (i, j), row i and column j, to the canvas.
-The numbers are float64. The order of the steps is fixed, so C++, torch on the CPU and torch on CUDA give the same bits::
+The numbers are float64. The order of the steps is fixed, so that C++, and torch on CPU and CUDA, give the same bits::
 
     x = (m[0, 0] * (j + .5) + m[0, 1] * (i + .5)) + m[0, 2]
     y = (m[1, 0] * (j + .5) + m[1, 1] * (i + .5)) + m[1, 2]
@@ -332,7 +332,7 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
 
 
 def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
-    """The first canvas row or column of the resized window, and the mask's row or column of each one."""
+    """The first canvas row inside the resized window, and the mask rows that the window shows; or columns."""
     first, last = max(at, 0), min(at + to, size)
     i = np.arange(first - at, max(last, first) - at, dtype=np.int64)
     return first, start + (2 * i + 1) * extent // (2 * to)

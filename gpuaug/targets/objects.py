@@ -72,7 +72,7 @@ class Objects:
         return replace(self, **{name: column[keep] for name, column in columns if column is not None})
 
     def rows(self, keep_rows: Int64) -> Objects:
-        """Return the objects of some images. Image ``keep_rows[i]`` becomes image i. ``keep_rows`` has no duplicates."""
+        """Return the objects of some images: image ``keep_rows[i]`` becomes image i. Each image at most once."""
         number = np.full(1 + max(self.sample.max(initial=-1), np.max(keep_rows, initial=-1)), -1, dtype=np.int64)
         number[keep_rows] = np.arange(len(keep_rows))
         sample = number[self.sample]
