@@ -76,10 +76,7 @@ class EncodedTargets:
 
     Attributes:
         offsets: [B + 1]; sample i has the rows ``offsets[i]:offsets[i + 1]`` of the table.
-        boxes: [N, 4].
-        labels: [N].
-        keypoints: [N, K, 3].
-        crowd: [N].
+        boxes, labels, keypoints, crowd: N rows.
         area: [N]; NaN: not known.
         ids: [N]; -1: not known.
         sizes: [B, 2], (height, width) of the image that the annotations were made for; 0: not known.

@@ -145,7 +145,7 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
 
 
 def _explain(error: Exception, name: str, overrides: list[Override], loader: ConfigLoader) -> str:
-    """A message that names the wrong override and the valid values; Hydra's own message if no override is wrong."""
+    """A message that names the wrong override and the valid values, or Hydra's own message."""
     import hydra
     from hydra.core.object_type import ObjectType
     from hydra.errors import HydraException
@@ -257,7 +257,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
     """Build the loader (or another object that ``_target_`` names) from a configuration.
 
     The whole tree is checked before any object is created. Every ``_target_`` must name a public class of gpuaug, or a
-    class defined in ``kornia.augmentation``. ``hydra.utils.instantiate(cfg)`` makes the same object without checks.
+    class defined in ``kornia.augmentation``. ``hydra.utils.instantiate(cfg)`` makes the same object without this check.
 
     Args:
         cfg: from :func:`compose`, or a part of your own Hydra application's configuration, such as ``cfg.train_data``.

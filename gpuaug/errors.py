@@ -65,7 +65,6 @@ class ReadError(GpuaugError, RuntimeError):
     ...     try:
     ...         for images, labels in loader:
     ...             pass
-    ...         break
     ...     except gpuaug.ReadError as error:
     ...         print(error)  # the next pass continues with the next sample
     >>> loader.close()
@@ -73,12 +72,12 @@ class ReadError(GpuaugError, RuntimeError):
 
 
 class DataError(GpuaugError, RuntimeError):
-    """One sample cannot be read or decoded.
+    """One sample cannot be read, decoded or encoded.
 
     Attributes:
         key: relative path or name of the sample.
         index: index of the sample in the source.
-        stage: ``read`` or ``decode``.
+        stage: ``read``, ``decode`` or ``encode``. Only `gpuaug pack` encodes.
         reason: the cause of the failure.
 
     >>> import gpuaug

@@ -74,10 +74,7 @@ def write(path: str | os.PathLike[str], *parts: bytes | memoryview | str, sync: 
 
 
 def parse_bytes(value: int | float | str, *, key: str) -> int:
-    """Convert a size to bytes: ``2147483648``, ``"2GiB"`` or ``"2G"`` (2 x 1024^3), or ``"2GB"`` (2 x 1000^3).
-
-    ``key``: full configuration key, for the error message.
-    """
+    """Convert a size to bytes: ``2147483648``, ``"2GiB"`` or ``"2G"`` (2 x 1024^3), or ``"2GB"`` (2 x 1000^3)."""
     size = value
     if isinstance(value, str):
         match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", value.strip().lower())

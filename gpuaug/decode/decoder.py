@@ -174,14 +174,10 @@ class Decoder:
         Args:
             batch: encoded images.
             headers: :meth:`read_headers` of this batch.
-            windows: one entry per view, B rows each. Rows of bad samples are not used.
+            windows: one entry per view, with B rows.
 
         Returns:
             The views and the faults. A view is uint8 [B, H, W, 3] on the device. Rows that cannot be decoded are zero.
-
-        Raises:
-            ConfigError: if a window is not inside its image.
-            GpuaugError: if the decoder is closed, or DALI fails repeatedly.
         """
         if not windows:
             return [], []
@@ -225,7 +221,7 @@ class Decoder:
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
         """The image's header and route, and repaired bytes to decode instead of ``encoded``; None: no repair."""
-        if raw := header.read_raw(encoded.data):  # this does not copy the pixels
+        if raw := header.read_raw(encoded.data):
             return *self._check_header(b"", raw), None
         data = original = encoded.tobytes()
         try:
@@ -397,8 +393,8 @@ class Decoder:
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
-                # DALI names only one bad sample at a time. With halves, a batch of B bad samples costs log2(B) decodes of
-                # the batch. Without halves, it would cost B decodes.
+                # DALI names only one bad sample at a time. With halves, a batch of B bad samples costs log2(B) decodes.
+                # Without halves, it would cost B decodes.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result
