@@ -172,7 +172,7 @@ class CropWindows:
         offset: [B, 2], (y, x) of the resized window's top left corner on the canvas. Pixels outside the canvas are cut
             off.
         size: (H, W) of the canvas.
-        interpolation: both values are antialiased.
+        interpolation: ``bilinear`` or ``bicubic``, with antialiasing.
         fill: value of canvas pixels that the resized window does not cover.
     """
 

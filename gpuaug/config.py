@@ -392,9 +392,10 @@ def _full_name(name: str) -> str:
     """`` Did you mean 'kornia.augmentation.NAME'?`` for a class of gpuaug or Kornia, or an empty string."""
     import kornia.augmentation
 
-    for package in (_PACKAGE, kornia.augmentation):
-        if name in _PACKAGE.__all__ if package is _PACKAGE else isinstance(getattr(package, name, None), type):
-            return f" Did you mean '{package.__name__}.{name}'?"
+    if name in _PACKAGE.__all__:
+        return f" Did you mean 'gpuaug.{name}'?"
+    if isinstance(getattr(kornia.augmentation, name, None), type):
+        return f" Did you mean 'kornia.augmentation.{name}'?"
     return ""
 
 

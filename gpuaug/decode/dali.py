@@ -41,11 +41,7 @@ _loading = threading.Lock()  # held while codecs load, because an environment va
 
 
 def choose_backend(wanted: Backend) -> str:
-    """Return ``dali`` or ``pillow``. If DALI cannot be imported, ``auto`` logs why and chooses Pillow.
-
-    Raises:
-        ConfigError: if ``wanted`` is ``dali`` and DALI cannot be imported.
-    """
+    """Return ``dali`` or ``pillow``. If DALI cannot be imported, ``auto`` chooses Pillow."""
     if wanted == "pillow":
         return wanted
     try:

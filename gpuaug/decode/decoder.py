@@ -109,8 +109,7 @@ class Decode:
             accept_truncated: decode what exists of a truncated JPEG, instead of reporting a fault.
             batch_size: usual batch size. On CUDA, pipelines are built for at least this size.
         """
-        chosen = machine.choose_device(device)
-        return Decoder(self, chosen, accept_truncated=accept_truncated, batch_size=batch_size)
+        return Decoder(self, machine.choose_device(device), accept_truncated=accept_truncated, batch_size=batch_size)
 
 
 class Decoder:

@@ -54,8 +54,8 @@ class Header:
         codec: one of `CODECS`.
         height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, whose headers only Pillow reads.
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
-        dali_safe: False if DALI might not decode the image as Pillow does. For example, DALI's first frame of an
-            animation differs from Pillow's.
+        dali_safe: False if DALI might not decode a JPEG, WebP or BMP as Pillow does. For example, DALI's first frame of
+            an animation differs from Pillow's.
         scans: number of passes over the pixels; more than 1 for progressive JPEGs.
         bits: bits per sample; 8 for TIFF and JPEG 2000, whose bits only Pillow reads.
         effort: CPU time per pixel, relative to an 8-bit PNG.
@@ -209,8 +209,8 @@ def _png(data: bytes) -> Header:
     width, height = struct.unpack_from(">II", data, 16)
     bits = data[24]
     exif = xmp = profile = None
-    dali_safe, ancillary = True, 0
-    for kind, at, length, end in _chunks(data, "png", 8):
+    ancillary = 0
+    for kind, at, length, _ in _chunks(data, "png", 8):
         if kind == b"eXIf":
             exif = data[at : at + length]
         elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at):
@@ -221,11 +221,10 @@ def _png(data: bytes) -> Header:
                 profile = _inflated(profile[1:])
         if kind not in _PIECES:
             ancillary += length
-        dali_safe &= kind != b"acTL" and (end <= len(data) or kind == b"IEND")
     if exif is None and profile is not None:
         exif = _unhexed(profile)
     effort = 4 if bits == 16 else 1
-    return Header("png", height, width, _oriented(exif, xmp), dali_safe, 1, bits, effort, ancillary)
+    return Header("png", height, width, _oriented(exif, xmp), bits=bits, effort=effort, ancillary=ancillary)
 
 
 def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:

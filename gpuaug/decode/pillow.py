@@ -38,7 +38,6 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
     """Decode a box of the first frame, uint8 [h, w, 3], RGB, before EXIF orientation is applied.
 
     Args:
-        data: the encoded image.
         size: (height, width) in the header.
         box: (top, left, height, width), in stored coordinates.
         max_pixels: limit for the whole image.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -56,7 +56,7 @@ class HeaderInfo:
     faults: list[Fault]
     route: NDArray[np.int8]
     reducible: NDArray[np.bool_]
-    replaced: dict[int, Pixels] = field(default_factory=dict)
+    replaced: dict[int, Pixels]
 
 
 @dataclass(frozen=True)

@@ -149,13 +149,13 @@ def decode(
     data = bytes(data)
     if data.startswith(_RUNS):
         info = None
-        kind, size = "runs", _runs_size(data)
+        size = _runs_size(data)
     else:
         info = header.read(data)
-        kind, size = info.codec, (info.height, info.width)
-        if kind != "png":
-            lossy = ": its values are not exact" if kind == "jpeg" else ""
-            raise HeaderError(f"mask is a {kind}{lossy}. Masks must be PNG files")
+        size = info.height, info.width
+        if info.codec != "png":
+            lossy = ": its values are not exact" if info.codec == "jpeg" else ""
+            raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
     upright = stored[::-1] if exif > 4 else stored
     if size not in (upright, stored):
         sizes = f"{upright[0]}x{upright[1]}" + (f" (stored as {stored[0]}x{stored[1]})" if upright != stored else "")
