@@ -75,10 +75,9 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     with _hydra(config_dir) as loader:
         _refuse_stale(name, parsed)
         try:
-            cfg = hydra.compose(name, overrides)
+            return hydra.compose(name, overrides)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, name, parsed, loader)) from error
-    return cfg
 
 
 @contextmanager
@@ -282,8 +281,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
             raise ConfigError(f"`trust` must hold module prefixes, such as 'my_pkg.'. Found: {prefix!r}.")
     prefixes = TRUSTED + tuple(p.rstrip(".") + "." for p in trusted)
     tree, root = _plain(cfg, leave_out=objects)
-    plan = _check(tree, key=root, prefixes=prefixes, objects=objects)
-    return _make(plan)
+    return _make(_check(tree, key=root, prefixes=prefixes, objects=objects))
 
 
 def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

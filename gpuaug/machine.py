@@ -188,6 +188,8 @@ PACKAGES = (
 
 def verdict(name: str) -> bool | None:
     """Stored result of a check on this kind of machine; None if the check was not run."""
+    if name not in VERDICTS:
+        raise ConfigError(f"`{name}` is not a check with a stored result. Checks: {', '.join(VERDICTS)}.")
     entry = verdicts().get(name)
     return None if entry is None else bool(entry["good"])
 

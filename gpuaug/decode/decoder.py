@@ -338,10 +338,7 @@ class Decoder:
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
 
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
-        """Resize ``regions``, the pixels of each row's ``plan.union`` box, into ``canvases[view][row]``.
-
-        ``alone``: use only the calling thread.
-        """
+        """Make all views of the ``plan.union`` boxes in ``regions``. ``alone``: use only the calling thread."""
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)

@@ -31,12 +31,7 @@ _UPRIGHT = np.array(
 
 
 def orientation(exif: Int64, stored: Int64) -> Float64:
-    """Matrices [B, 3, 3] from stored images to upright images.
-
-    Args:
-        exif: [B], EXIF's orientation 1..8.
-        stored: [B, 2], (height, width) of the stored image.
-    """
+    """Matrices [B, 3, 3] from stored images to upright images. ``stored``: [B, 2], (height, width)."""
     m = _identities(len(exif))
     m[:, :2, :2] = _UPRIGHT[exif]
     # mirroring maps x to width - x, and y to height - y

@@ -339,12 +339,9 @@ def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int,
 
 
 def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
-    """Warp masks on their device, bit-equal to :func:`place`. Does not wait for the device.
+    """Warp masks [n, H, W] on their device, bit-equal to :func:`place`. Does not wait for the device.
 
-    Args:
-        masks: uint8, int32 or int64 [n, H, W].
-        inverse: matrices [n, 3, 3] from the output to the input, in pixel edges.
-        fill: value of output pixels that no mask pixel covers.
+    ``inverse``: matrices [n, 3, 3] from the output to the input, in pixel edges.
     """
     _, H, W = masks.shape
     out = torch.empty_like(masks, memory_format=torch.contiguous_format)

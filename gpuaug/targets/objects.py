@@ -23,11 +23,9 @@ class Objects:
     Attributes:
         sample: [N], position of each object's image in the batch; ascending.
         boxes: [N, 4], (x1, y1, x2, y2); None: no boxes.
-        labels: [N].
         keypoints: [N, K, 3], (x, y, visibility); (0, 0, 0) for a keypoint that is not visible. None: no keypoints.
-        crowd: [N].
         area: [N], as the source gave it, in pixels of the source's image.
-        ids: [N].
+        labels, crowd, ids: [N].
     """
 
     sample: Int64
