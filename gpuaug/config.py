@@ -189,7 +189,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
 
 
 def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
-    """A sentence that says where the key ``word`` belongs, which the mapping ``node`` lacks; "" if not known."""
+    """A sentence that says where the key ``word`` belongs if not in ``node``; "" if not known."""
     if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
         return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
     for name in ("views", "stages"):
@@ -547,8 +547,8 @@ def _as_number(message: str) -> str:
 def _at(key: str, message: str, *, of_loader: bool) -> str:
     """Replace the key at the start of a constructor's message by the full key.
 
-    A class names the key at its usual place, such as `augment.ops.jitter.p`, but may be at `train_data.augment` here.
-    The two paths are joined at their common part.
+    A class names the key at its usual place, such as `augment.ops.jitter.p`, but the class may be at another place,
+    such as `train_data.augment`. The two paths are joined at their common part.
     """
     named = re.match(r"`([\w.]+)`", message)
     if not key or not named:

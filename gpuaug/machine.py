@@ -171,7 +171,7 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-# a verdict is the stored result of a check; maps each check to what is true if the check passed
+# The checks, and what is true if a check passed. A verdict is the stored result of a check.
 VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",

@@ -34,7 +34,7 @@ Backend = Literal["auto", "dali", "pillow"]
 # Pillow decodes PNG, because DALI decompresses all data in the file: 1 MB can become 1 GiB, and decoding takes 3 GiB of
 # memory. Pillow stops when the image is complete. Pillow takes 1.5 times the CPU time of DALI (500 x 375, crop to 224).
 CODECS = frozenset({"jpeg", "webp", "bmp"})
-# bytes of nvJPEG's buffers per thread, DALI's defaults; a thread has two pinned buffers
+# bytes of nvJPEG's buffers, DALI's defaults; each thread has two pinned buffers
 DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 _loading = threading.Lock()  # held while codecs load, because an environment variable selects them
@@ -59,7 +59,7 @@ def choose_backend(wanted: Backend) -> str:
 
 
 def accepts(data: bytes, header: Header) -> bool:
-    """Whether DALI's own parser knows the pixel type of ``data``, and reads the size of ``header``. This takes 3 µs.
+    """Whether DALI's own parser knows the pixel type of ``data``, and reads the same size as ``header``. Takes 3 µs.
 
     If DALI refuses a sample before decoding, the error does not name the sample. If DALI does not know the pixel type,
     its threads crash (SIGSEGV).
@@ -79,7 +79,7 @@ def failed_sample(message: str) -> tuple[bool, int | None]:
 
 
 class CpuPipeline:
-    """DALI on the CPU: decodes one box of each image. `resize` makes the views several times as fast as DALI."""
+    """DALI on the CPU: decodes one box of each image. DALI's resize is not used, because it is several times slower."""
 
     bytes_per_pixel = 12  # peak memory while decoding, per pixel of the whole image
 

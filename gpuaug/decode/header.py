@@ -82,7 +82,7 @@ def sniff(data: bytes) -> str | None:
 
 
 def read(data: bytes) -> Header:
-    """Read the header of an encoded image. HeaderError if the image is empty, unknown, broken or truncated."""
+    """Read the header of an encoded image. HeaderError if the image is empty, unknown or broken."""
     if not data:
         raise HeaderError("empty: 0 bytes")
     codec = sniff(data)
