@@ -353,11 +353,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
 
 
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
-    """Resolve ``target`` to a class, or to a function of the user's modules, if the module that defines it is allowed.
-
-    The path proves nothing: ``kornia.augmentation._2d.base.torch.load`` is a function of torch. So the module that
-    defines the object is checked. Importing a module runs its code, so only admitted modules are imported.
-    """
+    """Resolve ``target`` to a class, or to a function of the user's modules, if the module that defines it is allowed."""
     own_modules = prefixes[len(TRUSTED) :]
     expected = (
         f"`{key}` must name a class of kornia.augmentation or a public class of gpuaug"
@@ -378,6 +374,7 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
         found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
     if not isinstance(found, Target):
         raise ConfigError(f"{expected}, a {type(found).__name__}. Write a function that calls this object.")
+    # the path proves nothing: `kornia.augmentation._2d.base.torch.load` is a function of torch
     own, name = f"{found.__module__}.{found.__qualname__}", found.__name__
     is_class = isinstance(found, type)
     public = is_class and own.startswith("gpuaug.") and name in _PACKAGE.__all__ and getattr(_PACKAGE, name) is found
@@ -398,7 +395,7 @@ def _full_name(name: str) -> str:
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a module may be imported: a prefix names the module, one of its parents, or a module below it."""
+    """Whether a module is a prefix, or below or above a prefix. Other modules must not be imported: their code runs."""
     return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
 
 
@@ -545,16 +542,13 @@ def _as_number(message: str) -> str:
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:
-    """Replace the key at the start of a constructor's message by the full key.
-
-    A class names the key at its usual place, such as `augment.ops.jitter.p`, but the class may be at another place,
-    such as `train_data.augment`. The two paths are joined at their common part.
-    """
+    """Replace the key at the start of a constructor's message, such as `augment.ops.jitter.p`, by the full key."""
     named = re.match(r"`([\w.]+)`", message)
     if not key or not named:
         return f"`{key}`: {message}" if key else message
     place, path = key.split("."), named[1].split(".")
     rest = path if of_loader or len(path) == 1 else path[1:]
+    # the class may be at another place, such as `train_data.augment`: join the two paths at their common part
     for start, length in ((s, n) for s in range(len(path)) for n in range(len(path) - s, 0, -1)):
         if not of_loader and place[-length:] == path[start : start + length]:
             rest = path[start + length :]

@@ -107,11 +107,7 @@ def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 
 
 def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
-    """Folders of this process's control group and all its parents, for cgroup versions 1 and 2.
-
-    In a container, /proc often names a path that only the host has. The container's files are then in the root folder,
-    which is always the last folder.
-    """
+    """Folders of this process's control group and all its parents, for cgroup versions 1 and 2."""
     for line in (read(proc) or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -125,7 +121,7 @@ def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
         while here != base and base in here.parents:
             yield here
             here = here.parent
-        yield base
+        yield base  # holds the files of a container if /proc names a path of the host
 
 
 def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:

@@ -190,11 +190,7 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
 
 
 def _checked(png: bytes) -> bytes:
-    """Return the PNG without the chunks that do not affect its values. HeaderError if the file is damaged.
-
-    Texts and profiles may inflate to 1,000 times their size. Pillow does not check the checksums of pixels, and a
-    damaged mask can look like a valid mask.
-    """
+    """Return the PNG without texts and profiles, which may inflate to 1,000 times their size. Check its checksums."""
     pieces, at, kind = [png[:8]], 8, b""
     while kind != b"IEND":
         length, kind = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
@@ -202,6 +198,7 @@ def _checked(png: bytes) -> bytes:
         if end > len(png):
             raise HeaderError(f"png truncated: {len(png)} bytes")
         if kind in (b"PLTE", b"IDAT", b"IEND") or at == 8:
+            # Pillow does not check pixels, and a damaged mask can look like a valid mask
             if zlib.crc32(memoryview(png)[at + 4 : end - 4]) != int.from_bytes(png[end - 4 : end], "big"):
                 raise HeaderError(f"png is damaged: the checksum of its {kind.decode()} chunk is wrong")
             pieces.append(png[at:end])
