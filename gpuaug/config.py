@@ -353,7 +353,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
 
 
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
-    """Resolve ``target`` to a class, or to a function of the user's modules, if the module that defines it is allowed."""
+    """Resolve ``target`` to a class, or to a user's function. The module that defines the object must be allowed."""
     own_modules = prefixes[len(TRUSTED) :]
     expected = (
         f"`{key}` must name a class of kornia.augmentation or a public class of gpuaug"
@@ -395,7 +395,7 @@ def _full_name(name: str) -> str:
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a module is a prefix, or below or above a prefix. Other modules must not be imported: their code runs."""
+    """Whether a module is below or above an allowed prefix. Other modules are not imported: their code would run."""
     return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
 
 
