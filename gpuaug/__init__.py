@@ -1,10 +1,7 @@
 """Turns encoded images into augmented batches on the training device.
 
-Workers read bytes, DALI decodes them on the device, and Kornia's operations augment whole batches there. One Hydra YAML
-describes all of it. Names are imported on first use, so ``import gpuaug`` is fast.
-
-Every constructor and method raises :class:`ConfigError` for an invalid argument. Docstrings name the other errors. All
-of these errors are subclasses of :class:`GpuaugError`.
+Names are imported on first use, so ``import gpuaug`` is fast. Every constructor and method raises :class:`ConfigError`
+for an invalid argument. Docstrings name the other errors, which are also subclasses of :class:`GpuaugError`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The types that stages pass to each other: encoded bytes, windows to decode, images and labels."""
+"""The types that stages pass to each other: encoded images, targets, faults and crop windows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ Fill = int | tuple[int, int, int]  # 0..255, the same for all channels or (red, 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One sample of a batch that could not be read or decoded.
+    """A sample of a batch that could not be read, decoded or encoded.
 
     Attributes:
         row: the sample's row in the batch.
-        stage: ``read`` or ``decode``.
-        reason: the cause of the failure.
+        stage: ``read``, ``decode`` or ``encode``.
         size: number of encoded bytes of the sample.
         head: the first of these bytes.
     """
@@ -40,8 +39,8 @@ class Fault:
 class Target:
     """The annotations of one image: a mask, objects, or a label of the whole image.
 
-    Coordinates are in pixels, unless ``fractions`` is True. In an image, x is from 0 to W and y is from 0 to H. Pixel i
-    covers i..i+1.
+    If ``fractions`` is False, coordinates are in pixels: x is from 0 to W, and y is from 0 to H. For boxes, pixel i
+    covers i..i+1. For keypoints, see :class:`Keypoints`.
 
     Attributes:
         mask: the encoded mask, as in its file.
@@ -50,9 +49,9 @@ class Target:
         keypoints: [n, K, 3], (x, y, visibility 0..2) of each object.
         crowd: [n], True if one annotation covers many objects.
         area: [n], area of each object in pixels.
-        ids: [n], number of each annotation in its file.
+        ids: [n], id of each annotation in its file.
         size: (height, width) of the image that the annotations were made for; None: not known.
-        fractions: whether boxes and keypoints are fractions of the upright image's width and height (YOLO's files).
+        fractions: True: boxes and keypoints are fractions of the upright image's width and height, as in YOLO's files.
         label: label of the whole image, as in a source without targets.
 
     >>> Target(boxes=[[10, 20, 30, 60]], labels=[3], size=(100, 80)).labels
@@ -73,20 +72,16 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedTargets:
-    """The targets of a batch as a worker sends them. All objects of all samples are in one table.
+    """The targets of a batch as a worker sends them, with one table of all objects. See also :class:`Target`.
 
     Attributes:
-        offsets: int64 [B + 1]; sample i has the rows ``offsets[i]:offsets[i + 1]`` of the table.
-        boxes: float32 [N, 4], (x1, y1, x2, y2); None if the source has no boxes.
-        labels: int64 [N].
-        keypoints: float32 [N, K, 3]; None if the source has none.
-        crowd: bool [N].
-        area: float32 [N].
-        ids: int64 [N], number of each annotation in its file; -1: not known.
-        sizes: int32 [B, 2], (height, width) that the annotations were made for; 0: not known.
+        offsets: [B + 1]; sample i has the rows ``offsets[i]:offsets[i + 1]`` of the table.
+        boxes, labels, keypoints, crowd: N rows.
+        area: [N]; NaN: not known.
+        ids: [N]; -1: not known.
+        sizes: [B, 2], (height, width) of the image that the annotations were made for; 0: not known.
         masks: whether ``EncodedBatch.data`` also holds a mask for each image.
-        fractions: bool [B], True if the sample's boxes and keypoints are fractions of the upright image's width and
-            height; None: False for all samples.
+        fractions: [B]; None: False for all samples.
     """
 
     offsets: Int64
@@ -103,21 +98,19 @@ class EncodedTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
-    """The encoded images of a batch, packed one after the other by a worker. All tensors are on the CPU.
-
-    All images share one buffer, so that a batch needs one shared-memory segment instead of one per image.
+    """The encoded images of a batch, packed into one buffer by a worker. All tensors are on the CPU.
 
     Attributes:
         data: uint8 ``[bytes of all images]``.
-        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``. With masks ``[2 B + 1]``: the masks
-            follow the images.
+        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``. With masks: ``[2 B + 1]``, because
+            the masks follow the images.
         labels: int64 ``[B]``, float32 ``[B, K]``, or None.
-        indices: int64 ``[B]``, sample numbers in the source.
+        indices: int64 ``[B]``, index of each sample in the source.
         repeats: int64 ``[B]``, how often the sample occurred earlier in the epoch.
         valid: bool ``[B]``; False for a repeated sample that only fills the last batch.
-        faults: samples that could not be read; their images have no bytes.
-        views: empty if the images are in ``data``. Otherwise each image (then each mask) is a read-only uint8 ``[n]``
-            view of the source's memory, such as a mapped file; ``data`` is empty, and ``offsets`` give only lengths.
+        faults: samples that could not be read. Their images have no bytes.
+        views: empty if the images are in ``data``. Otherwise, ``data`` is empty, and ``views`` holds a read-only uint8
+            ``[n]`` view of the source's memory for each image, then for each mask.
         targets: annotations of the samples; None if the run has no targets.
         extra: B extra values, as the source gave them; None if no sample of the batch has one.
 
@@ -170,17 +163,17 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class CropWindows:
-    """The window that one view cuts from each image, and the place of the window on the canvas, the view's output.
+    """The window that one view cuts from each image, and the window's place on the canvas, which is the view's output.
 
     Attributes:
-        window: int32 [B, 4], (top, left, height, width) in the image after EXIF orientation. The window is inside the
-            image, and its sides are at least 1.
-        resized: int32 [B, 2], the size (h, w) after resizing the window.
-        offset: int32 [B, 2], (y, x) of the resized window's top left corner on the canvas. Pixels outside the canvas
-            are cut off.
+        window: [B, 4], (top, left, height, width) in the image after EXIF orientation. The window is inside the image,
+            and its sides are at least 1 pixel.
+        resized: [B, 2], (h, w) of the window after resizing.
+        offset: [B, 2], (y, x) of the resized window's top left corner on the canvas. Pixels outside the canvas are cut
+            off.
         size: (H, W) of the canvas.
-        interpolation: ``bilinear`` or ``bicubic``, both antialiased.
-        fill: 0..255 or (red, green, blue), the value of canvas pixels that the resized window does not cover.
+        interpolation: ``bilinear`` or ``bicubic``, with antialiasing.
+        fill: value of canvas pixels that the resized window does not cover.
     """
 
     window: Int32

@@ -1,7 +1,6 @@
-"""Checks of arguments.
+"""Checks of arguments. Each function returns the value if it is valid, and raises ConfigError if not.
 
-Each function returns the value if it is valid, and raises ConfigError if not. The message names the argument, the
-requirement and the value that was given.
+If ``optional`` is True, None is valid too.
 """
 
 from __future__ import annotations
@@ -14,12 +13,7 @@ from gpuaug.errors import ConfigError
 
 
 def whole_number(name: str, value: Any, low: int | None, high: int | None = None, *, optional: bool = False) -> Any:
-    """Check that ``value`` is an int from ``low`` to ``high``. With ``optional`` it may be None.
-
-    >>> whole_number("quality", 101, 1, 100)
-    Traceback (most recent call last):
-    gpuaug.errors.ConfigError: `quality` must be a whole number from 1 to 100. Found: 101.
-    """
+    """Check that ``value`` is an int with ``low <= value <= high``. A limit of None does not apply."""
     if value is None and optional:
         return value
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -30,7 +24,7 @@ def whole_number(name: str, value: Any, low: int | None, high: int | None = None
 
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, optional: bool = False) -> Any:
-    """Check that ``value`` is an int or float with ``low <= value <= high``. With ``optional`` it may be None."""
+    """Check that ``value`` is an int or float with ``low <= value <= high``."""
     if value is None and optional:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -39,7 +33,7 @@ def number(name: str, value: Any, low: float, high: float = math.inf, *, optiona
 
 
 def flag(name: str, value: Any, *, optional: bool = False) -> Any:
-    """Check that ``value`` is a bool. With ``optional`` it may be None."""
+    """Check that ``value`` is a bool."""
     if not isinstance(value, bool) and not (value is None and optional):
         raise ConfigError(f"`{name}` must be true or false{_or_null(optional)}. Found: {value!r}.")
     return value
@@ -54,18 +48,16 @@ def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> An
 
 
 def text(name: str, value: Any, *, optional: bool = False) -> Any:
-    """Check that ``value`` is a non-empty string. With ``optional`` it may be None.
-
-    Hydra reads ``out=2024`` as a number, so the error shows how to quote the value.
-    """
+    """Check that ``value`` is a non-empty string."""
     if not (value is None and optional) and not (isinstance(value, str) and value):
+        # Hydra reads `out=2024` as a number
         quoted = f" Quote it: \"{name}='{value}'\"." if isinstance(value, int | float) else ""
         raise ConfigError(f"`{name}` must be text{_or_null(optional)}. Found: {value!r}.{quoted}")
     return value
 
 
 def instance(name: str, value: Any, *kinds: type, optional: bool = False) -> Any:
-    """Check that ``value`` is an object of one of the public classes ``kinds``. With ``optional`` it may be None."""
+    """Check that ``value`` is an object of one of the public classes ``kinds``."""
     if not isinstance(value, kinds) and not (value is None and optional):
         named = " or ".join(f"gpuaug.{kind.__name__}" for kind in kinds)
         remedy = f" A configuration needs {name}._target_." if isinstance(value, Mapping) else ""

@@ -1,11 +1,8 @@
 """:func:`compose` makes a configuration from YAML and override strings; :func:`build` makes objects from it.
 
 Hydra is imported inside functions, because every Hydra application imports this file through our search-path plugin.
-``hydra.utils.instantiate`` makes the same objects, but :func:`build` does not use it, for three reasons:
-
-- ``instantiate`` copies the objects passed in, and a source may hold a large index.
-- It does not name the full key of an unknown argument.
-- It imports any module that a target names.
+:func:`build` does not use ``hydra.utils.instantiate``, because ``instantiate`` copies the objects passed in, does not
+name the full key of an unknown argument, and imports any module that a target names.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 _PACKAGE = sys.modules["gpuaug"]  # a `_target_` may be one of its public names
 
 Target = type | FunctionType  # the kinds of objects that a `_target_` may name
-TRUSTED = ("kornia.augmentation.",)  # gpuaug's public names are trusted too
+TRUSTED = ("kornia.augmentation.",)
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
@@ -53,18 +50,14 @@ def conf_folder() -> Path:
 def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> DictConfig:
     """Compose the configuration ``name`` with ``overrides``, the same strings as on the command line.
 
-    Works inside a running Hydra application and does not change its state.
+    The state of a running Hydra application does not change.
 
     Args:
         name: ``train``, ``eval``, or the name of a file in ``config_dir``.
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
             ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
-        config_dir: folder with your own configurations, and with your own recipes in ``gpuaug/augment/``, as in a Hydra
-            application. Your files replace gpuaug's files of the same name.
-
-    Raises:
-        ConfigError: the configuration is invalid. The message names the full key, the expected and the given value, and
-            the nearest valid name.
+        config_dir: folder with your own configurations, and with your own recipes in ``gpuaug/augment/``. Your files
+            replace gpuaug's files of the same name.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment=simclr", "augment.crop.size=96"])
@@ -82,15 +75,14 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     with _hydra(config_dir) as loader:
         _refuse_stale(name, parsed)
         try:
-            cfg = hydra.compose(name, overrides)
+            return hydra.compose(name, overrides)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, name, parsed, loader)) from error
-    return cfg
 
 
 @contextmanager
 def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
-    """Start Hydra with ``config_dir`` before our folder; restore an outer Hydra application's state at the end."""
+    """Start Hydra with ``config_dir`` before our folder, then restore the state of an outer Hydra application."""
     from hydra import initialize_config_dir
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
@@ -122,7 +114,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
 
 
 def _expand(override: str) -> list[str]:
-    """Replace ``augment=timm:...``, which only gpuaug knows, by overrides that Hydra can read."""
+    """Replace ``augment=timm:...`` by overrides that Hydra can read."""
     if not (timm := _TIMM.match(override)):
         return [override]
     from gpuaug.augment.auto_timm import parse  # needs torch
@@ -152,7 +144,7 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
 
 
 def _explain(error: Exception, name: str, overrides: list[Override], loader: ConfigLoader) -> str:
-    """A message that names the wrong override and the valid values; Hydra's own message if none is found."""
+    """A message that names the wrong override and the valid values, or Hydra's own message."""
     import hydra
     from hydra.core.object_type import ObjectType
     from hydra.errors import HydraException
@@ -197,7 +189,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
 
 
 def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
-    """A sentence that says where the key ``word`` belongs if the mapping ``node`` lacks it; "" if not known."""
+    """A sentence that says where the key ``word`` belongs if not in ``node``; "" if not known."""
     if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
         return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
     for name in ("views", "stages"):
@@ -219,10 +211,7 @@ def _takes(target: Any, argument: str) -> bool:
 
 
 def _refuse_stale(name: str, overrides: list[Override]) -> None:
-    """Refuse ``key={_target_: Other, ...}`` if arguments of the previous target would remain.
-
-    Hydra merges mappings, so the old arguments stay. The new class might even accept some old ones, such as ``p``.
-    """
+    """Refuse ``key={_target_: Other, ...}`` if arguments of the previous target stay, because Hydra merges mappings."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
@@ -267,10 +256,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
     """Build the loader (or another object that ``_target_`` names) from a configuration.
 
     The whole tree is checked before any object is created. Every ``_target_`` must name a public class of gpuaug, or a
-    class defined in ``kornia.augmentation``. The class must accept all given arguments.
-
-    ``hydra.utils.instantiate(cfg)`` makes the same object, but without these checks, and it imports any module that a
-    ``_target_`` names.
+    class defined in ``kornia.augmentation``. ``hydra.utils.instantiate(cfg)`` makes the same object without this check.
 
     Args:
         cfg: from :func:`compose`, or a part of your own Hydra application's configuration, such as ``cfg.train_data``.
@@ -278,8 +264,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
         **objects: existing objects that replace arguments of the outermost target, such as ``source=my_source``.
 
     Raises:
-        ConfigError: the configuration is invalid. The message names the full key, the expected and the given value, and
-            the nearest valid name. If a constructor failed, the constructor's error is the ``__cause__``.
+        ConfigError: the configuration is invalid. If a constructor failed, its error is the ``__cause__``.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment.crop.size=32", "batch_size=8"])
@@ -296,12 +281,11 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
             raise ConfigError(f"`trust` must hold module prefixes, such as 'my_pkg.'. Found: {prefix!r}.")
     prefixes = TRUSTED + tuple(p.rstrip(".") + "." for p in trusted)
     tree, root = _plain(cfg, leave_out=objects)
-    plan = _check(tree, key=root, prefixes=prefixes, objects=objects)
-    return _make(plan)
+    return _make(_check(tree, key=root, prefixes=prefixes, objects=objects))
 
 
 def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Convert ``cfg`` to plain containers with resolved interpolations; also return the full key of ``cfg``."""
+    """Convert ``cfg`` to plain containers with resolved interpolations. Also return the full key of ``cfg``."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -330,7 +314,7 @@ def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], s
 
 @dataclass(frozen=True)
 class _Call:
-    """A checked target with its arguments, which may hold further calls."""
+    """A checked target with its arguments, which may hold more calls."""
 
     key: str
     target: Target
@@ -369,12 +353,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
 
 
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
-    """Resolve ``target`` to a class, or to a function of the user's modules, if the module that defines it is allowed.
-
-    The path alone proves nothing: ``kornia.augmentation._2d.base.torch.load`` resolves to a function of torch. So the
-    resolved object is checked. Importing a module runs the module's code. So only modules below an allowed prefix and
-    their parent packages are imported. Of gpuaug, only public names are looked up.
-    """
+    """Resolve ``target`` to a class, or to a user's function. The module that defines the object must be allowed."""
     own_modules = prefixes[len(TRUSTED) :]
     expected = (
         f"`{key}` must name a class of kornia.augmentation or a public class of gpuaug"
@@ -395,6 +374,7 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
         found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
     if not isinstance(found, Target):
         raise ConfigError(f"{expected}, a {type(found).__name__}. Write a function that calls this object.")
+    # the path proves nothing: `kornia.augmentation._2d.base.torch.load` is a function of torch
     own, name = f"{found.__module__}.{found.__qualname__}", found.__name__
     is_class = isinstance(found, type)
     public = is_class and own.startswith("gpuaug.") and name in _PACKAGE.__all__ and getattr(_PACKAGE, name) is found
@@ -407,19 +387,20 @@ def _full_name(name: str) -> str:
     """`` Did you mean 'kornia.augmentation.NAME'?`` for a class of gpuaug or Kornia, or an empty string."""
     import kornia.augmentation
 
-    for package in (_PACKAGE, kornia.augmentation):
-        if name in _PACKAGE.__all__ if package is _PACKAGE else isinstance(getattr(package, name, None), type):
-            return f" Did you mean '{package.__name__}.{name}'?"
+    if name in _PACKAGE.__all__:
+        return f" Did you mean 'gpuaug.{name}'?"
+    if isinstance(getattr(kornia.augmentation, name, None), type):
+        return f" Did you mean 'kornia.augmentation.{name}'?"
     return ""
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a module may be imported: it is below a prefix, or a parent package of a prefix."""
+    """Whether a module is below or above an allowed prefix. Other modules are not imported: their code would run."""
     return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
 
 
 def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
-    """Resolve a dotted path through allowed modules and through classes."""
+    """Resolve a dotted path through admitted modules and through classes."""
     if not _is_admitted(parts[0], prefixes):
         raise ConfigError(f"{expected}.{_full_name(parts[-1]) or remedy}")
     thing: Any = _import(parts[0], expected=expected)
@@ -456,7 +437,7 @@ def _import(module: str, *, expected: str) -> ModuleType | None:
 
 
 def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, target: str) -> None:
-    """Refuse arguments that the class or function does not take, before any object is created."""
+    """Refuse arguments that the class or function does not take."""
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):
@@ -474,7 +455,7 @@ def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, tar
         if parameter.default is parameter.empty and name not in kwargs:
             raise ConfigError(f"`{_join(key, name)}` must be given: {target} needs it.")
     for name, hint in _hints(called).items():
-        # check bools here, because Python takes text such as `no` for true; constructors check all other types
+        # only bools are checked here: constructors check other types, but text such as `no` would count as true
         if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
             raise ConfigError(f"`{_join(key, name)}` must be {_words(hint)}. Found: {kwargs[name]!r}.")
 
@@ -527,7 +508,7 @@ def _words(hint: Any) -> str:
 
 
 def _make(plan: Any) -> Any:
-    """Create the objects of a checked tree, innermost first. Only here are the targets called."""
+    """Create the objects of a checked tree, innermost first."""
     if isinstance(plan, list):
         return [_make(v) for v in plan]
     if isinstance(plan, dict):
@@ -554,23 +535,20 @@ def _make(plan: Any) -> Any:
 
 
 def _as_number(message: str) -> str:
-    """A remedy if the message ends with a number in quotes, such as text from an environment variable; else ""."""
+    """A remedy if the message ends with a number in quotes, which may come from an environment variable; else ""."""
     if not re.search(r"number|int|true or false", message) or not re.search(r"Found: '[-+.\deE]+'\.$", message):
         return ""
     return " In quotes it is text. For an environment variable, write '${oc.decode:${oc.env:NAME}}'."
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:
-    """Replace the key at the start of a constructor's message by the full key.
-
-    A class names the key at its usual place, such as `augment.ops.jitter.p`. In this configuration the class may be at
-    `train_data.augment` or `augment.views.local`. The two paths are joined at their common part.
-    """
+    """Replace the key at the start of a constructor's message, such as `augment.ops.jitter.p`, by the full key."""
     named = re.match(r"`([\w.]+)`", message)
     if not key or not named:
         return f"`{key}`: {message}" if key else message
     place, path = key.split("."), named[1].split(".")
     rest = path if of_loader or len(path) == 1 else path[1:]
+    # the class may be at another place, such as `train_data.augment`: join the two paths at their common part
     for start, length in ((s, n) for s in range(len(path)) for n in range(len(path) - s, 0, -1)):
         if not of_loader and place[-length:] == path[start : start + length]:
             rest = path[start + length :]

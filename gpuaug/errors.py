@@ -27,11 +27,11 @@ class ConfigError(GpuaugError, ValueError):
 
 
 class ReadOnlyError(ConfigError, AttributeError):
-    """A setting that cannot be changed was assigned. The message says how to get an object with another value."""
+    """A setting that can no longer be changed was changed."""
 
 
 class SourceError(GpuaugError, ValueError):
-    """The whole source cannot be used: missing root, no images, or a class mapping that does not match.
+    """The whole source cannot be used. For example, its root is missing, or it has no images.
 
     >>> import gpuaug
     >>> try:
@@ -65,7 +65,6 @@ class ReadError(GpuaugError, RuntimeError):
     ...     try:
     ...         for images, labels in loader:
     ...             pass
-    ...         break
     ...     except gpuaug.ReadError as error:
     ...         print(error)  # the next pass continues with the next sample
     >>> loader.close()
@@ -73,12 +72,12 @@ class ReadError(GpuaugError, RuntimeError):
 
 
 class DataError(GpuaugError, RuntimeError):
-    """One sample cannot be read or decoded.
+    """One sample cannot be read, decoded or encoded.
 
     Attributes:
         key: relative path or name of the sample.
-        index: the sample's number in the source.
-        stage: ``read`` or ``decode``.
+        index: index of the sample in the source.
+        stage: ``read``, ``decode`` or ``encode``. Only `gpuaug pack` encodes.
         reason: the cause of the failure.
 
     >>> import gpuaug

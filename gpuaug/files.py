@@ -45,15 +45,9 @@ def cache_folder() -> Path:
 def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path`` when the block ends without an error.
 
-    Readers see the whole old content or the whole new content. The folder is created if it is missing. A killed process
-    may leave a temporary file whose name ends in ``.part``.
-
-    Args:
-        path: the file to write.
-        sync: wait until the new content is on the disk before it replaces the old content.
-
-    Raises:
-        OSError: if the folder cannot be created or written.
+    Readers see the whole old content or the whole new content. A missing folder is created. A killed process may leave
+    a temporary file whose name ends in ``.part``. ``sync``: write the new content to the disk before it replaces the
+    old content.
     """
     folder = os.path.dirname(os.path.abspath(path))
     # The cache folder gets mode 0o700, because compiled code is loaded from it only if no other user can write there.
@@ -73,25 +67,14 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
 
 
 def write(path: str | os.PathLike[str], *parts: bytes | memoryview | str, sync: bool = False) -> None:
-    """Write bytes or text to a file, completely or not at all. For arguments and errors see :func:`replacing`."""
+    """Write bytes or text to a file, completely or not at all. For ``sync`` see :func:`replacing`."""
     with replacing(path, sync=sync) as file:
         for data in parts:
             file.write(data.encode() if isinstance(data, str) else data)
 
 
 def parse_bytes(value: int | float | str, *, key: str) -> int:
-    """Convert a size to bytes: ``2147483648``, ``"2GiB"`` or ``"2G"`` (2 x 1024^3), or ``"2GB"`` (2 x 1000^3).
-
-    Args:
-        value: the size.
-        key: full configuration key, for error messages.
-
-    Raises:
-        ConfigError: if ``value`` is not a size of at least one byte.
-
-    >>> parse_bytes("1.5 MiB", key="cache.max_bytes")
-    1572864
-    """
+    """Convert a size to bytes: ``2147483648``, ``"2GiB"`` or ``"2G"`` (2 x 1024^3), or ``"2GB"`` (2 x 1000^3)."""
     size = value
     if isinstance(value, str):
         match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", value.strip().lower())

@@ -1,8 +1,7 @@
 """This machine's CPUs, memory, limits, NVIDIA devices and local rank, and the results of ``gpuaug doctor``.
 
-The values come from /proc, /sys and the cache folder. No function starts CUDA or imports large packages, except
-:func:`choose_device`. If a file is missing (another system, or a container that hides files), the result is None or
-empty, never an error.
+Only :func:`choose_device` may start CUDA or import large packages. If files in /proc or /sys are missing, no function
+fails.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def read(path: Path | str) -> str | None:
 
 
 def cpus() -> int:
-    """Number of CPUs that this process may run on, ignoring quotas."""
+    """Number of CPUs that this process may run on. CPU quotas do not count."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -66,7 +65,7 @@ def memory() -> tuple[int, int] | None:
 
 
 def cgroup_memory(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> tuple[int, int] | None:
-    """(limit, used) in bytes of the one control group of this process with the smallest limit; None without a limit."""
+    """(limit, used) in bytes of the control group with the smallest limit; None without a limit."""
     return min(_memory_limits(proc, root), default=None)
 
 
@@ -83,10 +82,7 @@ def memory_left() -> tuple[int, str] | None:
 
 
 def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
-    """(limit, used) of every control group with a limit.
-
-    The file cache that the system can drop (``inactive_file``) does not count as used.
-    """
+    """(limit, used) in bytes of every control group with a limit. Droppable file cache does not count as used."""
     for folder in _groups("memory", proc, Path(root)):
         for limit, used, key in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -111,11 +107,7 @@ def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 
 
 def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
-    """Folders of this process's control group and all its parents, for cgroup versions 1 and 2.
-
-    Inside a container, /proc often names a path of the host, which the container does not see. Then the files of the
-    container's group are in the root folder, which is always the last folder here.
-    """
+    """Folders of this process's control group and all its parents, for cgroup versions 1 and 2."""
     for line in (read(proc) or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -129,7 +121,7 @@ def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
         while here != base and base in here.parents:
             yield here
             here = here.parent
-        yield base
+        yield base  # holds the files of a container if /proc names a path of the host
 
 
 def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
@@ -148,7 +140,7 @@ def limit(name: str) -> tuple[int, int]:
 
 
 def gpus(root: str = NVIDIA) -> list[str]:
-    """Models of the NVIDIA devices that the driver lists. Does not start CUDA."""
+    """Models of the NVIDIA devices."""
     texts = [read(file) or "" for file in sorted(Path(root).glob("gpus/*/information"))]
     models = [match[1].strip() for text in texts if (match := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
     return models or [line.partition(",")[0].strip() for line in _smi(root)]
@@ -161,7 +153,7 @@ def driver(root: str = NVIDIA) -> str | None:
 
 
 def _smi(root: str) -> list[str]:
-    """One line "model, driver version" per device, from nvidia-smi, for systems where /proc lacks them; else []."""
+    """One line "model, driver version" per device, from nvidia-smi, because some systems have no /proc/driver."""
     program = shutil.which("nvidia-smi")
     if program is None or root != NVIDIA or not Path("/dev/nvidia0").exists():
         return []
@@ -175,7 +167,7 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-# A verdict is the stored result of a check. This maps each check to the statement that is true if the check passed.
+# The checks, and what is true if a check passed. A verdict is the stored result of a check.
 VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
@@ -191,11 +183,7 @@ PACKAGES = (
 
 
 def verdict(name: str) -> bool | None:
-    """Stored result of a check, for this kind of machine and the installed versions; None if the check was not run.
-
-    Raises:
-        ConfigError: if there is no check of this name.
-    """
+    """Stored result of a check on this kind of machine; None if the check was not run."""
     if name not in VERDICTS:
         raise ConfigError(f"`{name}` is not a check with a stored result. Checks: {', '.join(VERDICTS)}.")
     entry = verdicts().get(name)
@@ -204,7 +192,7 @@ def verdict(name: str) -> bool | None:
 
 @lru_cache(maxsize=1)
 def verdicts() -> dict[str, dict[str, Any]]:
-    """Map each check to ``good``, ``text`` and ``seconds``; {} if the file cannot be read. Reads the file only once."""
+    """Map each check to ``good``, ``text`` and ``seconds``; {} if the file cannot be read."""
     try:
         values = json.loads(verdicts_file().read_text(encoding="utf-8"))
         entries = values["verdicts"] if values["version"] == VERDICTS_VERSION else {}
@@ -227,7 +215,7 @@ def verdicts_file() -> Path:
 
 
 def identity() -> dict[str, Any]:
-    """Everything that verdicts depend on: processor, devices, driver, versions. Equal machines share verdicts."""
+    """What verdicts depend on: processor, devices, driver and versions. Equal machines share verdicts."""
     models = gpus()
     alike = len(set(models)) < 2
     return {
@@ -260,7 +248,7 @@ def local_world_size() -> int:
     if "LOCAL_WORLD_SIZE" in env:
         return max(1, int(env["LOCAL_WORLD_SIZE"]))
     if "SLURM_PROCID" in env and "SLURM_LOCALID" in env:
-        # Tasks per node, such as "4(x2),3". The value of the step comes first: a step may use only a part of its job.
+        # tasks per node, such as "4(x2),3"; the value of the step comes first, because a step may use a part of its job
         text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "")
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
         tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
@@ -269,11 +257,9 @@ def local_world_size() -> int:
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Return the CPU, or a CUDA device with its index. ``auto`` means CUDA if there is a device, else the CPU.
+    """Return the CPU, or a CUDA device with its index. ``auto``: CUDA if torch finds a CUDA device, else the CPU.
 
-    ``cuda`` means the device with the index LOCAL_RANK if this environment variable is set, else torch's current
-    device. If several processes run without LOCAL_RANK, each must call ``torch.cuda.set_device``, or see only one
-    device.
+    ``cuda``: the device with the index LOCAL_RANK if this environment variable is set, else torch's current device.
     """
     import torch
 
@@ -300,16 +286,12 @@ def choose_device(device: str | torch.device) -> torch.device:
 
 
 def exit_with_parent() -> None:
-    """Exit when the parent exits. The operating system does not do this when the parent is killed.
-
-    In a worker of a forkserver, the parent is the process that requested the worker, not the forkserver, because the
-    forkserver lives as long as its workers.
-    """
+    """Exit when the parent exits, also when the parent is killed."""
     import multiprocessing
     import threading
     from multiprocessing import connection
 
-    parent = multiprocessing.parent_process()
+    parent = multiprocessing.parent_process()  # not the forkserver, which lives as long as its workers
     if parent is None:
         return
 

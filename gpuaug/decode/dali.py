@@ -1,6 +1,6 @@
 """DALI's pipelines for the CPU and for CUDA. Only this file imports DALI and nvImageCodec.
 
-Both pipelines decode images as they are stored. The caller applies EXIF orientation.
+The pipelines do not apply EXIF orientation.
 """
 
 from __future__ import annotations
@@ -31,23 +31,17 @@ log = logging.getLogger("gpuaug")
 
 Backend = Literal["auto", "dali", "pillow"]
 
-# The codecs that DALI decodes. PNG is not one of them, because DALI decompresses all data in the file: 1 MB can become
-# 1 GiB, and decoding it takes 3 GiB of memory. Pillow stops when the image is complete. It takes 1.5 times the CPU time
-# of DALI (500 x 375, crop to 224).
+# Pillow decodes PNG, because DALI decompresses all data in the file: 1 MB can become 1 GiB, and decoding takes 3 GiB of
+# memory. Pillow stops when the image is complete. Pillow takes 1.5 times the CPU time of DALI (500 x 375, crop to 224).
 CODECS = frozenset({"jpeg", "webp", "bmp"})
-# Sizes of nvJPEG's buffers in bytes; these are DALI's defaults. DALI allocates the buffers at the start, for each
-# thread of each pipeline. A thread has two pinned buffers of PINNED_PADDING bytes.
+# bytes of nvJPEG's buffers, DALI's defaults; each thread has two pinned buffers
 DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 _loading = threading.Lock()  # held while codecs load, because an environment variable selects them
 
 
 def choose_backend(wanted: Backend) -> str:
-    """Return ``dali`` or ``pillow``. If DALI cannot be imported, ``auto`` logs why and chooses Pillow.
-
-    Raises:
-        ConfigError: if ``wanted`` is ``dali`` and DALI cannot be imported.
-    """
+    """Return ``dali`` or ``pillow``. If DALI cannot be imported, ``auto`` chooses Pillow."""
     if wanted == "pillow":
         return wanted
     try:
@@ -65,11 +59,10 @@ def choose_backend(wanted: Backend) -> str:
 
 
 def accepts(data: bytes, header: Header) -> bool:
-    """Whether DALI's own parser reads the same size from ``data`` as ``header`` has. This takes 3 µs.
+    """Whether DALI's own parser knows the pixel type of ``data``, and reads the same size as ``header``. Takes 3 µs.
 
-    If DALI refuses a sample before decoding the batch, DALI's error does not name the sample. If a sample has an
-    unknown pixel type, DALI's threads crash (SIGSEGV). This check and `Header.dali_safe` keep both kinds of samples
-    away from DALI.
+    If DALI refuses a sample before decoding, the error does not name the sample. If DALI does not know the pixel type,
+    its threads crash (SIGSEGV).
     """
     try:
         stream = _code_stream()(data)
@@ -80,13 +73,13 @@ def accepts(data: bytes, header: Header) -> bool:
 
 
 def failed_sample(message: str) -> tuple[bool, int | None]:
-    """Whether an error message is about decoding, and the sample's number in the batch (None: not named)."""
+    """Whether an error message is about decoding, and the row that the message names; None: no row."""
     match = _FAILED_SAMPLE.search(message)
     return match is not None or "decoders.image" in message, int(match[1]) if match else None
 
 
 class CpuPipeline:
-    """DALI on the CPU: decodes one box of each image."""
+    """DALI on the CPU: decodes one box of each image. DALI's resize is not used, because it is several times slower."""
 
     bytes_per_pixel = 12  # peak memory while decoding, per pixel of the whole image
 
@@ -96,14 +89,14 @@ class CpuPipeline:
         self._capacity = 0
 
     def run(self, plan: Plan) -> list[Pixels]:
-        """Decode each row's ``plan.union`` box to uint8 [height, width, 3]. The arrays keep DALI's memory alive."""
+        """Decode each row's ``plan.union`` box, uint8 [height, width, 3]. The arrays keep DALI's memory alive."""
         if len(plan) > self._capacity:
             self._capacity = _capacity(plan)
             self._pipeline = self._build()
         self._pipeline.feed_input("encoded", plan.encoded)
         _feed(self._pipeline, np.int32, start=plan.union[:, :2], shape=plan.union[:, 2:])
         (regions,) = self._pipeline.run()
-        # Use DLPack: DALI's own numpy arrays are read-only, so torch would have to copy them.
+        # DALI's own numpy arrays are read-only, so torch would have to copy them
         return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
 
     def _build(self) -> Any:
@@ -117,8 +110,8 @@ class CpuPipeline:
 class CudaPipeline:
     """DALI on CUDA: decodes whole images once, then slices, resizes and pads each view.
 
-    Whole images are decoded, because decoding only the windows crashes nvImageCodec 0.9 on some GPUs. A pipeline is
-    built for at least ``batch_size`` samples. For tests, ``operators="cpu"`` runs the same graph without a GPU.
+    Decoding only the windows crashes nvImageCodec 0.9 on some GPUs. ``operators="cpu"`` runs the same graph without a
+    GPU, for tests.
     """
 
     bytes_per_pixel = 3  # of decoded pixels
@@ -138,10 +131,7 @@ class CudaPipeline:
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def run(self, plan: Plan) -> list[Tensor]:
-        """Make each view: uint8 [n, H, W, 3] in torch's memory, before EXIF orientation is applied.
-
-        The work is queued on torch's current stream.
-        """
+        """Queue the work on torch's current stream. Return each view, uint8 [n, H, W, 3] in torch's memory."""
         key = tuple((b.interpolation, b.fill) for b in plan.windows)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:
@@ -160,8 +150,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        # Copy instead of using DLPack. With DLPack, a thread of DALI would free the shared memory after a
-        # cudaDeviceSynchronize, which keeps a CPU core busy as long as training keeps the device busy.
+        # With DLPack, a thread of DALI would free the memory after a cudaDeviceSynchronize. This keeps a CPU core busy
+        # while the device trains.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)
@@ -198,7 +188,7 @@ class CudaPipeline:
 
 
 def _capacity(plan: Plan) -> int:
-    """Batch size of a new pipeline: a power of two, at least 32, so that few batches need a larger pipeline."""
+    """Batch size of a new pipeline: a power of two, so that few batches need a larger pipeline."""
     return 1 << max(5, (len(plan) - 1).bit_length())
 
 
@@ -212,7 +202,7 @@ def _rgb(types: Any) -> dict[str, Any]:
 
 
 def _pipeline(capacity: int, num_threads: int, device: int | None, graph: Callable[..., list[Any]]) -> Any:
-    """Build a pipeline with the outputs of ``graph(fn, types, fed)``; ``fed(name, dtype)`` declares an input."""
+    """Build a pipeline with the outputs of ``graph(fn, types, fed)``. ``fed(name, dtype)`` declares an input."""
     from nvidia import dali
 
     fn, types = cast(Any, dali.fn), cast(Any, dali.types)  # DALI's stubs lack constants and operators' results
@@ -246,7 +236,7 @@ def _code_stream() -> Any:
 
 @contextmanager
 def _host_codecs() -> Iterator[None]:
-    """Load nvImageCodec without GPU codecs. They would open a CUDA context, which the CPU pipeline does not need."""
+    """Load nvImageCodec without its GPU codecs, which would open a CUDA context."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     spec = find_spec("nvidia.nvimgcodec")
     with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:

@@ -1,16 +1,7 @@
 """Encoded images to uint8 views on the device.
 
-takes: :class:`EncodedBatch`, then one :class:`CropWindows` per view.
-does: reads headers for image sizes and faults, decodes each image once for all its views, then crops and resizes.
-gives: uint8 [B, H, W, 3] per view, on the device; rows that cannot be decoded are zero and have a :class:`Fault`.
-
-On the CPU, DALI decodes the smallest box that holds all views of an image. Then `resize` makes each view, because
-DALI's own CPU resize is several times slower. On CUDA, one DALI pipeline decodes, slices and resizes; then every view
-is copied into torch's memory. Pillow decodes the images that DALI does not decode, or all images if DALI is not
-installed. With `Decode.reduced`, Pillow also decodes JPEGs at a fraction of their size and resizes their views. For
-every codec, `header` reads the orientation and `plan` applies the orientation.
-
-A sample's pixels never depend on the other samples of its batch. Nothing here is random.
+Each image is decoded once for all its views. If ``hardware_load`` is 0, a sample's pixels do not depend on the other
+samples of its batch.
 """
 
 from __future__ import annotations
@@ -54,8 +45,7 @@ _MAX_REBUILDS = 3  # new pipelines per batch; if the device itself is broken, ev
 
 _END_OF_JPEG = b"\xff\xd9"
 # A small file can claim many pixels. So an image with more than max(2**25, `max_pixels` / 4) pixels must have at least
-# one byte per 64 pixels; even a JPEG of one colour has this. Then no file below 1 MiB takes more than 2 s of a core.
-# Before this comparison, the number of pixels is multiplied by `Header.effort`.
+# one byte per 64 pixels, as even a JPEG of one colour has. Then no file below 1 MiB takes more than 2 s of a core.
 _SPARSE_PIXELS, _PIXELS_PER_BYTE = 2**25, 64
 _MAX_SCANS = 12  # limit for an image of `max_pixels`; smaller images may have more. A scan costs 0.6 ns per pixel
 _ANCILLARY_BYTES = 65_536  # above this, PNG chunks that do not affect pixels are removed before decoding
@@ -67,30 +57,21 @@ class Decode:
 
     Args:
         num_threads: number of CPU threads. None: the CPUs of this process divided by the ranks on the machine, at most
-            8. On CUDA, nvImageCodec's threads wait actively: while the GPU is busy with training, each waiting thread
-            uses a CPU core.
+            8. On CUDA, each thread uses a CPU core while it waits for the GPU.
         backend: ``auto`` is DALI if it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. The engine's pixels differ slightly from those of
             the CUDA cores, and the batch decides which JPEGs the engine gets. So with a value above 0, results are not
             bit-identical.
-        max_pixels: an image whose header claims more pixels becomes a fault before memory is allocated. An image with
-            more than a quarter of `max_pixels` (and more than 2**25 pixels) is also a fault if its file has less than
-            one byte per 64 pixels.
-        max_bytes: memory limit for decoding, in bytes. If a batch needs more, it is decoded in chunks; an image that
-            needs more is decoded alone.
+        max_pixels: if the header of an image claims more pixels, the image is a fault. A large image is also a fault if
+            its file has less than one byte per 64 pixels.
+        max_bytes: memory limit for decoding, in bytes. If a batch needs more, it is decoded in chunks. If an image
+            needs more, it is decoded alone.
         codecs: names from jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw. Images of other codecs are faults.
-            `gpuaug pack` writes `raw`: a header with the size, then the pixels.
+            `gpuaug pack` writes `raw`.
         reduced: decode large JPEGs at a fraction of their size: at 1/2 if every view's crop is at least 2 times as high
-            and as wide as the view, at 1/4 from 5 times on, and at 1/8 from 12 times on. The fraction depends only on
-            the sample's own crops. Pillow decodes these images on the CPU, even with ``device=cuda``; then only the
-            views are copied to the device. JPEGs that are lossless, arithmetic-coded or of more than 8 bits are decoded
-            at full size. Pixels differ from decoding at full size by 0.6 levels of 255 on average over all images, and
-            by up to 2 levels on average over one image; `gpuaug parity` measures your images. With photographs of 2 to
-            12 megapixels, this was 2.2 times as fast as ``backend=pillow`` alone, but only 1.1 times as fast as DALI on
-            the CPU; `gpuaug profile` measures your images.
-
-    Raises:
-        ConfigError: if a setting is outside its range.
+            and as wide as the view, at 1/4 from 5 times on, and at 1/8 from 12 times on. Pillow decodes these images on
+            the CPU, also with ``device=cuda``. Pixels differ from decoding at full size by 0.6 levels of 255 on
+            average, and by up to 2 levels on average over one image.
 
     >>> with_pillow = Decode(backend="pillow", num_threads=2, codecs=["jpeg", "png"])
     >>> decoder = with_pillow.open("cpu")
@@ -120,27 +101,22 @@ class Decode:
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
     ) -> Decoder:
-        """Open a decoder for ``cpu`` or ``cuda``. ``auto`` is CUDA if there is a CUDA device; the choice is logged.
+        """Open a decoder.
 
         Args:
-            device: the device of the views. ``cuda``: LOCAL_RANK's device if this variable is set, else torch's current
-                device.
-            accept_truncated: decode the part that a truncated JPEG still has, instead of reporting a fault.
-            batch_size: usual batch size. On CUDA, pipelines are built for it, even if the first batch is smaller.
+            device: the device of the views. ``auto``: CUDA if there is a CUDA device, else the CPU. ``cuda``:
+                LOCAL_RANK's device if this variable is set, else torch's current device.
+            accept_truncated: decode what exists of a truncated JPEG, instead of reporting a fault.
+            batch_size: usual batch size. On CUDA, pipelines are built for at least this size.
         """
-        chosen = machine.choose_device(device)
-        return Decoder(self, chosen, accept_truncated=accept_truncated, batch_size=batch_size)
+        return Decoder(self, machine.choose_device(device), accept_truncated=accept_truncated, batch_size=batch_size)
 
 
 class Decoder:
-    """Decodes batches to uint8 views on one device; made by :meth:`Decode.open`.
-
-    One thread may read headers while another thread decodes.
+    """Decodes batches to uint8 views on one device. One thread may read headers while another thread decodes.
 
     Attributes:
-        device: the device of the views.
         backend: ``dali`` or ``pillow``.
-        num_threads: number of CPU threads.
         rescued: number of samples that DALI refused and Pillow decoded.
         truncated: number of truncated JPEGs that were accepted.
     """
@@ -165,14 +141,14 @@ class Decoder:
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
 
     def read_headers(self, batch: EncodedBatch) -> HeaderInfo:
-        """Read shapes and faults from the headers, without decoding pixels."""
+        """Read sizes, orientations and faults from the headers."""
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
         reducible = np.zeros(len(batch), dtype=bool)
         faults, replaced = [], dict[int, Pixels]()
         unread = {fault.row for fault in batch.faults}
-        for row, encoded in enumerate(batch.images):  # 10 µs per sample: a JPEG header is a list of segments
+        for row, encoded in enumerate(batch.images):  # 10 µs per sample
             if row in unread:
                 continue
             try:
@@ -192,32 +168,22 @@ class Decoder:
     def pixels(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
     ) -> tuple[list[Tensor], list[Fault]]:
-        """Decode each image once and make all its views.
-
-        On CUDA the work is queued on torch's current stream of the device.
+        """Decode each image once and make all its views. On CUDA, the work is queued on torch's current stream.
 
         Args:
             batch: encoded images.
             headers: :meth:`read_headers` of this batch.
-            windows: one entry per view, B rows each; rows of bad samples are not used.
+            windows: one entry per view, with B rows.
 
         Returns:
-            The views and the faults. A view is uint8 [B, H, W, 3] on the device; rows that cannot be decoded are zero.
-
-        Raises:
-            ConfigError: if a box is not inside its image.
-            GpuaugError: if the decoder is closed, or DALI fails repeatedly.
+            The views and the faults. A view is uint8 [B, H, W, 3] on the device. Rows that cannot be decoded are zero.
         """
         if not windows:
             return [], []
         return self._decode(len(batch), Plan.of(batch, headers, windows))
 
     def full(self, batch: EncodedBatch, headers: HeaderInfo) -> list[Tensor]:
-        """Decode whole upright images, uint8 [height, width, 3] on the device; a bad row is [0, 0, 3].
-
-        Raises:
-            ConfigError: if the images together take more than `max_bytes`.
-        """
+        """Decode whole upright images, uint8 [height, width, 3] on the device. A bad row has shape [0, 0, 3]."""
         size = int((headers.height * headers.width).sum()) * 3
         if size > self.settings.max_bytes and len(batch) > 1:
             raise ConfigError(
@@ -238,7 +204,7 @@ class Decoder:
         return images
 
     def close(self) -> None:
-        """Free threads and DALI's memory. The decoder cannot be used afterwards."""
+        """Free threads and DALI's memory."""
         self._closed = True
         free = self._lock.acquire(timeout=5.0)  # wait for a thread that is still decoding, but not for ever
         try:
@@ -253,8 +219,8 @@ class Decoder:
     # -- headers --
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
-        """The image's header and route, and repaired bytes to decode instead of ``encoded`` (None: no repair)."""
-        if raw := header.read_raw(encoded.data):  # this does not copy the pixels
+        """The image's header and route, and repaired bytes to decode instead of ``encoded``; None: no repair."""
+        if raw := header.read_raw(encoded.data):
             return *self._check_header(b"", raw), None
         data = original = encoded.tobytes()
         try:
@@ -270,10 +236,7 @@ class Decoder:
         return info, route, None if data is original else np.frombuffer(data, dtype=np.uint8)
 
     def _check_header(self, data: bytes, info: Header) -> tuple[Header, Route]:
-        """Check the limits. Return the header and the route.
-
-        For TIFF and JPEG 2000, Pillow reads the size. Raises HeaderError if the image is outside the limits.
-        """
+        """Check the limits. Return the header, completed for TIFF and JPEG 2000, and the route."""
         codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
         if codec not in codecs:
             raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
@@ -306,7 +269,7 @@ class Decoder:
 
     def _decode(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
         """Make the views and faults of a batch of ``count`` rows. Rows that are not in the plan are zero."""
-        # DALI does not take the device from the stream, but uses the current device
+        # DALI uses the current device, not the stream's device
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:
                 raise GpuaugError("This decoder is closed. Open a new decoder with `Decode.open`.")
@@ -317,7 +280,7 @@ class Decoder:
             return images, [*too_large, *faults]
 
     def _too_large(self, plan: Plan) -> list[Fault]:
-        """Faults of rows that resizing makes too large, such as a long thin image resized by its shorter side."""
+        """Faults of rows that resizing makes too large, such as a thin image that is resized by its shorter side."""
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.windows], axis=0)
         faults = []
@@ -349,7 +312,7 @@ class Decoder:
         return [buffers.to_device(x, self.device) for x in images], faults
 
     def _on_device(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
-        """Make views with DALI's CUDA pipeline; the CPU makes the rows that DALI does not decode."""
+        """Make views with DALI's CUDA pipeline. The CPU makes the rows that DALI does not decode."""
         images: list[Tensor] = []
         failed: list[int] = []
 
@@ -375,10 +338,7 @@ class Decoder:
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
 
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
-        """Resize ``regions``, the pixels of each row's ``plan.union`` box, into ``canvases[view][row]``.
-
-        ``alone``: use only the calling thread, because other threads paint at the same time.
-        """
+        """Make all views of the ``plan.union`` boxes in ``regions``. ``alone``: use only the calling thread."""
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)
@@ -398,7 +358,7 @@ class Decoder:
         )
 
     def _by_dali(self, plan: Plan, failed: list[int]) -> Iterator[tuple[Plan, Any]]:
-        """Decode the rows for DALI, chunk by chunk. Add rows that DALI cannot decode to ``failed``."""
+        """Decode the rows for DALI in chunks. Add rows that DALI cannot decode to ``failed``."""
         pending, rebuilds = self._chunks(plan)[::-1], 0
         while pending:
             part = pending.pop()
@@ -424,20 +384,20 @@ class Decoder:
                 rest = np.arange(len(part))
                 if len(part) == 1:
                     k = 0
-                if k is None or k >= len(part):  # the error names no sample, for example if memory ran out
+                if k is None or k >= len(part):  # for example, memory ran out
                     log.info("decode splits %d images into halves and tries again. Cause: %s", len(part), message)
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
-                # DALI names only one bad sample at a time. Splitting into halves makes a batch of B bad samples cost as
-                # much as log2(B) decodes of the batch; without halves, it would cost B decodes.
+                # DALI names only one bad sample at a time. With halves, a batch of B bad samples costs log2(B) decodes.
+                # Without halves, it would cost B decodes.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result
             del result
 
     def _chunks(self, plan: Plan) -> list[Plan]:
-        """The rows for DALI, in chunks that are decoded one after another."""
+        """The rows for DALI, in chunks."""
         if self._dali is None:
             return []
         rows, pixels = np.flatnonzero(_for_dali(plan.route, plan)), plan.stored.prod(axis=1)
@@ -468,12 +428,12 @@ class Decoder:
         per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
         sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)
         for group in split_by_bytes(np.arange(len(plan)), sizes, self.settings.max_bytes):
-            self.each(group[np.argsort(-sizes[group])].tolist(), one)  # largest first, so that threads get equal shares
+            self.each(group[np.argsort(-sizes[group])].tolist(), one)  # sorted, so that threads get equal shares
         self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
 
     def each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
-        """Call ``work(k)`` for every k of `rows`, with one task per thread, because a task costs 30 µs."""
+        """Call ``work(k)`` for every k of ``rows``, with one task per thread, because a task costs 30 µs."""
 
         def share(first: int) -> None:
             resize.one_by_one(rows[first :: self.num_threads], work)
@@ -500,7 +460,7 @@ def _threads() -> int:
 
 
 def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
-    """bool [n]: the rows that DALI decodes. DALI decodes only at full size."""
+    """The rows that DALI decodes, bool [n]. DALI decodes only at full size."""
     return (route == Route.DALI) & (plan.scale == 1)
 
 

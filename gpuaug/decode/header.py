@@ -1,7 +1,6 @@
-"""Reads codec, stored size and orientation from image headers, in pure Python.
+"""Reads codec, stored size and orientation from image headers, in pure Python. A JPEG takes about 5 µs.
 
-So sizes are known before a decoder allocates memory, and orientation is read the same way for JPEG, PNG and WebP.
-Reading the header of a JPEG takes about 5 µs.
+So sizes are known before a decoder allocates memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 
 CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "raw")
 
-# "raw" is gpuaug's own format: magic, height and width as uint32 (little-endian), then height * width * 3 bytes of RGB
+# "raw" is gpuaug's own format: magic, height and width as little-endian uint32, then height * width * 3 bytes of RGB
 RAW_HEADER = 16  # bytes
 _RAW = b"\x89gpuaug\n"
 
@@ -26,10 +25,10 @@ _SIGNATURES = re.compile(
 )
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-_JUNK = 65_536  # most bytes before a JPEG's first scan that are outside its segments, 0xFF bytes included
-_CHUNKS = 131_072  # limit for the number of chunks: a PNG of 1 GB, in the 8 kB chunks that libpng writes
+_JUNK = 65_536  # limit of the bytes outside segments before a JPEG's first scan
+_CHUNKS = 131_072  # limit of the number of chunks: a PNG of 1 GB in chunks of 8 kB, as libpng writes them
 _BLOCKS = 64  # rows; a multiple of the height of a JPEG's blocks (8, 16 or 32 rows, depending on subsampling)
-_SCANS = 256  # limit for the scans of a JPEG: encoders write about ten, and each is a pass over the whole image
+_SCANS = 256  # limit of the scans of a JPEG; encoders write about ten
 _PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
 _PROFILE = b"Raw profile type exif\0"  # ImageMagick stores EXIF in a PNG as hexadecimal text
 _PROFILE_BYTES = 65_536  # limit of the text that is read; orientation is near its start
@@ -44,7 +43,7 @@ class HeaderError(ValueError):
 
 
 class TruncatedError(HeaderError):
-    """A JPEG with a complete header but no end marker. Once a marker is added, decoders decode what exists."""
+    """A JPEG with a complete header but no end marker. After a marker is added, decoders decode what exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +54,8 @@ class Header:
         codec: one of `CODECS`.
         height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, whose headers only Pillow reads.
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
-        dali_safe: False if DALI might not decode the image as Pillow does. Animations are unsafe, because DALI's
-            first frame differs from Pillow's. Files with a chunk longer than the file are unsafe, because DALI
-            allocates the size that the chunk claims. JPEGs are safe only if they are baseline, extended or progressive,
-            with 8 bits. BMPs are unsafe if they have compression, masks, 16 bits or missing bytes.
+        dali_safe: False if DALI might not decode a JPEG, WebP or BMP as Pillow does. For example, DALI's first frame of
+            an animation differs from Pillow's.
         scans: number of passes over the pixels; more than 1 for progressive JPEGs.
         bits: bits per sample; 8 for TIFF and JPEG 2000, whose bits only Pillow reads.
         effort: CPU time per pixel, relative to an 8-bit PNG.
@@ -85,11 +82,7 @@ def sniff(data: bytes) -> str | None:
 
 
 def read(data: bytes) -> Header:
-    """Read the header of an encoded image.
-
-    Raises:
-        HeaderError: if the image is empty, unknown, broken, or certainly truncated.
-    """
+    """Read the header of an encoded image. HeaderError if the image is empty, unknown or broken."""
     if not data:
         raise HeaderError("empty: 0 bytes")
     codec = sniff(data)
@@ -103,21 +96,17 @@ def read(data: bytes) -> Header:
 
 
 def raw_header(height: int, width: int) -> bytes:
-    """The header of a "raw" image, `RAW_HEADER` bytes; the pixels, uint8 [height, width, 3], follow it."""
+    """The header of a "raw" image, `RAW_HEADER` bytes. The pixels, uint8 [height, width, 3], follow."""
     return _RAW + struct.pack("<II", height, width)
 
 
 def read_raw(data: memoryview) -> Header | None:
-    """Read the header of a "raw" image, without touching its pixels. None for other codecs.
-
-    Raises:
-        HeaderError: if the number of bytes does not match the size.
-    """
+    """Read the header of a "raw" image without copying its pixels. None for other codecs."""
     return read(data) if data[: len(_RAW)] == _RAW else None  # type: ignore[arg-type]
 
 
 def exif_orientation(data: bytes) -> int | None:
-    """Orientation 1..8 from an EXIF block (with or without the ``Exif`` prefix); None if it is missing."""
+    """Orientation 1..8 from an EXIF block, with or without the ``Exif`` prefix; None if it is missing or invalid."""
     start = 0
     while data.startswith(b"Exif\0\0", start) and start < 12:
         start += 6
@@ -141,7 +130,7 @@ def exif_orientation(data: bytes) -> int | None:
 
 
 def _oriented(exif: bytes | None, xmp: bytes | None) -> int:
-    """Orientation from EXIF; if EXIF has none, from XMP, like Pillow."""
+    """Orientation from EXIF. If EXIF has none: from XMP, as Pillow does."""
     if exif is not None and (value := exif_orientation(exif)) is not None:
         return value
     if xmp is not None and (match := _XMP_ORIENTATION.search(xmp)) and 1 <= int(match[1]) <= 8:
@@ -205,8 +194,8 @@ def _jpeg(data: bytes) -> Header:
 def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
     """A copy of a JPEG with its first ``rows`` rows and a few more, and the height of the copy.
 
-    Only the height in the header changes; decoders skip the bytes of the other rows. The copy has at least one more row
-    of blocks than needed, because decoders interpolate colours from it. A JPEG with several scans is not cut.
+    Only the height in the header changes. The copy has at least one more row of blocks than needed, because decoders
+    interpolate colours from it. A JPEG with several scans is not cut.
     """
     info, rows = read(jpeg), (rows + 2 * _BLOCKS - 1) // _BLOCKS * _BLOCKS
     if not info.height_at or rows >= info.height:
@@ -220,8 +209,8 @@ def _png(data: bytes) -> Header:
     width, height = struct.unpack_from(">II", data, 16)
     bits = data[24]
     exif = xmp = profile = None
-    dali_safe, ancillary = True, 0
-    for kind, at, length, end in _chunks(data, "png", 8):
+    ancillary = 0
+    for kind, at, length, _ in _chunks(data, "png", 8):
         if kind == b"eXIf":
             exif = data[at : at + length]
         elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at):
@@ -232,15 +221,14 @@ def _png(data: bytes) -> Header:
                 profile = _inflated(profile[1:])
         if kind not in _PIECES:
             ancillary += length
-        dali_safe &= kind != b"acTL" and (end <= len(data) or kind == b"IEND")
     if exif is None and profile is not None:
         exif = _unhexed(profile)
     effort = 4 if bits == 16 else 1
-    return Header("png", height, width, _oriented(exif, xmp), dali_safe, 1, bits, effort, ancillary)
+    return Header("png", height, width, _oriented(exif, xmp), bits=bits, effort=effort, ancillary=ancillary)
 
 
 def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
-    """Yield (kind, content start, content length, chunk end) for each chunk of a PNG (up to IEND) or WebP."""
+    """Yield (kind, content start, content length, chunk end) for each chunk of a PNG or WebP."""
     for _ in range(_CHUNKS):
         if at + 8 > len(data):
             return
@@ -303,7 +291,7 @@ def _webp(data: bytes) -> Header:
             exif = data[at : at + length]
         elif kind == b"XMP " and flags & 0x04:
             xmp = data[at : at + length]
-        dali_safe &= end <= len(data) + 1  # DALI allocates the size that a chunk claims: 4 GB for a 1 kB file
+        dali_safe &= end <= len(data) + 1  # DALI allocates the size that a chunk claims, such as 4 GB for a 1 kB file
     return Header("webp", height, width, _oriented(exif, xmp), dali_safe)
 
 
@@ -327,12 +315,12 @@ def _bmp(data: bytes) -> Header:
         and offset >= pixels
         and len(data) >= offset + (width * bits + 31) // 32 * 4 * height
     )
-    effort = 8 if compression in (1, 2) else 1  # run-length encoding, which Pillow decodes in Python
+    effort = 8 if compression in (1, 2) else 1  # Pillow decodes run-length encoding in Python
     return Header("bmp", height, width, dali_safe=dali_safe, effort=effort)
 
 
 def _gif(data: bytes) -> Header:
-    """Size of the GIF's screen, enlarged if the first frame is larger, like Pillow and browsers."""
+    """The size of the GIF's screen, enlarged if the first frame is larger, as in Pillow and browsers."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     inside = False  # inside an extension, which ends with an empty block

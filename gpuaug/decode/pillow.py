@@ -16,45 +16,40 @@ from gpuaug.decode import header
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import Pixels
 
-# one view of an image: box (top, left, height, width), size (height, width) after resizing, and the filter
+# box (top, left, height, width), size (height, width) after resizing, and filter of one view
 View = tuple[list[int], list[int], Interpolation]
 
-# maps a codec to the name of Pillow's plugin; other plugins have the capitalised name of the codec
+# names of Pillow's plugins that are not the capitalised codec
 _PLUGINS = {"webp": "WebP", "jpeg2000": "Jpeg2K"}
 
 
 def bytes_per_pixel(data: bytes) -> int:
-    """Peak memory for decoding, in bytes per pixel. ``data``: at least the first 12 bytes of the image."""
+    """Peak memory for decoding, in bytes per pixel. ``data``: at least 12 bytes."""
     return 21 if header.sniff(data) == "webp" else 13
 
 
 def size_and_bits(data: bytes, codec: str) -> tuple[int, int, int]:
-    """Stored height, width and bits per sample, for codecs whose headers only Pillow reads. No pixel is decoded."""
+    """Stored height, width and bits per sample, for codecs whose headers only Pillow reads."""
     image = _open(data, codec)
     return image.height, image.width, _bits(image)
 
 
 def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
-    """Decode a box of the first frame.
+    """Decode a box of the first frame, uint8 [h, w, 3], RGB, before EXIF orientation is applied.
 
     Args:
-        data: the encoded image.
-        size: stored (height, width), as its header says.
+        size: (height, width) in the header.
         box: (top, left, height, width), in stored coordinates.
         max_pixels: limit for the whole image.
 
-    Returns:
-        uint8 [h, w, 3], RGB, before EXIF orientation is applied.
-
     Raises:
-        HeaderError: if the whole image does not decode, or its size differs from ``size``.
+        HeaderError: if the image cannot be decoded, or its size differs from ``size``.
     """
     codec = header.sniff(data) or "image"
     with _faults(codec):
         image = _load(data, codec, size, max_pixels)
         y, x, h, w = box.tolist()
-        # Drop transparency, as DALI does. Otherwise Pillow warns.
-        image.info.pop("transparency", None)
+        image.info.pop("transparency", None)  # Pillow would warn; DALI drops transparency too
         if (h, w) != tuple(size):
             image = image.crop((x, y, x + w, y + h))
         if image.mode.startswith("I"):  # 16 bits are scaled here: Pillow would clip values above 255
@@ -67,9 +62,8 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
 def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pixels: int) -> list[Pixels]:
     """Decode a JPEG at 1/``scale`` of its size (2, 4 or 8), and resize a box of it for each view.
 
-    libjpeg then makes fewer pixels of each block, and does not decode the rows below the boxes. The edges of a box may
-    lie between the pixels of the smaller image; resizing takes such edges exactly, so views are not shifted. Arguments
-    and errors are those of `decode`, but damage below the boxes is not noticed.
+    The edges of a box may lie between the pixels of the smaller image. Pillow's resize takes such edges exactly, so
+    views are not shifted. Damage below the boxes is not noticed.
     """
     from PIL import Image
 
@@ -77,7 +71,7 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
         upper, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
         try:
             image = _load(upper, "jpeg", np.array([height, size[1]]), max_pixels, scale)
-        except Exception:  # for example, a marker below the boxes that only decoding all rows can skip
+        except Exception:  # for example, there is a marker below the boxes, which only decoding all rows can skip
             if upper is data:
                 raise
             image = _load(data, "jpeg", size, max_pixels, scale)
@@ -94,11 +88,8 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
 def values(png: bytes) -> tuple[NDArray[Any], str]:
     """The stored values of a PNG, [h, w] or [h, w, channels], and Pillow's mode, before EXIF orientation is applied.
 
-    Values are not turned into colours: a palette image gives the indices of its colours. Gray values of 2 and 4
-    bits are an exception: Pillow scales them to 0..255. The caller must check the image's size first.
-
-    Raises:
-        HeaderError: if the image cannot be decoded.
+    A palette image gives the indices of its colours. Pillow scales gray values of 2 and 4 bits to 0..255. The caller
+    must check the image's size first.
     """
     with _faults("png"):
         image = _open(png, "png")
@@ -123,12 +114,12 @@ def _faults(codec: str) -> Iterator[None]:
 
 
 def _load(data: bytes, codec: str, size: Int64, max_pixels: int, scale: int = 1) -> Any:
-    """Decode an image; a JPEG at 1/``scale`` of its size. HeaderError if the image does not have ``size``."""
+    """Decode an image at 1/``scale`` of its size. HeaderError if the image does not have ``size``."""
     image = _open(data, codec)
     if image.width * image.height > max_pixels:
         raise HeaderError(f"{codec} of {image.height}x{image.width} is larger than `decode.max_pixels` ({max_pixels})")
     if codec == "jpeg":
-        image.decodermaxblock = len(data)  # reading in Pillow's blocks of 64 KiB takes a fifth more time
+        image.decodermaxblock = len(data)  # Pillow's blocks of 64 KiB take a fifth more time
     if scale > 1:
         image.draft(None, (image.width // scale, image.height // scale))
     image.load()
@@ -140,9 +131,8 @@ def _load(data: bytes, codec: str, size: Int64, max_pixels: int, scale: int = 1)
 
 def _open(data: bytes, codec: str) -> Any:
     """Open an image without decoding it. HeaderError if it cannot be opened, or its pixel type is not supported."""
-    # `Image.open` is not used, because it tries every codec that Pillow knows, and because it applies Pillow's own size
-    # limit instead of the decoder's `max_pixels`. For GIF, WebP and TIFF, Pillow's limit still applies: 179 million
-    # pixels.
+    # `Image.open` would try every codec of Pillow, and would apply Pillow's own size limit. For GIF, WebP and TIFF,
+    # Pillow's limit of 179 million pixels still applies.
     plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
         image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))

@@ -1,9 +1,9 @@
-"""Data that the decoding stages share: headers of a batch, rows to decode, windows, and EXIF orientation."""
+"""Data that the decoding stages share: headers of a batch, rows to decode, and EXIF orientation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -16,15 +16,13 @@ from gpuaug.errors import ConfigError
 
 Pixels = NDArray[np.uint8]
 
-# Chunk size per thread on the CPU. The decoder makes the views of one chunk before it decodes the next chunk. DALI
-# allocates each chunk's pixels in one block, with a new size each time, and malloc keeps several old blocks. Measured
-# with 64 files of 700 x 525 (30 MiB per batch): whole batches hold 250 MiB after 50 batches and 450 MiB after 300;
-# chunks hold 60 to 90 MiB. The CPU time is the same.
+# Chunk size per thread on the CPU. DALI allocates the pixels of a chunk in one block, and malloc keeps several old
+# blocks. With 64 files of 700 x 525 (30 MiB per batch), whole batches hold 450 MiB after 300 batches. Chunks hold 60 to
+# 90 MiB, and take the same CPU time.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
-# A JPEG is decoded at 1/2, 1/4 or 1/8 if every view's window is at least this many times as large as the view, in both
-# sides. Photographs then differ from full decoding by 0.6 levels of 255 on average. If these numbers were 2, 4 and 8,
-# the difference would be 1.1 levels. The time would be nearly the same, because most of it is Huffman decoding, which
-# takes the same time at every scale.
+# A JPEG is decoded at 1/2, 1/4 or 1/8 if every window is at least this many times as high and as wide as its view.
+# Photographs then differ from full decoding by 0.6 levels of 255 on average. With 2, 4 and 8, they would differ by 1.1
+# levels, and the time would be nearly the same.
 _REDUCED_FROM = (2.0, 5.0, 12.0)
 
 
@@ -43,13 +41,13 @@ class HeaderInfo:
     """Header information of a batch. Each row is a sample.
 
     Attributes:
-        height, width: int64 [B], after orientation; 0 if the sample cannot be decoded.
-        orientation: int64 [B], EXIF's 1..8.
+        height, width: [B], after orientation; 0 if the sample cannot be decoded.
+        orientation: [B], EXIF's 1..8.
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
-        route: int8 [B], the :class:`Route` of each row.
-        replaced: maps a row number to repaired bytes, which are decoded instead of the sample's bytes: a JPEG whose
-            missing end marker was added, or a PNG without long texts and profiles.
-        reducible: bool [B], whether the image may be decoded at a fraction of its size (see `Decode.reduced`).
+        route: [B], the :class:`Route` of each row.
+        reducible: [B], whether the image may be decoded at a fraction of its size.
+        replaced: maps a row to repaired bytes, which are decoded instead of the sample's bytes: a JPEG with the missing
+            end marker, or a PNG without long texts and profiles.
     """
 
     height: Int64
@@ -58,23 +56,23 @@ class HeaderInfo:
     faults: list[Fault]
     route: NDArray[np.int8]
     reducible: NDArray[np.bool_]
-    replaced: dict[int, Pixels] = field(default_factory=dict)
+    replaced: dict[int, Pixels]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The rows of a batch to decode, and the region needed of each image.
+    """The rows of a batch to decode, and the regions that the views need.
 
     Attributes:
-        rows: int64 [n], row numbers in the batch.
-        route: int8 [n], the :class:`Route` of each row.
-        encoded: n uint8 arrays, views into the packed buffer or into mapped files.
-        orientation: int64 [n].
-        stored: int64 [n, 2], height and width before orientation.
-        scale: int64 [n], 1, 2, 4 or 8: the image is decoded at 1/``scale`` of its size.
-        union: int32 [n, 4], the smallest box that holds the windows of all views, before orientation.
-        windows: one entry per view, each with n rows: the view's windows after orientation.
-        parts: one entry per view, int32 [n, 4]: the view's windows before orientation.
+        rows: [n], row numbers in the batch.
+        route: [n], the :class:`Route` of each row.
+        encoded: n uint8 arrays.
+        orientation: [n], EXIF's 1..8.
+        stored: [n, 2], (height, width) before orientation.
+        scale: [n], 1, 2, 4 or 8: the image is decoded at 1/``scale`` of its size.
+        union: [n, 4], the smallest box that holds the windows of all views, before orientation.
+        windows: per view, n windows after orientation.
+        parts: per view, [n, 4], the same windows before orientation.
     """
 
     rows: Int64
@@ -89,7 +87,7 @@ class Plan:
 
     @classmethod
     def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> Plan:
-        """Plan all rows that can be decoded. ``windows`` has one entry per view (at least one), each with B rows."""
+        """Plan all rows that can be decoded. ``windows``: one entry per view, at least one, with B rows each."""
         rows = np.flatnonzero(headers.route != Route.BAD)
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
@@ -123,7 +121,7 @@ class Plan:
 
     @property
     def swapped(self) -> NDArray[np.bool_]:
-        """bool [n], True if orientation swaps height and width."""
+        """Whether orientation swaps height and width, bool [n]."""
         return self.orientation > 4
 
     def take(self, keep: Int64) -> Plan:
@@ -137,18 +135,18 @@ class Plan:
         )
 
     def raw_region(self, k: int) -> Pixels:
-        """Row ``k``'s pixels inside its ``union`` box, as a view without a copy. Only for rows with `Route.RAW`."""
+        """The pixels of row ``k`` inside its ``union`` box, without a copy. Only for rows with `Route.RAW`."""
         (h, w), (y, x, height, width) = self.stored[k].tolist(), self.union[k].tolist()
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
-        """For the first row and each view: window, resized size (both before orientation) and resize filter."""
+        """For the first row and each view: window and resized size, before orientation, and resize filter."""
         turn = -1 if self.swapped[0] else 1
         views = zip(self.parts, self.windows, strict=True)
         return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]
 
     def view_parts(self, view: int, regions: Sequence[Pixels]) -> list[Pixels]:
-        """One view's region of every row, upright. ``regions`` holds the pixels of each row's ``union`` box."""
+        """The view's region of every row, upright. ``regions``: the pixels of each row's ``union`` box."""
         corner = self.parts[view][:, :2] - self.union[:, :2]
         edges = np.concatenate([corner, corner + self.parts[view][:, 2:]], axis=1).tolist()
         rows = zip(regions, edges, self.orientation.tolist(), strict=True)
@@ -156,7 +154,7 @@ class Plan:
 
 
 def _scales(windows: Sequence[CropWindows], reducible: NDArray[np.bool_]) -> Int64:
-    """How many times smaller each image is decoded, int64 [n]. The view that needs the most pixels decides."""
+    """The ``scale`` of each image. The view that needs the most pixels decides."""
     if not reducible.any():
         return np.ones(len(reducible), dtype=np.int64)
     ratio = np.min([(b.window[:, 2:] / b.resized).min(axis=1) for b in windows], axis=0)
@@ -164,12 +162,12 @@ def _scales(windows: Sequence[CropWindows], reducible: NDArray[np.bool_]) -> Int
 
 
 def num_parts(samples: int, size: float, threads: int) -> int:
-    """Number of chunks in which the CPU decodes ``samples`` images with ``size`` bytes of pixels in total."""
+    """Number of chunks in which the CPU decodes ``samples`` images, which together have ``size`` bytes of pixels."""
     return max(1, min(samples // (SAMPLES_PER_THREAD * threads), int(size // (BYTES_PER_THREAD * threads))))
 
 
 def split_by_bytes(rows: Int64, sizes: Int64, max_bytes: int) -> list[Int64]:
-    """Split rows into groups of at most `max_bytes`. Row k has ``sizes[k]`` bytes; a larger row is its own group."""
+    """Split rows into groups of at most ``max_bytes``. Row k has ``sizes[k]`` bytes. A larger row is its own group."""
     groups: list[Int64] = []
     while len(rows):
         count = max(1, int(np.searchsorted(np.cumsum(sizes[rows]), max_bytes, side="right")))
@@ -179,7 +177,7 @@ def split_by_bytes(rows: Int64, sizes: Int64, max_bytes: int) -> list[Int64]:
 
 
 def decode_fault(row: int, encoded: Pixels, reason: str) -> Fault:
-    """The fault of a row that cannot be decoded."""
+    """A fault of the stage ``decode``."""
     return Fault(row, "decode", reason, len(encoded), encoded[:16].tobytes())
 
 
@@ -190,7 +188,7 @@ _FLIP_X = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=bool)
 
 
 def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
-    """Convert windows [n, 4] of upright images to stored coordinates. ``size`` [n, 2]: stored (height, width)."""
+    """Convert windows [n, 4] of upright images to windows of stored images. ``size`` [n, 2]: stored (height, width)."""
     swap = (orientation > 4)[:, None]
     corner = np.where(swap, box[:, 1::-1], box[:, :2])
     extent = np.where(swap, box[:, :1:-1], box[:, 2:])
@@ -207,7 +205,7 @@ def oriented(image: Pixels, orientation: int) -> Pixels:
 
 
 def oriented_batch(images: Tensor, orientation: int) -> Tensor:
-    """Flip and transpose stored images uint8 [n, h, w, 3], which all have the same EXIF orientation, to upright."""
+    """Upright images, from stored images uint8 [n, h, w, 3] of the same EXIF orientation."""
     dims = [d for d, flip in ((1, _FLIP_Y), (2, _FLIP_X)) if flip[orientation]]
     images = images.flip(dims) if dims else images
     return images.transpose(1, 2) if orientation > 4 else images

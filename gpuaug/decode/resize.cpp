@@ -1,6 +1,6 @@
-// Antialiased resizing of regions of uint8 images [h, w, 3], each to its position on a canvas. Bit-identical to torch's
-// upsample_{bilinear,bicubic}2d_aa on uint8, whose weights are 16-bit integers (UpSampleKernel.cpp, after Pillow-SIMD).
-// The columns are resized first and rounded to uint8, then the rows. resize.py loads this file.
+// Antialiased resizing of regions of uint8 images [h, w, 3], each to its position on a canvas. The results are those of
+// torch's upsample_{bilinear,bicubic}2d_aa on uint8, which uses 16-bit weights (UpSampleKernel.cpp, after Pillow-SIMD).
+// The columns are resized first and rounded to uint8, then the rows.
 //
 // Columns: one byte permutation (AVX-512 VBMI) collects two neighbouring pixels for each of up to five outputs. So a
 // multiply-add uses fifteen of sixteen lanes. Intermediate rows are computed when first needed, so they stay in cache.
@@ -28,7 +28,7 @@ struct Task {
     uint8_t* canvas;             // uint8 [canvas_height, canvas_width, 3], contiguous
     int32_t height, width;       // size of the part
     int32_t to_height, to_width; // size after resizing
-    int32_t top, left;           // position of its corner on the canvas; negative: cropped
+    int32_t top, left;           // position of the corner on the canvas; negative: cropped
     int32_t canvas_height, canvas_width;
     int32_t fill, cubic;         // fill: red + 256 green + 65536 blue
 };
@@ -77,7 +77,7 @@ struct Axis {
         exact.assign((last - first) * taps, 0.0);
         std::vector<double> other(taps);
         double largest = 0.0;
-        for (int64_t i = 0; i < out; ++i) {  // all outputs, because the largest weight decides the rounding
+        for (int64_t i = 0; i < out; ++i) {  // all outputs, because the largest weight decides `precision`
             const bool kept = i >= first && i < last;
             double* w = kept ? exact.data() + (i - first) * taps : other.data();
             const double center = scale * (static_cast<double>(i) + 0.5);
@@ -195,7 +195,7 @@ struct Worker {
         }
     }
 
-    // Computes one row of the result from `n` pairs of rows `from`, with one pair of weights each.
+    // Computes one row of the result from `n` pairs of rows, with a pair of weights for each pair of rows.
     static void mixed(const uint8_t* const* from, const int32_t* weights, int n, int precision, uint8_t* to, int64_t bytes) {
         const __m512i zero = _mm512_setzero_si512(), half = _mm512_set1_epi32(1 << (precision - 1));
         const __m128i shift = _mm_cvtsi32_si128(precision);
@@ -286,7 +286,7 @@ struct Worker {
 
 extern "C" int gpuaug_resize_fast() { return FAST; }
 
-// Resizes `count` tasks. `memory` holds all their canvases. Returns 1 if memory runs out.
+// `memory` holds the canvases of all tasks. Returns 1 if memory runs out.
 extern "C" int gpuaug_resize(const Task* tasks, int64_t count, uint8_t* memory, int64_t bytes, int32_t threads) {
 #if FAST
     std::atomic<int64_t> next{0};

@@ -32,7 +32,7 @@ Work = Callable[[int], None]
 
 
 def one_by_one(rows: Sequence[int], work: Work) -> None:
-    """Call ``work(k)`` for every k of ``rows``."""
+    """Call ``work(k)`` for every k of ``rows``, in the calling thread."""
     for k in rows:
         work(k)
 
@@ -63,9 +63,9 @@ def views(
         parts: n regions of images, uint8 [h, w, 3], with any strides between rows and between pixels.
         windows: n rows; ``windows.window`` is not used.
         canvases: uint8 [B, H, W, 3], contiguous.
-        rows: int64 [n], canvas number of each part.
+        rows: [n], canvas number of each part.
         threads: number of threads of resize.cpp.
-        each: a function that calls ``work(k)`` for many k. It is used only if torch resizes.
+        each: a function that calls ``work(k)`` for every k. Only torch's resize uses it.
     """
     compiled = library()
     if compiled is None:
@@ -90,7 +90,7 @@ def views(
 
 
 def _place(canvas: Pixels, part: Pixels, windows: CropWindows, k: int) -> None:
-    """Resize ``part``, uint8 [h, w, 3], with torch and put it at its offset on the canvas."""
+    """Do with torch what resize.cpp does, for one part."""
     (h, w), (y, x) = windows.resized[k].tolist(), windows.offset[k].tolist()
     H, W = windows.size
     y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
@@ -109,9 +109,9 @@ def _place(canvas: Pixels, part: Pixels, windows: CropWindows, k: int) -> None:
 
 
 def _resize(part: Pixels, out: Pixels, interpolation: Interpolation) -> None:
-    """``F.interpolate(antialias=True)`` on uint8. One thread resizes 11,000 images/s to 224 x 224."""
+    """``F.interpolate(antialias=True)`` on uint8."""
     part = np.require(part, requirements=["C", "W"])  # torch would warn about Pillow's read-only arrays
-    if min(part.strides) < 0:  # a mirrored part of one row, which numpy counts as contiguous
+    if min(part.strides) < 0:  # numpy counts a mirrored part of one row as contiguous
         part = part.copy()
     source = torch.from_numpy(part).permute(2, 0, 1)[None]
     target = torch.from_numpy(out).permute(2, 0, 1)[None]

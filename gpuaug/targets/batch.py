@@ -20,29 +20,27 @@ _ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample")
 class BatchTargets:
     """The targets of a batch of B images: masks, and one table with the N objects of all images.
 
-    Masks, boxes, labels, keypoints and sample are on the device. The other columns are on the CPU, so that reading them
-    does not wait for the device.
+    Masks, boxes, labels, keypoints and sample are on the device. The other tensors are on the CPU.
 
     Attributes:
         masks: int64 ``[B, H, W]`` (or the dtype that ``targets.masks.dtype`` names); None if the run has no masks.
         boxes: float32 ``[N, 4]``, (x1, y1, x2, y2) in pixels of the output; None if the run has no boxes.
         labels: int64 ``[N]``, class of each object.
         keypoints: float32 ``[N, K, 3]``, (x, y, visibility); None if the run has no keypoints.
-        sample: int64 ``[N]``, for each object, the position of its image in the batch; ascending.
+        sample: int64 ``[N]``, position of each object's image in the batch; ascending.
         counts: int64 ``[B]``, number of objects of each image.
         ids: int64 ``[N]``, id of each annotation in its file; -1: the annotation has no id.
         crowd: bool ``[N]``, True for an annotation that covers many objects (COCO's iscrowd).
-        area: float32 ``[N]``, area that the annotation file gives, in pixels of the source image; NaN: the file gives
-            none.
+        area: float32 ``[N]``, area in the annotation file, in pixels of the source image; NaN: not known.
         indices: int64 ``[B]``, index of the sample in the source.
         sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
         covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers after the
             crop, before the operations.
-        matrices: float64 ``[B, 3, 3]``. They map positions in the source image, in the orientation in which it was
-            annotated, to positions in the output. Pixel i covers i..i+1. The inverse matrices map predictions back.
+        matrices: float64 ``[B, 3, 3]``, from positions in the annotated image to positions in the output, where pixel i
+            covers i..i+1. The inverse matrices map predictions back.
         size: (height, width) of the output.
-        instances: True: masks hold object numbers, where 0 is no object and k + 1 is object k of the image. False:
-            masks hold class numbers.
+        instances: True: masks hold object numbers: 0 is no object, and k + 1 is object k of the image. False: masks
+            hold class numbers.
 
     >>> import gpuaug
     >>> def total_loss(loader: gpuaug.Loader, detector: torch.nn.Module) -> float:
@@ -73,26 +71,26 @@ class BatchTargets:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchTargets:
         """Return the targets with masks, boxes, labels, keypoints and sample on ``device``.
 
-        ``non_blocking`` is the argument of ``Tensor.to``: True does not wait for copies from pinned memory.
+        ``non_blocking``: see ``Tensor.to``.
         """
         moved: dict[str, Any] = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
 
     @property
     def second(self) -> Any:
-        """The second value that a batch yields: the masks if they are the only target, else this object."""
+        """The second value of a batch: the masks if they are the only target, else this object."""
         return self if self.boxes is not None or self.keypoints is not None else self.masks
 
     @property
     def on_device(self) -> list[Tensor]:
-        """The tensors on the device: masks [B, H, W]; boxes, labels, keypoints and sample have N rows each."""
+        """The tensors on the device: masks [B, H, W], boxes, labels, keypoints and sample [N, ...]."""
         return [value for name in _ON_DEVICE if (value := getattr(self, name)) is not None]
 
     def as_torchvision(self, *, first_label: int = 1) -> list[dict[str, Any]]:
         """Return one dictionary per image, in the form that torchvision's detection models take.
 
-        Keys: ``boxes``, ``labels``, ``masks`` (uint8 [n, H, W], only with ``targets=instances``), ``keypoints``,
-        ``image_id`` (index of the sample), ``area`` (of the boxes in the output) and ``iscrowd``.
+        ``masks``, uint8 [n, H, W], exist only with ``targets=instances``. ``area`` is the area of the boxes in the
+        output, in pixels.
 
         Args:
             first_label: the label of class 0. torchvision's models need 1, because their label 0 is the background.
@@ -107,8 +105,7 @@ class BatchTargets:
     def as_ultralytics(self) -> dict[str, Tensor]:
         """Return one dictionary for the batch, in the form that Ultralytics' losses take.
 
-        Keys: ``batch_idx`` [N], ``cls`` [N, 1], ``bboxes`` [N, 4] (centre, width and height as fractions of the
-        output), and ``keypoints`` [N, K, 3] (x and y as fractions of the output).
+        ``bboxes`` [N, 4] are centre, width and height. Coordinates are fractions of the output.
         """
         height, width = self.size
         made = {"batch_idx": self.sample.float(), "cls": self.labels.float()[:, None]}
@@ -121,9 +118,8 @@ class BatchTargets:
     def as_detr(self) -> list[dict[str, Any]]:
         """Return one dictionary per image, in the form that DETR's models in ``transformers`` take.
 
-        Keys: ``class_labels``, ``boxes`` (centre, width and height as fractions of the output), ``image_id``,
-        ``iscrowd``, ``area`` (of the boxes in the output), ``size`` and ``orig_size`` (height, width), and
-        ``masks`` (only with ``targets=instances``).
+        ``boxes`` are centre, width and height as fractions of the output. ``area`` is the area of the boxes in the
+        output, in pixels. ``masks`` exist only with ``targets=instances``.
         """
         images = self._split(class_labels=self.labels, boxes=self._centred())
         for row, image in enumerate(images):
@@ -138,7 +134,7 @@ class BatchTargets:
         return ((rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)).long()
 
     def _split(self, **columns: Tensor | None) -> list[dict[str, Any]]:
-        """Split columns of the table by image, and add ``iscrowd``, ``area`` and bool ``masks`` [n, H, W]."""
+        """Split the columns by image. Add ``iscrowd``, ``area`` and bool ``masks`` [n, H, W]."""
         columns["iscrowd"] = self.crowd.long()
         if self.boxes is not None:
             columns["area"] = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(dim=1)
@@ -161,7 +157,7 @@ class BatchTargets:
 
 
 def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[Tensor | None]:
-    """Copy arrays to the device in one transfer, without waiting for the device. None stays None."""
+    """Copy arrays to the device in one transfer, without waiting. None stays None."""
     if device.type == "cpu":
         return [None if array is None else torch.from_numpy(array) for array in arrays]
     sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes; parts must be aligned

@@ -1,8 +1,8 @@
-// Crops, resizes and warps label maps by nearest neighbour. masks.py loads this file and states the formulas.
+// Crops, resizes and warps masks by nearest neighbour. masks.py states the formulas.
 //
-// If a matrix keeps the axes (identity, flips, scalings, shifts), two tables are enough: the source row of each output
-// row, and the source column of each output column. Otherwise the mask is first cropped and resized to a canvas, and
-// each output pixel then takes one pixel of this canvas.
+// If a matrix only flips, scales and shifts, two tables are enough: the source row of each output row, and the source
+// column of each output column. Otherwise, the mask is first cropped and resized to a canvas. Each output pixel then
+// takes one pixel of this canvas.
 
 #include <algorithm>
 #include <atomic>
@@ -18,8 +18,8 @@ struct Task {
     void* out;                   // [H, W], contiguous
     int32_t bytes;               // of one pixel of the mask: 1 or 4
     int32_t top, left, height, width;  // window of the mask
-    int32_t to_height, to_width;       // its size after resizing
-    int32_t y, x;                      // position of its corner on the canvas; negative: cropped
+    int32_t to_height, to_width;       // size of the window after resizing
+    int32_t y, x;                      // position of the window's corner on the canvas; negative: cropped
     int32_t unused;
 };
 
@@ -41,7 +41,7 @@ struct Axis {
             if (!(at >= 0.0 && at < static_cast<double>(size))) continue;
             const int64_t k = static_cast<int64_t>(at) - corner;
             if (k < 0 || k >= to) continue;
-            if (last == 0) first = i;  // the outputs inside are neighbours, because `at` grows or falls steadily
+            if (last == 0) first = i;  // the outputs inside are neighbours, because `at` is monotonic
             last = i + 1;
             offset[i] = (start + (2 * k + 1) * from / (2 * to)) * stride;
         }
@@ -94,7 +94,7 @@ struct Worker {
         }
     }
 
-    // `__restrict`, because otherwise the compiler assumes that each write may change the offsets.
+    // Without `__restrict`, the compiler assumes that each write may change the offsets.
     template <class In, class To>
     static void pick(const uint8_t* __restrict from, const int64_t* __restrict offset, int64_t count, To* __restrict out) {
         for (int64_t k = 0; k < count; ++k) {
@@ -114,7 +114,7 @@ struct Worker {
         for (int64_t k = 0; k < count; ++k) out[k] = static_cast<Out>(from[pixel[k]]);
     }
 
-    // Writes the canvas pixel of each output of row `i`; H * W if it is outside.
+    // Writes the canvas pixel of each output of row `i`. A pixel outside is H * W.
     void locate(const double* m, int64_t i, int32_t* __restrict pixels) const {
         const double v = static_cast<double>(i) + 0.5, x_of_row = m[1] * v, y_of_row = m[4] * v, w_of_row = m[7] * v;
         const double h = static_cast<double>(H), w = static_cast<double>(W), outside = h * w;
@@ -135,8 +135,8 @@ struct Worker {
         }
     }
 
-    // Narrows `first` and `last` to the outputs whose canvas position (table[j] + of_row) + shift is in 0..size. The
-    // position grows or falls steadily with j, also after rounding, so these outputs are neighbours.
+    // Narrows `first` and `last` to the outputs whose canvas position (table[j] + of_row) + shift is in 0..size. These
+    // outputs are neighbours, because the position is monotonic in j, also after rounding.
     void clip(const double* table, double slope, double of_row, double shift, int64_t size, int64_t* first, int64_t* last) const {
         const auto at = [&](int64_t j) { return (table[j] + of_row) + shift; };
         const auto from = [&](auto passed, double bound) {  // the first output that passed the bound, close to a guess
@@ -197,9 +197,9 @@ struct Worker {
             const double u = static_cast<double>(j) + 0.5;
             xs[j] = m[0] * u, ys[j] = m[3] * u, ws[j] = m[6] * u;
         }
-        // `clip` needs numbers that can be ordered: no NaN, no overflow
+        // in `clip`, there must be no NaN and no overflow
         const bool ordered = std::all_of(m, m + 9, [](double x) { return std::abs(x) < 1e100; });
-        if (is_affine && ordered) affine(m, out);  // needs no division
+        if (is_affine && ordered) affine(m, out);
         else perspective(m, out);
     }
 };

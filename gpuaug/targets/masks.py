@@ -1,26 +1,20 @@
-"""Masks of a batch: decoded to numbers, then cropped, resized and moved like their images, by nearest neighbour.
+"""Masks of a batch: decoded to numbers, then cropped, resized and warped like their images, by nearest neighbour.
 
-takes: encoded masks, the crop windows of their images, and the matrices of the operations.
-does: `decode` makes class or object numbers from a mask, and replaces the numbers by a table of `lookup`. `place` then
-samples each mask once. `gather` samples masks that are already on the device.
-gives: uint8, int32 or int64 [B, H, W]. Each value comes from the mask or the table, or is ``fill``.
-
-Sampling. The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
-``top + (2 i + 1) * height // (2 h)`` of the mask, computed in integers. ``height`` is the height of the window, and
-``h`` its height after resizing. Columns are computed in the same way. The result equals Pillow's NEAREST and torch's
-``nearest-exact``, apart from the rounding errors of Pillow and torch.
+The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
+``top + (2 i + 1) * height // (2 h)`` of the mask. ``height`` is the height of the window, and ``h`` its height after
+resizing. Columns are computed in the same way. So resizing is Pillow's NEAREST and torch's ``nearest-exact``, without
+rounding errors.
 
 The inverse matrix ``m`` of the operations maps the centre of output pixel (i, j), row i and column j, to the canvas.
-The numbers are float64, and the order of the steps is fixed::
+The numbers are float64. The order of the steps is fixed, so that C++, and torch on CPU and CUDA, give the same bits::
 
     x = (m[0, 0] * (j + .5) + m[0, 1] * (i + .5)) + m[0, 2]
     y = (m[1, 0] * (j + .5) + m[1, 1] * (i + .5)) + m[1, 2]
     w = (m[2, 0] * (j + .5) + m[2, 1] * (i + .5)) + m[2, 2]
     x, y = x / w, y / w                                     if the last row of m is not (0, 0, 1)
 
-The output is the value of canvas pixel (floor(y), floor(x)). It is ``fill`` if this pixel is outside the canvas or the
-resized window, if ``w <= 0``, or if x, y or w is NaN. Because of the fixed order, C++, torch on the CPU and torch on
-CUDA give the same bits.
+The output is the value of canvas pixel (floor(y), floor(x)). The output is ``fill`` if this pixel is outside the canvas
+or the resized window, if ``w <= 0``, or if x, y or w is NaN.
 """
 
 from __future__ import annotations
@@ -52,10 +46,10 @@ _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
 _GRAY = 0  # PNG's colour type
-_LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour of three bytes cannot hold more
+_LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour has three bytes
 _LARGEST = 2**31 - 1  # largest int32
 _OUTPUTS = (np.uint8, np.int32, np.int64)
-_PIXELS_AT_ONCE = 2**22  # limit in `gather`, which needs up to 50 bytes of temporary memory per pixel
+_PIXELS_AT_ONCE = 2**22  # limit in `gather`, which takes up to 50 bytes per pixel
 
 # labelIds to trainIds: github.com/mcordts/cityscapesScripts, helpers/labels.py
 _CITYSCAPES = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
@@ -76,19 +70,8 @@ def lookup(map: Any, fill: int) -> Int32 | None:
     """Make a table of new values. The new value of ``value`` is ``table[min(value, len(table) - 1)]``.
 
     Args:
-        map: one of these; None: the result is None.
-
-            - ``cityscapes``: labelIds become trainIds;
-            - ``ade20k``: 1..150 become 0..149;
-            - a list of the new values of 0, 1, 2 and so on;
-            - a mapping from old to new values. Its keys may be text, as in YAML.
+        map: see :class:`gpuaug.Masks`. Keys of a mapping may be text, as in YAML.
         fill: the new value of all values that ``map`` does not name.
-
-    Raises:
-        ConfigError: if ``map`` is none of these, or a number is out of range.
-
-    >>> lookup({"7": 0, 8: 1}, 255)[[0, 7, 8, 9]].tolist()
-    [255, 0, 1, 255]
     """
     if map is None:
         return None
@@ -125,7 +108,7 @@ def _key(key: Any, map: Any) -> int:
 
 
 def mapped(mask: Mask, table: Int32) -> Mask:
-    """Replace the values of a mask by a table of :func:`lookup`. The mask is uint8, or int32 with values from 0 on."""
+    """Replace the values of a mask, which are not negative, by a table of :func:`lookup`."""
     small = table.max() <= 255
     if mask.dtype == np.uint8:
         return np.take(table[:256].astype(np.uint8) if small else table[:256], mask)
@@ -148,22 +131,17 @@ def decode(
     """Decode the mask of one image.
 
     Args:
-        data: a PNG, or an array of object numbers encoded as run lengths (see `source.runs`).
+        data: a PNG, or run lengths of object numbers (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: EXIF orientation of the image, 1..8. If the mask has the size of the upright image, it is not turned.
-            Otherwise it must have the size of the stored image, and it is turned like the image. The EXIF data of the
-            mask itself are ignored.
-        max_pixels: largest number of pixels in a mask. It is checked before memory is allocated.
+        exif: EXIF orientation of the image, 1..8. If the mask has the size of the stored image, but not of the upright
+            image, the mask is turned like the image. The mask's own EXIF data are ignored.
+        max_pixels: limit of the number of pixels of the mask.
         table: from :func:`lookup`.
         ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: a mask in colour is
             an error.
 
     Returns:
-        The mask [h, w], upright and contiguous; it may be read-only. It is uint8 in these cases, otherwise int32:
-
-        - with a table: if all values of the table are below 256;
-        - run lengths without a table: if all object numbers are below 256;
-        - PNG without a table: if it has gray values or a palette, of at most 8 bits.
+        The upright mask, uint8 or int32 [h, w], contiguous. It may be read-only.
 
     Raises:
         HeaderError: if the mask is damaged, has another format, mode or size, or has too many pixels.
@@ -171,13 +149,13 @@ def decode(
     data = bytes(data)
     if data.startswith(_RUNS):
         info = None
-        kind, size = "runs", _runs_size(data)
+        size = _runs_size(data)
     else:
         info = header.read(data)
-        kind, size = info.codec, (info.height, info.width)
-        if kind != "png":
-            lossy = ": its values are not exact" if kind == "jpeg" else ""
-            raise HeaderError(f"mask is a {kind}{lossy}. Masks must be PNG files")
+        size = info.height, info.width
+        if info.codec != "png":
+            lossy = ": its values are not exact" if info.codec == "jpeg" else ""
+            raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
     upright = stored[::-1] if exif > 4 else stored
     if size not in (upright, stored):
         sizes = f"{upright[0]}x{upright[1]}" + (f" (stored as {stored[0]}x{stored[1]})" if upright != stored else "")
@@ -212,14 +190,7 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
 
 
 def _checked(png: bytes) -> bytes:
-    """Return the PNG with only those chunks that its values depend on.
-
-    The other chunks are dropped because text and colour profiles may inflate to 1,000 times their size. Checksums are
-    checked here because Pillow does not check those of pixels, and a damaged mask can look like a valid one.
-
-    Raises:
-        HeaderError: if the file ends early or a checksum is wrong.
-    """
+    """Return the PNG without texts and profiles, which may inflate to 1,000 times their size. Check its checksums."""
     pieces, at, kind = [png[:8]], 8, b""
     while kind != b"IEND":
         length, kind = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
@@ -227,6 +198,7 @@ def _checked(png: bytes) -> bytes:
         if end > len(png):
             raise HeaderError(f"png truncated: {len(png)} bytes")
         if kind in (b"PLTE", b"IDAT", b"IEND") or at == 8:
+            # Pillow does not check pixels, and a damaged mask can look like a valid mask
             if zlib.crc32(memoryview(png)[at + 4 : end - 4]) != int.from_bytes(png[end - 4 : end], "big"):
                 raise HeaderError(f"png is damaged: the checksum of its {kind.decode()} chunk is wrong")
             pieces.append(png[at:end])
@@ -283,14 +255,12 @@ def place(
 
     Args:
         masks: n masks, uint8 or int32 [h, w], upright, with any strides; None: the row becomes ``fill``.
-        windows: the crop windows of the n masks. Their ``interpolation`` and ``fill`` are not used.
+        windows: n rows. Their ``interpolation`` and ``fill`` are not used.
         out: uint8, int32 or int64 [n, H, W], contiguous; not uint8 if any mask is int32.
-        inverse: matrices float64 [n, 3, 3] from the output to the canvas, in pixel edges. None: no operation moves the
-            masks.
+        inverse: matrices [n, 3, 3] from the output to the canvas, in pixel edges; None: no operation moves the masks.
         fill: value of output pixels that no mask pixel covers.
         threads: number of threads of masks.cpp.
-        each: ``each(rows, work)`` calls ``work(k)`` for every k of ``rows``. Used only if masks.cpp cannot be built, or
-            if an output has more than 2**31 - 1 pixels.
+        each: a function that calls ``work(k)`` for every k. It is used only if masks.cpp is not.
 
     Raises:
         ValueError: if shapes or types do not fit, or a window is not inside its mask.
@@ -321,7 +291,7 @@ def place(
 
 
 def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, inverse: Float64 | None, fill: int) -> None:
-    """Check shapes and types, because a wrong pointer in C++ would kill the process."""
+    """Check shapes and types, because a wrong task in C++ would kill the process."""
     count = len(masks)
     if out.shape != (count, *windows.size) or out.dtype not in _OUTPUTS or not out.flags.c_contiguous:
         kinds = "uint8, int32 or int64"
@@ -359,25 +329,16 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
 
 
 def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
-    """The first canvas row inside the resized window, and the mask row that each row of this window shows.
-
-    The same is true of columns.
-    """
+    """The first canvas row inside the resized window, and the mask rows that the window shows; or columns."""
     first, last = max(at, 0), min(at + to, size)
     i = np.arange(first - at, max(last, first) - at, dtype=np.int64)
     return first, start + (2 * i + 1) * extent // (2 * to)
 
 
 def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
-    """Warp masks on their device, bit-equal to :func:`place`. Does not wait for the device.
+    """Warp masks [n, H, W] on their device, bit-equal to :func:`place`. Does not wait for the device.
 
-    Args:
-        masks: uint8, int32 or int64 [n, H, W].
-        inverse: matrices float64 [n, 3, 3] from the output to the input, in pixel edges.
-        fill: value of output pixels that no mask pixel covers.
-
-    Returns:
-        The warped masks, with the dtype and shape of ``masks``.
+    ``inverse``: matrices [n, 3, 3] from the output to the input, in pixel edges.
     """
     _, H, W = masks.shape
     out = torch.empty_like(masks, memory_format=torch.contiguous_format)
@@ -392,13 +353,13 @@ def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
 
 
 def _gather(masks: Tensor, inverse: Tensor, first: int, out: Tensor, fill: int, affine: bool) -> None:
-    """Compute the rows of the warped masks from row ``first`` on, and write them to ``out``."""
+    """Write the rows of the warped masks from row ``first`` on to ``out``."""
     _, H, W = masks.shape
     m = inverse[:, :, :, None, None]
     u = torch.arange(W, dtype=torch.float64, device=masks.device) + 0.5
     v = torch.arange(first, first + out.shape[1], dtype=torch.float64, device=masks.device)[:, None] + 0.5
 
-    def row(r: int) -> Tensor:  # separate kernels, because a fused multiply-add would round differently
+    def row(r: int) -> Tensor:  # a fused multiply-add would round differently
         return (m[:, r, 0] * u + m[:, r, 1] * v).add_(m[:, r, 2])
 
     x, y = row(0), row(1)

@@ -1,9 +1,4 @@
-"""The objects of a batch: one table, which moves with the images through the crop and the operations.
-
-takes: the objects that a source gave, matrices of the crop and of the operations, and the rules of the run.
-does: moves and clips boxes, moves keypoints, and drops objects with all their values. It runs on the host.
-gives: :class:`Objects` in pixels of the output.
-"""
+"""The objects of a batch: one table on the host, which moves with the images through the crop and the operations."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Bool, Float64
 from gpuaug.targets.rules import Targets
 
-_ROUNDING = 1e-9  # pixels; larger than rounding errors of float64, so that a box of exactly the smallest size is kept
+_ROUNDING = 1e-9  # pixels; tolerance for rounding errors, so that a box of exactly the smallest size is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,21 +21,11 @@ class Objects:
     """All objects of a batch, in the order of their samples. Whole-number coordinates are the edges of pixels.
 
     Attributes:
-        sample: int64 [N], the position in the batch of the image that each object belongs to; ascending.
-        boxes: float64 [N, 4], (x1, y1, x2, y2); None: no boxes.
-        labels: int64 [N].
-        keypoints: float64 [N, K, 3], (x, y, visibility); (0, 0, 0) for a keypoint that is not visible. None: no
-            keypoints.
-        crowd: bool [N].
-        area: float32 [N], as the source gave it, in pixels of the source's image. It never changes.
-        ids: int64 [N].
-
-    >>> three = Objects(
-    ...     sample=np.array([0, 2, 2]), boxes=np.zeros((3, 4)), labels=np.array([7, 8, 9]), keypoints=None,
-    ...     crowd=np.zeros(3, bool), area=np.zeros(3, np.float32), ids=np.array([-1, -1, -1]),
-    ... )
-    >>> three.counts(4).tolist(), three.take(three.labels > 7).labels.tolist()
-    ([1, 0, 2, 0], [8, 9])
+        sample: [N], position of each object's image in the batch; ascending.
+        boxes: [N, 4], (x1, y1, x2, y2); None: no boxes.
+        keypoints: [N, K, 3], (x, y, visibility); (0, 0, 0) for a keypoint that is not visible. None: no keypoints.
+        area: [N], as the source gave it, in pixels of the source's image.
+        labels, crowd, ids: [N].
     """
 
     sample: Int64
@@ -53,10 +38,7 @@ class Objects:
 
     @classmethod
     def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
-        """The objects of a batch as the source gave them, without those that the rules leave out.
-
-        Labels, crowd, area and ids share memory with ``encoded``, unless the rules drop a crowd annotation.
-        """
+        """The objects of a batch as the source gave them, without those that the rules leave out."""
         boxes, keypoints = encoded.boxes, encoded.keypoints
         objects = cls(
             sample=np.repeat(np.arange(len(encoded.offsets) - 1, dtype=np.int64), np.diff(encoded.offsets)),
@@ -79,19 +61,16 @@ class Objects:
         return len(self.sample)
 
     def counts(self, batch_size: int) -> Int64:
-        """Number of objects of each sample, int64 [batch_size]."""
+        """Number of objects of each image, int64 [batch_size]."""
         return np.bincount(self.sample, minlength=batch_size).astype(np.int64, copy=False)
 
     def take(self, keep: Bool | Int64) -> Objects:
-        """Return some objects with all their columns. ``keep``: bool [N], or the indices of these objects."""
+        """Return some of the objects. ``keep``: bool [N], or indices."""
         columns = ((f.name, getattr(self, f.name)) for f in fields(self))
         return replace(self, **{name: column[keep] for name, column in columns if column is not None})
 
     def rows(self, keep_rows: Int64) -> Objects:
-        """Return the objects of some images of the batch: image ``keep_rows[i]`` becomes image i.
-
-        ``keep_rows``: int64 [b]; each image at most once.
-        """
+        """Return the objects of some images: image ``keep_rows[i]`` becomes image i. Each image at most once."""
         number = np.full(1 + max(self.sample.max(initial=-1), np.max(keep_rows, initial=-1)), -1, dtype=np.int64)
         number[keep_rows] = np.arange(len(keep_rows))
         sample = number[self.sample]
@@ -99,7 +78,7 @@ class Objects:
         return replace(self, sample=sample).take(order[np.searchsorted(sample[order], 0) :])
 
     def output_keypoints(self, rules: Targets) -> NDArray[np.float32] | None:
-        """Keypoints float32 [N, K, 3], as pixel centres or pixel edges, depending on the rules' ``pixel_centers``."""
+        """Keypoints float32 [N, K, 3], in the coordinates that the rules' ``pixel_centers`` asks for."""
         if self.keypoints is None:
             return None
         shown = self.keypoints.astype(np.float32)
@@ -120,27 +99,21 @@ def carry(
 ) -> Objects:
     """Move the objects of a batch through the crop and the operations, and drop those that the rules leave out.
 
-    A box becomes the smallest upright box around its moved corners. It is clipped after the crop, because no operation
-    can bring back what the crop removed. It is clipped again at the end. The visibility of a box is its area at the
-    end, divided by the area that it would have without clipping. A keypoint stays visible if it is inside the image
-    after the crop and inside the output at the end. If there are no boxes, all objects stay.
+    Boxes are clipped after the crop, because no operation can bring back what the crop removed, and again at the end.
+    A keypoint stays visible if it is inside the image after the crop, and inside the output at the end. If there are no
+    boxes, all objects stay.
 
     Args:
-        objects: N objects, in pixels of their images.
-        crop: matrices float64 [B, 3, 3] from the image to the canvas, which is the output before the operations. If the
-            annotations were made for the stored image, they include its orientation. They can only scale, move, mirror
-            and transpose.
-        ops: matrices float64 [B, 3, 3] from the canvas to the output: the product of the operations.
+        objects: in pixels of their images.
+        crop: matrices [B, 3, 3] from the annotated image to the canvas, which is the output before the operations. They
+            can only scale, move, mirror and transpose.
+        ops: matrices [B, 3, 3] from the canvas to the output.
         size: (H, W) of the canvas, and of the output.
         rules: limits of boxes.
-        flip: for each keypoint the index of its mirror image. Keypoints are exchanged by it if the crop and the
-            operations together mirror the image. None: keypoints are not exchanged.
+        flip: for each keypoint, the index of its mirror image. If the crop and the operations together mirror the
+            image, these keypoints are exchanged.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
-        windows: the crop's windows. After the crop, objects are clipped to the part of the canvas that the windows
-            cover. None: the image covers the whole canvas.
-
-    Returns:
-        The objects that are left, in pixels of the output.
+        windows: the crop's windows; None: the image covers the whole canvas.
     """
     canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
     covered = canvas.repeat(len(crop), axis=0) if windows is None else _covered(windows, size)
@@ -174,19 +147,19 @@ def _half(rules: Targets) -> float:
 
 
 def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
-    """Boxes [B, 4]: the part of the canvas that each resized window covers. If it is empty, x2 <= x1 or y2 <= y1."""
+    """Boxes [B, 4]: the part of the canvas that each resized window covers. For no part, x2 <= x1 or y2 <= y1."""
     start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
     return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
 
 
 def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
-    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. The second result is False for boxes outside ``area``, and for NaN."""
+    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. Also return which boxes overlap ``area``; NaN does not overlap."""
     start, stop = np.maximum(boxes[:, :2], area[:, :2]), np.minimum(boxes[:, 2:], area[:, 2:])
     return np.concatenate([start, stop], axis=1), _both(start <= stop)
 
 
 def _centre_inside(boxes: Float64, area: Float64) -> Bool:
-    """Whether the centres of boxes are inside ``area`` and not on its border, as in torchvision's RandomIoUCrop."""
+    """Whether the centres of boxes are inside ``area``, not on its border, as in torchvision's RandomIoUCrop."""
     centre = (boxes[:, :2] + boxes[:, 2:]) / 2
     return _both((centre > area[:, :2] + _ROUNDING) & (centre < area[:, 2:] - _ROUNDING))
 
@@ -200,14 +173,14 @@ def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) ->
     area = sides[:, 0] * sides[:, 1]
     keep = _both(sides >= limits.min_size - _ROUNDING) & (area >= limits.min_area - _ROUNDING)
     if limits.min_visibility > 0:
-        hull = geometry.hulls(ops, cut)  # NaN for a box that reaches behind the viewer: it is dropped
+        hull = geometry.hulls(ops, cut)  # a box that reaches behind the viewer becomes NaN, and is dropped
         whole = (hull[:, 2] - hull[:, 0]) * (hull[:, 3] - hull[:, 1])
         keep &= area >= limits.min_visibility * whole - _ROUNDING
     return keep
 
 
 def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: Float64, canvas: Float64) -> Float64:
-    """Keypoints [N, K, 3] after the crop and the operations. Those that left the image or the output are (0, 0, 0)."""
+    """Keypoints [N, K, 3] after the crop and the operations. Keypoints that left image or output are (0, 0, 0)."""
     visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
     for m, area in ((crop, covered), (ops, canvas)):
         xy, _ = geometry.points(m, xy)
@@ -218,5 +191,5 @@ def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: F
 
 
 def _both(true: Bool) -> Bool:
-    """Whether both values of the last axis (x and y) are True. This is faster than ``all``."""
+    """Whether x and y are both True. This is faster than ``all``."""
     return true[..., 0] & true[..., 1]

@@ -16,22 +16,19 @@ Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
 def _largest(table: Any) -> int:
-    """The largest new value of a table. Values that are not numbers are refused later, when the table is made."""
+    """The largest new value of a table. Values that are not numbers are refused when the table is made."""
     values = table.values() if isinstance(table, Mapping) else () if table is None or isinstance(table, str) else table
     return max((value for value in values if isinstance(value, int)), default=0)
 
 
 class Masks:
-    """Rules for masks, which hold a class number, or with ``kind="instances"`` an object number, for each pixel.
-
-    A mask moves with its image, and is sampled only once, by nearest neighbour.
+    """Rules for masks. A mask moves with its image, and is sampled only once, by nearest neighbour.
 
     Args:
         fill: value of pixels outside the image, and of all pixels of a sample that cannot be decoded. None: 255, which
             is the usual ``ignore_index`` of losses. With ``kind="instances"``, None means 0, no object.
         map: table of new values: ``cityscapes``, ``ade20k``, a list (the new values of 0, 1, ...), or a mapping such as
-            {7: 0, 8: 1}. It is applied before the mask is sampled. Values that ``map`` does not name become ``fill``.
-            None: values stay.
+            {7: 0, 8: 1}. Values that ``map`` does not name become ``fill``. None: values stay.
         dtype: int64 (which cross_entropy takes), int32 or uint8.
         kind: ``classes``: values are class numbers. ``instances``: 0 is no object, k + 1 is object k of the sample.
 
@@ -63,11 +60,10 @@ class Masks:
 
 @dataclass(frozen=True, kw_only=True)
 class Boxes:
-    """Rules for boxes: how small a box may become before its object is dropped.
+    """Rules for boxes.
 
-    A box becomes the smallest upright box around its moved corners. It is clipped after the crop, and again after the
-    operations. If the clipped box is smaller than one of the limits, its object is dropped with its label, keypoints
-    and other values.
+    A box becomes the smallest upright box around its moved corners. The box is clipped after the crop, and again after
+    the operations. If the clipped box is smaller than one of the limits, its object is dropped with all its values.
 
     Args:
         min_size: smallest width and height in pixels of the output.
@@ -96,10 +92,10 @@ class Keypoints:
 
     Args:
         flip: for each point, the index of its mirror image. For example, the left eye has the index of the right eye.
-            If an image is mirrored, such points are exchanged. None: use the pairs of the source (COCO has pairs for
-            its 17 points). If the source has no pairs, no points are exchanged.
-        pixel_centers: True: whole-number coordinates are the centres of pixels, as in COCO. False: whole-number
-            coordinates are the edges of pixels, as in boxes.
+            If an image is mirrored, such points are exchanged. None: use the pairs of the source, such as COCO's. If
+            the source has no pairs, no points are exchanged.
+        pixel_centers: True: whole-number coordinates are the centres of pixels, as in COCO. False: they are the edges
+            of pixels, as in boxes.
 
     >>> Keypoints(flip=[0, 2, 1]).flip
     (0, 2, 1)
@@ -126,12 +122,12 @@ class Keypoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The targets of a run. Kinds that are None are left out, even if the source has them.
+    """The targets of a run. Kinds that are None are left out, also if the source has them.
 
     Args:
-        masks: rules of masks; None: no masks.
-        boxes: rules of boxes; None: no boxes.
-        keypoints: rules of keypoints; None: no keypoints.
+        masks: rules of masks.
+        boxes: rules of boxes.
+        keypoints: rules of keypoints.
 
     >>> Targets(masks=Masks()).names
     ('masks',)
