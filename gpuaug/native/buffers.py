@@ -60,7 +60,7 @@ class Outputs:
 def mapped(size: int) -> Tensor:
     """A uint8 tensor [size] in its own memory mapping, which returns to the system as soon as the tensor is freed.
 
-    Blocks of malloc below 32 MiB come from the heap of the calling thread, and a heap keeps freed memory.
+    malloc takes blocks below 32 MiB from the heap of the calling thread, and a heap keeps freed memory.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))

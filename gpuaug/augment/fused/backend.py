@@ -65,8 +65,8 @@ class FusedBackend:
     ) -> Tensor:
         """Map uint8 [B, H, W, 3] to [B, 3, H, W]. Only the final float32 result is cast."""
         library = native.library() if images.device.type == "cpu" else None
-        kernels = _triton_kernels(images.device) if library is None else None
-        if images.numel() and (library or kernels) is not None:
+        compiled = library or _triton_kernels(images.device)
+        if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
             outputs = [_BETWEEN] * (len(self._parts) - 1) + [last]
             device = torch.cuda.device(images.device) if images.is_cuda else nullcontext()
@@ -76,7 +76,7 @@ class FusedBackend:
                     for part, output in zip(self._parts, outputs, strict=True):
                         if output == _BETWEEN and not part.numbers and x.dtype == torch.float32:
                             continue  # no operation, normalization or cast is left
-                        x = self._run(x, part, chosen, library or kernels, output)
+                        x = self._run(x, part, chosen, compiled, output)
                     return x
             except CannotRunError as error:
                 _without_triton(str(error))

@@ -8,8 +8,8 @@ A thread block works on one sample, so branches on the steps cause no divergence
 8 bytes, a store has 16 bytes, and clamps are part of the arithmetic instructions (``.sat``). test_triton_kernels.py
 compiles the kernels without a GPU and checks their instructions.
 
-A CUDA graph would save about 30 µs of host time per batch, but copies into and out of its memory would move four times
-the bytes that `standard` moves.
+A CUDA graph would save about 30 µs of host time per batch. But a graph has its own memory, and the copies into and out
+of this memory would move four times the bytes that `standard` moves.
 """
 
 from __future__ import annotations

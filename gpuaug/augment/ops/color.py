@@ -34,11 +34,11 @@ def _idle(op: Any) -> list[bool]:
 
 
 def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
+    count, rule = _uniform_factors(op)
+    hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
     # Kornia skips a step only if the factors of the whole batch are neutral, but a step with a neutral factor can
     # change the last bits. Neutral factors are replaced, so that a sample's pixels do not depend on its batch.
-    count, rule = _uniform_factors(op)
     nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
-    hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
     if hue[0] != hue[1]:
         nudged["hue_factor"] = (0, np.float32(1e-30))  # too small to change a pixel
     if hsv and saturation[0] != saturation[1]:  # in HSV a factor of 1 is not exactly the identity
@@ -62,7 +62,7 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
     count, factors = _factors(op, hsv=hsv)
     steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
     idle = np.array(_idle(op))
-    # If all steps are idle, they still run, because Kornia clamps the input.
+    # if all steps are idle, they still run, because Kornia clamps the input
     orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)

@@ -86,9 +86,6 @@ class RecipeOp(nn.Module):
 
         Args:
             images: float [B, 3, H, W]; not used.
-
-        Raises:
-            ConfigError: the operation was called directly. Make the operation an entry of a recipe's ``ops``.
         """
         name = type(self).__name__
         raise ConfigError(

@@ -21,9 +21,6 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
 _ATTEMPTS = 10  # per box, as in timm
-_COLOR = 4  # uniforms for three normal values
-_MODES = ("const", "rand", "pixel")
-_MOST = 100  # largest `count`
 
 
 class RandomErasing(RecipeOp):
@@ -47,7 +44,6 @@ class RandomErasing(RecipeOp):
     tensor([0.0000, 0.5000])
     """
 
-    affects = "pixels"
     _box = 0  # number of the box that this module fills
 
     def __init__(
@@ -64,8 +60,8 @@ class RandomErasing(RecipeOp):
         self.p = float(checks.number("p", p, 0, 1))
         self.scale = positive_range("scale", scale, high=1.0)
         self.ratio = positive_range("ratio", ratio, high=math.inf)
-        self.mode = checks.one_of("mode", mode, _MODES)
-        self.count: int = checks.whole_number("count", count, 1, _MOST)
+        self.mode = checks.one_of("mode", mode, ("const", "rand", "pixel"))
+        self.count: int = checks.whole_number("count", count, 1, 100)
         try:
             checked = Normalize(mean, std).values()
         except ConfigError as error:
@@ -81,7 +77,7 @@ class RandomErasing(RecipeOp):
                 ``pixel``, also ``gaussian_noise`` [B, n]. Its first 3 * height * width values fill the box.
 
         Raises:
-            ConfigError: ``params`` is None, because a user called the operation directly.
+            ConfigError: ``params`` is None, as in a direct call.
         """
         if params is None:
             return super().forward(images)
@@ -98,7 +94,7 @@ class RandomErasing(RecipeOp):
 
 
 def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
-    """Raise ConfigError if erased boxes would differ from timm's after the rest of the recipe."""
+    """Raise ConfigError if ``normalize`` has another mean or std, or if a later operation would clamp the noise."""
     for place, (name, op) in enumerate(ops.items(), start=1):
         if not isinstance(op, RandomErasing):
             continue
@@ -118,13 +114,12 @@ def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
 
 def _prepare(name: str, op: RandomErasing) -> Prepared:
     """One slot per box, so that each box has its own noise."""
-    each = 2 * _ATTEMPTS + 2 + (_COLOR if op.mode == "rand" else 0)
+    each = 2 * _ATTEMPTS + 2 + (4 if op.mode == "rand" else 0)  # a colour takes 4 uniforms
     modules = [copy.deepcopy(op) for _ in range(op.count)]
     for box, module in enumerate(modules):
         module._box = box
     rule = partial(_drawn, op=modules[0], each=each)
-    slots = tuple((module,) for module in modules)
-    return Prepared(name, op, slots, 2 + op.count * each, rule, keyed=op.mode == "pixel")
+    return Prepared(name, op, tuple((m,) for m in modules), 2 + op.count * each, rule, keyed=op.mode == "pixel")
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:

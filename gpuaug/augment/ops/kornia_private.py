@@ -71,7 +71,7 @@ def policy_parameter(operation: Any) -> tuple[Any, Any]:
 
 
 def forget(module: nn.Module) -> None:
-    """Free the tensors that a module keeps after a call; noise is as large as the batch."""
+    """Free the tensors that a module keeps after a call, such as noise as large as the batch."""
     state = vars(module)
     names = ("_transform_matrix", "_lazy_matrix_args", "_transform_matrix_params", "_transform_matrix_params_snapshot")
     state.update({name: None for name in names if name in state} | ({"_params": {}} if "_params" in state else {}))

@@ -29,9 +29,9 @@ class PhotometricDistort(RecipeOp):
 
     - ``torchvision``: torchvision's ``RandomPhotometricDistort``. Brightness multiplies, contrast blends with the mean
       gray of the image, and saturation blends with the gray of the pixel.
-    - ``mmseg``: mmsegmentation's ``PhotoMetricDistortion`` on floats, without its rounding of the hue to steps of
-      1/180. Brightness is added, contrast multiplies, and saturation multiplies the S of HSV. For the version of
-      mmdetection, use ``hue=(-0.05, 0.05), channels=0.5``.
+    - ``mmseg``: mmsegmentation's ``PhotoMetricDistortion`` on floats. Brightness is added, contrast multiplies, and
+      saturation multiplies the S of HSV. The hue is not rounded to steps of 1/180. For the version of mmdetection, use
+      ``hue=(-0.05, 0.05), channels=0.5``.
 
     Use the class as an entry of a recipe's ``ops``.
 
@@ -48,8 +48,6 @@ class PhotometricDistort(RecipeOp):
     >>> PhotometricDistort(style="mmseg").hue
     (-0.1, 0.1)
     """
-
-    affects = "pixels"
 
     def __init__(
         self,
@@ -87,19 +85,18 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # The recipe draws the factors. The ranges of the modules only must not be neutral, or the modules have no step.
+    # The recipe draws the factors. The modules' own ranges have no effect, except that a neutral range gives no step.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
     brightness, contrast, saturation = three
     hue, channels = K.RandomHue((-0.5, 0.5), p=1.0), K.RandomChannelShuffle(p=1.0)
     modules = (brightness, contrast, saturation, hue, contrast, channels)
-    shift = np.float32(op.style == "mmseg")  # because Kornia's RandomBrightness adds `factor - 1`
     rule = partial(
         _drawn,
         ranges=(op.brightness, op.contrast, op.saturation, op.hue),
         gates=np.array([op.p, op.p, op.p, op.p, op.channels], dtype=np.float32),
-        shift=shift,
+        shift=np.float32(op.style == "mmseg"),  # because Kornia's RandomBrightness adds `factor - 1`
     )
     return Prepared(name, op, tuple((module,) for module in modules), _GATES + 7, rule)
 

@@ -1,7 +1,7 @@
 """Operations of RandAugment and similar policies, with Pillow's arithmetic on uint8, as in torchvision and timm.
 
-Each operation rounds its input to levels k/255 and returns levels. Its results are bit-identical to Pillow's. The torch
-functions below are the reference. On CUDA they also run the steps that have no kernel.
+Each operation rounds its input to levels k/255 and returns levels. The results are bit-identical to Pillow's. The torch
+functions below are the reference. On CUDA, these functions also run the steps that have no kernel.
 """
 
 from __future__ import annotations
@@ -50,10 +50,6 @@ class PillowOp(nn.Module):
         steps.write(args, {k: v.numpy() for k, v in params.items()}, (images.shape[2], images.shape[3]))
         a = torch.from_numpy(args[:, 0]).to(images.device, non_blocking=True)
         return run(steps.codes[0], images, a, interpolation=INTERPOLATIONS.index(self.interpolation))
-
-    def extra_repr(self) -> str:
-        """All settings."""
-        return f"{self.name!r}, interpolation={self.interpolation!r}, fill={self.fill}"
 
 
 # --- matrices float64 [n, 6] from output to input positions, as for Pillow's Image.transform. Pixel k covers k to k + 1
