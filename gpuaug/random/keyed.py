@@ -31,7 +31,6 @@ VERSION = 1  # of this scheme; saved in loader states
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the paper's multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # the paper's increments of the key
 _LOW = 0xFFFFFFFF
-_ROUNDS = 10
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int64]
@@ -76,7 +75,7 @@ def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
     k0, k1 = key
     number = int if isinstance(c0, Tensor) else np.uint64
     m0, m1, w0, w1, low, shift = map(number, (_M0, _M1, _W0, _W1, _LOW, 32))
-    for _ in range(_ROUNDS):
+    for _ in range(10):
         p0, p1 = c0 * m0, c2 * m1
         c0, c1, c2, c3 = ((p1 >> shift) & low) ^ c1 ^ k0, p1 & low, ((p0 >> shift) & low) ^ c3 ^ k1, p0 & low
         k0, k1 = (k0 + w0) & low, (k1 + w1) & low

@@ -32,11 +32,9 @@ WARPS = 2  # 64 threads, so 16 pixels per thread
 TILE = (64, 32)  # rows and columns per Triton program of a blur
 BLUR_WARPS = 8
 
-_MULTIPLY: tl.constexpr = tl.constexpr(int(Code.MULTIPLY))
 _ADD: tl.constexpr = tl.constexpr(int(Code.ADD))
 _CONTRAST: tl.constexpr = tl.constexpr(int(Code.CONTRAST))
 _SATURATION: tl.constexpr = tl.constexpr(int(Code.SATURATION))
-_SATURATION_HSV: tl.constexpr = tl.constexpr(int(Code.SATURATION_HSV))
 _HUE: tl.constexpr = tl.constexpr(int(Code.HUE))
 _GRAY: tl.constexpr = tl.constexpr(int(Code.GRAY))
 _SOLARIZE: tl.constexpr = tl.constexpr(int(Code.SOLARIZE))

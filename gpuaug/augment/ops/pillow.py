@@ -34,8 +34,6 @@ class PillowOp(nn.Module):
         fill: colour (three values, 0..255) of pixels from outside the image.
     """
 
-    p = 1.0
-
     def __init__(self, name: str, *, interpolation: str = "nearest", fill: Sequence[int] = (0, 0, 0)) -> None:
         super().__init__()
         self.name = checks.one_of("name", name, ENTRIES)
