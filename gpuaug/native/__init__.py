@@ -1,1 +1,1 @@
-"""Compiles C++ code once per machine, and manages the memory of batches."""
+"""Compiled C++ code, and the memory of batches."""

@@ -1,4 +1,4 @@
-"""Memory of batches: reused buffers, memory mappings, and copies to a device through pinned memory."""
+"""Memory of batches: reused buffers, memory mappings, and copies to a device."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Outputs:
     """Reuses the memory of freed batches, because mapping new pages takes as long as augmenting.
 
     Args:
-        most: maximum number of bytes to keep. The oldest freed memory is released first.
-        age: release memory that was not reused for this many batches.
+        most: largest number of bytes to keep. The oldest memory is released first.
+        age: number of batches after which unused memory is released.
     """
 
     def __init__(self, most: int = 512 << 20, age: int = 64) -> None:
         self.most, self.age = most, age
         self._taken = 0
-        # The garbage collector may append a freed batch at any time. So no code here may take a lock.
+        # the garbage collector may append a freed batch at any time, so no code here may take a lock
         self._free: deque[tuple[int, Tensor]] = deque()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:
-        """An uninitialised tensor [B, 3, H, W], whose memory is reused after the last tensor that uses it is freed."""
+        """An uninitialised tensor [B, C, H, W]. Its memory is reused after the last tensor that uses it is freed."""
         size = dtype.itemsize * math.prod(shape)
         if size < _SMALL:
             memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -60,8 +60,7 @@ class Outputs:
 def mapped(size: int) -> Tensor:
     """A uint8 tensor [size] in its own memory mapping, which returns to the system as soon as the tensor is freed.
 
-    malloc is not used, because malloc takes blocks below 32 MiB from the heap of the calling thread, and a heap keeps
-    freed memory.
+    malloc takes blocks below 32 MiB from the heap of the calling thread, and a heap keeps freed memory.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))
@@ -70,8 +69,7 @@ def mapped(size: int) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to the device without waiting for the device.
 
-    For CUDA the tensor is pinned first, because a copy from unpinned memory may block the thread until the device has
-    finished all earlier work. torch reuses the pinned memory only after the copy.
+    A copy from unpinned memory to CUDA may wait for all earlier work of the device, so the tensor is pinned first.
     """
     if device.type == "cuda" and not tensor.is_pinned():
         tensor = tensor.pin_memory()

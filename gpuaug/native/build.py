@@ -1,8 +1,7 @@
 """Compiles C++ once per machine with an installed compiler, and caches the library.
 
-The library is in the user's cache directory. Its name depends on the source, compiler, flags and processor, so
-different machines can share a home directory. torch.utils.cpp_extension is not used, because it has no such file names,
-does not check libraries before it loads them, needs ninja, and takes a second to import.
+The file name depends on the source, compiler, flags and processor, so different machines can share a cache folder.
+torch.utils.cpp_extension has no such names, needs ninja, and does not check a library before it loads the library.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ _lock = threading.Lock()
 
 
 def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
-    """Build or load the library of one C++ file. If that fails, log the reason and return None.
+    """Build or load the library of one C++ file. If that fails, log a warning and return None.
 
-    ``name`` is the library's purpose, and appears in the log and in the file name. ``without`` completes the warning
-    "``name`` on cpu ..." if there is no library, such as "runs in numpy, ten times slower".
+    ``name`` is the start of the file name. The warning is ``NAME on cpu WITHOUT: REASON``.
     """
     given = os.environ.get("CXX", "").split()[:1]
     with _lock:
@@ -51,7 +49,6 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             stem = f"{name}-{_fingerprint(text, compiler, flags)}"
             kept = cache()
             with nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:
-                # after loading, a temporary folder may be deleted
                 path = _kept(Path(folder), stem) or _build(compiler, flags, text, Path(folder), stem)
                 return ctypes.CDLL(str(path))
         except (OSError, subprocess.SubprocessError) as error:
@@ -61,7 +58,7 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
 
 
 def cache() -> Path | None:
-    """The cache folder; None if it is unusable, or if other users can write to it, because its files run as code."""
+    """The cache folder; None if the folder is unusable or if other users can write to it, because its files are run."""
     root = files.cache_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,7 +73,7 @@ def cache() -> Path | None:
 def _kept(folder: Path, stem: str) -> Path | None:
     """Return a cached library that is complete and that only this user can write; delete libraries that are not.
 
-    The file name holds a digest of the content, because loading a truncated file (from a full disk) kills the process.
+    The file name ends with a digest of the content, because loading a truncated file kills the process.
     """
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:

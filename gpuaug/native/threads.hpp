@@ -14,10 +14,9 @@ void* call(void* work) {
     return nullptr;
 }
 
-// Runs `work` on `count` threads, including this one. `work` takes its items from a shared counter, because threads may
-// start late. If the system cannot start more threads, the existing ones do all the work.
-// On Linux a new thread often starts on its creator's processor. Then both share that processor while another one idles
-// (batches of 64 took 3.3 or 6.4 ms, by chance). So the thread attributes exclude that processor from the start.
+// Runs `work` on up to `count` threads, including this one. `work` must take its items from a shared counter.
+// On Linux a new thread often starts on its creator's processor, although another one is idle (batches of 64 images took
+// 3.3 or 6.4 ms). So the thread attributes exclude this processor.
 template <class Work>
 void on_threads(int64_t count, const Work& work) {
     std::vector<pthread_t> helpers;

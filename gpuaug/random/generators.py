@@ -12,14 +12,7 @@ import torch
 
 @contextmanager
 def restore_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the global generators of Python, numpy and torch on exit, and torch's of ``device`` if it is on CUDA.
-
-    >>> random.seed(3)
-    >>> with restore_generators():
-    ...     first = random.random()
-    >>> random.random() == first
-    True
-    """
+    """Restore on exit the global generators of Python, numpy and torch, and the generator of a CUDA ``device``."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device is not None and device.type == "cuda" else []
     try:

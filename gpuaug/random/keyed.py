@@ -1,13 +1,8 @@
-"""Keyed randomness: everything random is a pure function of (seed, epoch, index, repeat, view, operation).
+"""Keyed random numbers: every value is a function of (seed, epoch, index, repeat, view, copy, operation).
 
-The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Each named
-stream has a 64-bit key: a BLAKE2 hash of the scheme's version, the seed, the view, its copy and the operation. The
-counter holds the index, the epoch, the repeat and the number of the block of four values. So a new operation, view or
-sample does not change the random numbers of the others.
-
-keyed.cpp computes the values of a batch. Without a C++ compiler numpy gives the same bits, ten times slower.
-
-Only :func:`seed_of_call` uses a generator of torch, numpy or Python.
+The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its key is a
+hash of the seed and the stream. Its counter holds the index, the epoch, the repeat and the number of the block of four
+values. So a new operation, view or sample does not change the random numbers of the others.
 """
 
 from __future__ import annotations
@@ -31,12 +26,11 @@ from gpuaug.errors import ConfigError
 from gpuaug.native import build
 
 EPOCHS = 2**32  # the counter has one 32-bit word for the epoch
-VERSION = 1  # version of this scheme; saved in loader states, because another scheme draws other values
+VERSION = 1  # of this scheme; saved in loader states
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the paper's multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # the paper's increments of the key
 _LOW = 0xFFFFFFFF
-_ROUNDS = 10
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int64]
@@ -44,7 +38,7 @@ Int = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A sequence of ``count`` random numbers for one operation of one copy of a view."""
+    """``count`` random numbers for one operation of one copy of a view."""
 
     view: str
     copy: int
@@ -53,7 +47,6 @@ class Stream:
 
 
 def _key(seed: int, stream: Stream) -> tuple[np.uint64, np.uint64]:
-    """The two 32-bit key words of a stream; the same on every machine and in every process."""
     value = _hash("\0".join(("gpuaug", str(VERSION), str(int(seed)), stream.view, str(stream.copy), stream.op)))
     return np.uint64(value & _LOW), np.uint64(value >> 32)
 
@@ -63,7 +56,7 @@ def _hash(text: str) -> int:
 
 
 def seed_of_call() -> int:
-    """Draw a seed from torch's default CPU generator, which advances by one number.
+    """Draw a seed from torch's default CPU generator.
 
     The seed includes the rank and the DataLoader worker's number, because their generators may have the same state.
     """
@@ -76,14 +69,13 @@ def seed_of_call() -> int:
 def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
     """Philox 4x32-10: four 32-bit words from four counter words and two key words. All can be broadcast.
 
-    Words are uint64 in numpy and int64 in torch. Products of int64 wrap modulo 2**64, so both 32-bit halves of a
-    product are exact. The results match the test vectors published with Random123.
+    Words are uint64 in numpy and int64 in torch. Products of int64 wrap modulo 2**64, so their 32-bit halves are exact.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     number = int if isinstance(c0, Tensor) else np.uint64
     m0, m1, w0, w1, low, shift = map(number, (_M0, _M1, _W0, _W1, _LOW, 32))
-    for _ in range(_ROUNDS):
+    for _ in range(10):
         p0, p1 = c0 * m0, c2 * m1
         c0, c1, c2, c3 = ((p1 >> shift) & low) ^ c1 ^ k0, p1 & low, ((p0 >> shift) & low) ^ c3 ^ k1, p0 & low
         k0, k1 = (k0 + w0) & low, (k1 + w1) & low
@@ -92,14 +84,14 @@ def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
-    """For each block of four values: two key words and the block's number in its stream; [3, blocks]."""
+    """Two key words and the number of each block in its stream; [3, blocks]."""
     rows = [(*_key(seed, s), number) for s in streams for number in range(-(-s.count // 4))]
     return np.array(rows, dtype=np.uint32).reshape(-1, 3).T.copy()
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled generator, or None if it cannot be compiled; logs the result and the reason once."""
+    """The compiled keyed.cpp, or None if it cannot be compiled. numpy and torch then give the same bits."""
     native = build.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="runs in numpy, ten times slower")
     if native is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -113,20 +105,17 @@ def library() -> ctypes.CDLL | None:
 def uniforms(
     streams: Sequence[Stream], *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
 ) -> dict[tuple[str, int, str], Float]:
-    """Uniform values in [0, 1) for every stream and sample, in one vectorised call.
+    """Uniform values in [0, 1) for every stream and sample.
 
     Args:
-        streams: the streams to compute; (view, copy, op) must be distinct.
+        streams: streams with distinct (view, copy, op).
         seed: any integer.
         epoch: 0 <= epoch < 2**32.
-        indices: int64 [B], the samples' numbers in their source.
-        repeats: int64 [B] below 65536, how many times the epoch already yielded the index; None: 0.
+        indices: int64 [B], the numbers of the samples in their source.
+        repeats: int64 [B] below 65536, how often the epoch already had the index; None: 0.
 
     Returns:
-        a dictionary from (view, copy, op) to float32 [B, count], multiples of 2**-24.
-
-    Raises:
-        ConfigError: if the epoch does not fit into 32 bits.
+        float32 [B, count] for each (view, copy, op), multiples of 2**-24.
     """
     if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or not 0 <= epoch < EPOCHS:
         raise ConfigError(f"`epoch` must satisfy 0 <= epoch < 2**32. Found: {epoch!r}.")
@@ -150,7 +139,7 @@ def uniforms(
 
 
 def _counted(index: NDArray[np.uint64], epoch: int, extra: Any, key: Sequence[Any]) -> list[NDArray[np.uint64]]:
-    """Four words per index. The counter holds the index, the epoch and ``extra`` (the repeat and the block)."""
+    """Four words per index; ``extra``: the repeat and the block."""
     return philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), key)
 
 
@@ -164,7 +153,7 @@ def _uniforms(keys: NDArray[np.uint32], indices: Int, repeats: Int | None, epoch
 
 
 def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) -> NDArray[np.uint64]:
-    """``count`` 64-bit values for the order of an epoch; each is a function of (name, seed, epoch, position)."""
+    """``count`` 64-bit values for the order of an epoch, from position ``start`` of the stream ``name``."""
     position = np.arange(start, start + count, dtype=np.uint64)
     low, high, _, _ = _counted(position, epoch, np.uint64(0), _key(seed, Stream("", 0, name, 1)))
     return (high << np.uint64(32)) | low
@@ -173,7 +162,7 @@ def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) ->
 def sample_keys(
     stream: Stream, *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
 ) -> NDArray[np.int64]:
-    """Two 32-bit key words per sample, int64 [B, 2]. :func:`field` makes per-pixel noise from them."""
+    """Two 32-bit key words per sample, int64 [B, 2], for :func:`field`."""
     index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
     again = np.zeros_like(index) if repeats is None else np.asarray(repeats).astype(np.uint64)
     extra = (again << np.uint64(16)) | np.uint64(0xFFFF)
@@ -184,14 +173,7 @@ _AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take abou
 
 
 def field(keys: Tensor, count: int) -> Tensor:
-    """Uniform values in (0, 1), float32 ``[B, count]`` on the device of ``keys``.
-
-    keyed.cpp computes the values on the CPU, and torch computes them on CUDA.
-
-    Args:
-        keys: int64 [B, 2], from :func:`sample_keys`.
-        count: number of values per sample.
-    """
+    """Uniform values in (0, 1), float32 [B, count] on the device of ``keys``, from :func:`sample_keys`."""
     if keys.device.type == "cpu" and (native := library()) is not None:
         keys, values = keys.contiguous(), torch.empty((len(keys), count), dtype=torch.float32)
         threads = torch.get_num_threads() if values.numel() >= 100_000 else 1
@@ -207,7 +189,7 @@ def field(keys: Tensor, count: int) -> Tensor:
 
 
 def normal_field(keys: Tensor, count: int) -> Tensor:
-    """Standard normal values, float32 ``[B, count]``: the Box-Muller transform of :func:`field`."""
+    """Standard normal values, float32 [B, count], by the Box-Muller transform."""
     if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
         return torch.cat([normal_field(some, count) for some in keys.split(rows)])
     half = -(-count // 2)
@@ -218,7 +200,7 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 
 
 def pick(u: Float, count: int) -> Int:
-    """Whole numbers from 0 to ``count - 1`` from uniforms, all equally likely."""
+    """Whole numbers from 0 to ``count - 1``, all equally likely."""
     return (u * np.float32(count)).astype(np.int64)
 
 

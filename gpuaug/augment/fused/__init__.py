@@ -1,1 +1,1 @@
-"""The fused backend: runs a recipe in a few compiled kernels, on the CPU (C++) or on CUDA (Triton)."""
+"""The fused backend: compiled kernels for the CPU (C++) and for CUDA (Triton)."""

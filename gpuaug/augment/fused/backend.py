@@ -1,14 +1,11 @@
-"""``backend="fused"``: runs a whole recipe in one pass over the images.
+"""``backend="fused"``: runs a recipe in as few passes over the images as possible.
 
-takes: uint8 [B, H, W, 3] on the device, and the choices for each sample and operation.
-does: turns the choices into one short program per sample (lower.py) and runs the programs. On the CPU, one compiled
-call (cpu.cpp) runs them; each image stays in cache from its uint8 pixels to the normalised output. On CUDA, a few
-Triton kernels (cuda.py) run them. An operation without fused steps runs through Kornia, between two fused passes; this
-is logged once. Without a C++ compiler or Triton, the whole recipe runs through Kornia (reference.py).
-gives: [B, 3, H, W]. On each device, a sample's pixels are bit-identical in every batch. Operations that run through
-Kornia on CUDA are the exception.
+lower.py writes one short program per sample. cpu.cpp runs the programs on the CPU, and the kernels of cuda.py run them
+on CUDA. An operation without fused steps runs through Kornia, between two passes. Without a C++ compiler or Triton, the
+whole recipe runs through Kornia (reference.py). Programs are data, so another order or probability needs no new
+compilation.
 
-Programs are data, so another order, probability, policy or batch size needs no new compilation.
+On each device, a sample's pixels are bit-identical in every batch, except if an operation runs through Kornia on CUDA.
 """
 
 from __future__ import annotations
@@ -43,11 +40,7 @@ _BETWEEN: _Output = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), torch.float32, False
 
 
 class _Part(NamedTuple):
-    """Operations that run together.
-
-    A part is either consecutive operations with fused steps (``lowering`` is set), or one operation with chains
-    (``chain`` is set), or one operation that runs through Kornia.
-    """
+    """Consecutive operations with fused steps, one operation with chains, or one operation that runs through Kornia."""
 
     numbers: tuple[int, ...]
     lowering: Lowering | None = None
@@ -55,13 +48,7 @@ class _Part(NamedTuple):
 
 
 class FusedBackend:
-    """Runs a recipe's operations in as few passes as possible.
-
-    Args:
-        ops: the prepared operations, in order.
-        normalize: a module whose ``mean`` and ``std`` have three values each, for pixels in 0..1. The backend applies
-            the module last. None: pixels are not normalised.
-    """
+    """Runs prepared operations in order, then ``normalize`` (if not None), which has a ``mean`` and a ``std``."""
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
         self._reference = reference.ReferenceBackend(ops, normalize)
@@ -76,10 +63,10 @@ class FusedBackend:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
-        """Run the recipe on uint8 [B, H, W, 3] and return [B, 3, H, W]; only the final float32 result is cast."""
+        """Map uint8 [B, H, W, 3] to [B, 3, H, W]. Only the final float32 result is cast."""
         library = native.library() if images.device.type == "cpu" else None
-        kernels = _triton_kernels(images.device) if library is None else None
-        if images.numel() and (library or kernels) is not None:
+        compiled = library or _triton_kernels(images.device)
+        if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
             outputs = [_BETWEEN] * (len(self._parts) - 1) + [last]
             device = torch.cuda.device(images.device) if images.is_cuda else nullcontext()
@@ -89,14 +76,13 @@ class FusedBackend:
                     for part, output in zip(self._parts, outputs, strict=True):
                         if output == _BETWEEN and not part.numbers and x.dtype == torch.float32:
                             continue  # no operation, normalization or cast is left
-                        x = self._run(x, part, chosen, library or kernels, output)
+                        x = self._run(x, part, chosen, compiled, output)
                     return x
             except CannotRunError as error:
                 _without_triton(str(error))
         return self._reference(images, chosen, dtype=dtype, memory_format=memory_format)
 
     def _run(self, x: Tensor, part: _Part, chosen: Sequence[Chosen], compiled: Any, output: _Output) -> Tensor:
-        """Run one part; ``compiled`` is the CPU library or the module of CUDA kernels."""
         if part.lowering is None:
             (number,) = part.numbers
             x = reference.unit(x) if x.dtype == torch.uint8 else x
@@ -122,19 +108,18 @@ _no_triton: list[str] = []  # why Triton failed; empty if it did not
 
 
 def _triton_kernels(device: torch.device) -> Any:
-    """Return the module of CUDA kernels, or None if the device is not CUDA or Triton is missing or has failed."""
     if device.type != "cuda" or _no_triton:
         return None
     try:
         from gpuaug.augment.fused import cuda as triton_kernels
-    except Exception as error:  # Triton, or a library or folder that Triton needs, is missing
+    except Exception as error:  # Triton or something that Triton needs is missing
         _without_triton(f"{type(error).__name__}: {error}")
         return None
     return triton_kernels
 
 
 def _without_triton(why: str) -> None:
-    """Stop using Triton in this process; logs a warning once."""
+    """Stop using Triton in this process, and log a warning once."""
     if not _no_triton:
         logger.warning(
             "augment on cuda runs operation by operation, which is many times slower, because Triton cannot run (%s). "
@@ -146,7 +131,7 @@ def _without_triton(why: str) -> None:
 
 
 def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
-    """Split the operations into parts. The last part always has fused steps, because it also normalises and casts."""
+    """Split the operations into parts. The last part is always a fused one, because it also normalises and casts."""
     slots = [lowered_slots(one_chain(op) if op.chains else op) for op in ops]
     alone = [number for number, lowered in enumerate(slots) if isinstance(lowered, str) or ops[number].chains]
     parts, first = [], 0
@@ -165,14 +150,14 @@ def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
 
 @lru_cache(maxsize=1024)
 def say(name: str, kind: str, why: str) -> None:
-    """Log once why an operation runs through Kornia, even if several views or loaders have the operation."""
+    """Log once why an operation runs through Kornia."""
     logger.info("`%s` (%s) runs through Kornia: %s", name, kind, why)
 
 
 def _tables(
     lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
 ) -> list[Table]:
-    """Make the tables of all steps that need one (see :class:`Steps`), on the device."""
+    """Make the tables of all steps that need one (``Steps.table``)."""
     tables = []
     for column in lowering.columns:
         c = chosen[column.op]
@@ -189,7 +174,7 @@ def _tables(
 
 
 def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
-    """Make the weights of blurs (per row: weights in x, then in y) and of motion blurs (per row: a square kernel)."""
+    """The weights of blurs (in x, then in y) and of motion blurs (a square kernel)."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []
@@ -206,7 +191,7 @@ def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
 
 
 def _affine(normalize: Any) -> tuple[Any, Any]:
-    """Scale and shift per channel, so that normalization is ``x * scale + shift``."""
+    """Scale and shift per channel of the normalization ``x * scale + shift``."""
     if normalize is None:
         return _BETWEEN[:2]
     mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))

@@ -1,13 +1,10 @@
-// Augments a batch of images on the CPU in one pass: each image runs its own short program while it stays in cache.
+// Augments a batch of images on the CPU. Each image runs its own program (ops/entry.py) while it stays in the cache.
 //
-// The formulas are those of Kornia 0.9 (kornia.enhance, kornia.filters, kornia.geometry), with the same order of additions
-// and the same fused multiply-adds. So most pixels are bit-identical to Kornia's, and discontinuous operations (equalize,
-// posterize) jump at the same pixels. Some steps have a second form, with Pillow's arithmetic on uint8, as in
-// ops/pillow.py: pixels are then levels k / 255, and results are bit-identical to Pillow's. All this needs
-// -ffp-contract=off. With -ffinite-math-only a NaN gives any number, so an index computed from a float must be clamped as
-// an integer. ops/entry.py lists the codes and their arguments.
-// An image is three float planes. Consecutive pointwise operations run on blocks that fit the L1 cache. Only statistics,
-// neighbourhoods and warps need a buffer for the whole image.
+// The formulas have Kornia's order of additions and Kornia's fused multiply-adds. So most pixels are bit-identical to
+// those of Kornia 0.9, and discontinuous operations (equalize, posterize) jump at the same pixels. Steps with Pillow's
+// arithmetic (ops/pillow.py) are bit-identical to Pillow's. This needs -ffp-contract=off.
+// With -ffinite-math-only a NaN gives any number, so an index that comes from a float must be clamped as an integer.
+// An image is three float planes. Consecutive pointwise operations run on blocks that fit into the L1 cache.
 
 #include <algorithm>
 #include <atomic>
@@ -42,8 +39,8 @@ struct Job {
     void* dst;               // [B, 3, H, W], or [B, H, W, 3] if channels_last
     const int32_t* code;     // [B, S]
     const float* args;       // [B, S, ARGS]
-    const float* const* tables;  // [B, S]: for the codes that need more than ARGS numbers (see Code in ops/entry.py), else null
-    const float* ramps;          // WARP: output positions per kind (affine, projective), align_corners (0, 1): x [W], y [H]
+    const float* const* tables;  // [B, S]: for the codes that need more than ARGS numbers, else null
+    const float* ramps;          // WARP: output positions [2, 2, W + H]: affine or projective, align_corners, x and y
     int64_t batch, height, width, steps;
     int32_t src_float;       // 0: uint8 NHWC, 1: float NCHW
     int32_t dst_type;        // 0: float32, 1: bfloat16, 2: float16
@@ -58,14 +55,14 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float luma(float r, float g, float b, float wr, float wg, float wb) { return fma(b, wb, fma(g, wg, r * wr)); }
 inline float unit(float x) { return low(high(x, 0.0f), 1.0f); }
 
-// k / 255, correctly rounded without a division: multiplies by 1 / 255 in two parts.
+// k / 255, correctly rounded without a division.
 constexpr float BYTE_HIGH = 1.0f / 255.0f, BYTE_LOW = static_cast<float>(1.0 / 255.0 - static_cast<double>(1.0f / 255.0f));
 inline float byte_value(int k) {
     const float x = static_cast<float>(k);
     return fma(x, BYTE_HIGH, x * BYTE_LOW);
 }
 
-// 2 ** (gamma * log2(x)) with a relative error below 1e-6 on (0, 1]; the compiler can vectorise it, unlike powf.
+// 2 ** (gamma * log2(x)) with a relative error below 1e-6 on (0, 1]. Compilers can vectorise it, unlike powf.
 inline float power(float x, float gamma) {
     int32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -77,7 +74,7 @@ inline float power(float x, float gamma) {
     const float series = t * t2 * (0.66666667f + t2 * (0.4f + t2 * (0.28571429f + t2 * 0.22222222f)));
     const float lead = 2.0f * t;
     const float log2_fraction = 1.44269504f * lead + 1.44269504f * series;
-    // The exponent is multiplied separately, so that the fraction keeps all its bits.
+    // the exponent is multiplied separately, so that the fraction keeps all its bits
     const float whole = gamma * static_cast<float>(exponent);
     const float rounded = __builtin_floorf(whole + gamma * log2_fraction + 0.5f);
     const float f = (whole - rounded) + gamma * log2_fraction;
@@ -89,7 +86,7 @@ inline float power(float x, float gamma) {
     return x <= 0.0f ? (gamma == 0.0f ? 1.0f : 0.0f) : y;
 }
 
-bool computes_levels(int32_t code, const float* a) {  // with Pillow's arithmetic: argument PILLOW of the codes in WITH_PILLOW
+bool computes_levels(int32_t code, const float* a) {  // whether the step has Pillow's arithmetic
     switch (code) {
         case MULTIPLY: case CONTRAST: case SATURATION: case SOLARIZE: case POSTERIZE: case AUTOCONTRAST: case EQUALIZE: case SHARPNESS:
             return a[3] != 0.0f;
@@ -117,7 +114,7 @@ bool is_pointwise(int32_t code) { return code < SHARPNESS || code == LEVELS || c
 struct Statistic {  // of an image, before one operation of its program
     double gray = 0.0;
     float minimum[3], maximum[3];
-    // four histograms per channel, because two additions to one counter in a row are slow: neighbours are often equal
+    // four histograms per channel, because neighbours are often equal, and adding twice to one counter is slow
     std::vector<uint32_t> histogram = std::vector<uint32_t>(3 * 4 * 256);
     std::vector<float> table = std::vector<float>(3 * 256);
     bool flat[3] = {false, false, false};  // equalize does not change a flat channel
@@ -131,7 +128,7 @@ struct Statistic {  // of an image, before one operation of its program
 };
 
 bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
-bool ignores_position(int32_t code) {  // a flip after such an operation may run before it; blur and sharpness are symmetric
+bool ignores_position(int32_t code) {  // a flip after such an operation may run before the operation
     return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == LEVELS || code == FILL || code == SNOW;
 }
 bool keeps_outside(const Op& op) {  // operations of Kornia that do not clamp their input to [0, 1]
@@ -161,8 +158,7 @@ void clamp_block(float* __restrict p, int n) {
     for (int i = 0; i < n; ++i) p[i] = unit(p[i]);
 }
 
-// The hue in sixths of a turn, in closed form instead of Kornia's table: one division instead of five, equal within 1e-6.
-// Colours in 0..1 stay in 0..1 without a clamp, because delta <= top <= 1.
+// One division instead of Kornia's five; equal within 1e-6. Colours stay in 0..1 without a clamp: delta <= top <= 1.
 void hue(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     const float turn = turns * 6.0f;
     for (int i = 0; i < n; ++i) {
@@ -229,8 +225,7 @@ void pointwise_levels(const Op& op, const Statistic& stat, float* const* planes,
     }
 }
 
-// Kornia's arithmetic step by step, for the hue before a discontinuous operation: values k / 255 that the hue does not
-// change must stay exact.
+// Kornia's arithmetic, for a hue before a discontinuous operation: values k / 255 that do not change must stay exact.
 void hue_exact(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     const float circle = 6.283185307179586f, turn = turns * 2.0f * 3.141592653589793f;
     for (int i = 0; i < n; ++i) {
@@ -266,7 +261,7 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
     float* planes[3] = {r, g, b};
     const bool levels = op.pillow;
     if (levels && op.code != AUTOCONTRAST && op.code != EQUALIZE) return pointwise_levels(op, stat, planes, n, pixels);
-    switch (levels ? EQUALIZE : op.code) {  // both of Pillow's use a table
+    switch (levels ? EQUALIZE : op.code) {  // AUTOCONTRAST and EQUALIZE of Pillow use a table
         case MULTIPLY:
             for (int c = 0; c < 3; ++c) {
                 float* __restrict p = planes[c];
@@ -451,7 +446,7 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
             for (int c = 0; c < 3; ++c)
                 if (a[1 + c] != 0.0f) std::fill(planes[c], planes[c] + n, a[0]);
             break;
-        case SNOW: {  // a new lightness in HLS, with the old hue and saturation, in closed form
+        case SNOW: {  // a new lightness in HLS, with the old hue and saturation
             const float threshold = a[0], brightness = a[1];
             for (int i = 0; i < n; ++i) {
                 const float top = high(high(r[i], g[i]), b[i]), bottom = low(low(r[i], g[i]), b[i]);
@@ -538,7 +533,7 @@ void finish(const Op& op, Statistic& stat, int64_t pixels) {
     }
 }
 
-// uint8 [n, 3] to three planes; MIRRORED: in reverse order. Compilers' own code for strided bytes is three times slower.
+// uint8 [n, 3] to three planes; MIRRORED: in reverse order. Without intrinsics this is three times slower.
 template <bool MIRRORED>
 void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     int i = 0;
@@ -582,7 +577,7 @@ void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restr
     }
 }
 
-// Writes x * scale + shift to the output and bypasses the caches, because the output is not read again here.
+// Writes x * scale + shift. Bypasses the caches, because the output is not read again here.
 void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift) {
     int i = 0;
 #if defined(__AVX512F__)
@@ -626,7 +621,7 @@ int64_t border_index(int64_t i, int64_t size, int border) {
     }
 }
 
-// Weighted sums of `taps` rows. The accumulators stay in registers over all taps; compilers do not do this themselves.
+// Weighted sums of `taps` rows. The accumulators stay in registers over all taps.
 template <typename Row>
 void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) {
     int64_t x = 0;
@@ -679,7 +674,7 @@ void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) 
     }
 }
 
-// A thread's work memory; kept between calls, because fresh memory costs a page fault per 4 KB.
+// A thread's work memory. It is kept between calls, because new memory costs a page fault per 4 KB.
 struct Room {
     std::vector<float> first, second, extra, row;
     std::vector<int32_t> index;
@@ -692,8 +687,7 @@ struct Room {
     size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
 };
 
-// After a fork, the flag may stay set forever in the child, if a thread of the parent had set it. Then each call allocates
-// new memory.
+// If a thread had set the flag during a fork, the flag stays set in the child. Each call then allocates new memory.
 std::atomic_flag rooms_taken = ATOMIC_FLAG_INIT;
 std::vector<std::unique_ptr<Room>>& rooms() {
     static auto* kept = new std::vector<std::unique_ptr<Room>>;  // never freed: threads may outlive static objects
@@ -720,7 +714,7 @@ void give_room(std::unique_ptr<Room> room) {
 
 struct Worker {
     const Job& job;
-    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; not a multiple of 4 KB, to avoid aliasing
+    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes not a multiple of 4 KB, to avoid aliasing
     Room& room;
     std::vector<float>&first = room.first, &second = room.second, &extra = room.extra, &row = room.row;
     std::vector<int32_t>& index = room.index;
@@ -729,7 +723,7 @@ struct Worker {
     std::vector<const float*>& lines = room.lines;
     Statistic &stat = room.stat, &stat_next = room.stat_next;
     std::vector<Op>& program = room.program;
-    const Op* jump = nullptr;  // the last discontinuous operation; all before it must be bit-identical to Kornia
+    const Op* jump = nullptr;  // the last discontinuous operation; all earlier ones must be bit-identical to Kornia
 
     Worker(const Job& j, Room& r)
         : job(j), H(j.height), W(j.width), pixels(H * W), apart((pixels / LANES + 22) * LANES), room(r) {}
@@ -764,7 +758,7 @@ struct Worker {
         }
     }
 
-    // Correlation with a kernel of `size` x `size` weights. Zero weights are skipped: motion blurs have many.
+    // Correlation with `size` x `size` weights. Zero weights are skipped, because motion blurs have many.
     void filter(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
         const int64_t size = static_cast<int64_t>(op.a[0]), half = size / 2, wide = W + size - 1;
         const int border = static_cast<int>(op.a[4]);
@@ -801,7 +795,7 @@ struct Worker {
         }
     }
 
-    // Draws lines of one gray; `table` holds two coordinates in 0..1 per line. Its rounding is that of torch.linspace.
+    // Draws gray lines, rounded as in torch.linspace; `table`: two coordinates in 0..1 per line.
     void rain(const Op& op, std::vector<float>& image) const {
         const int64_t drops = static_cast<int64_t>(op.a[0]), tall = static_cast<int64_t>(op.a[1]) - 1;
         const int64_t drawn = static_cast<int64_t>(op.a[2]), across = drawn > 0 ? drawn - 1 : (drawn < 0 ? drawn + 1 : 0);
@@ -821,7 +815,7 @@ struct Worker {
         }
     }
 
-    // Codes and decodes blocks of 8 x 8 in place, as JPEG does. `q`: 64 divisors. As in Kornia, rounding is x + (x - round(x))^3.
+    // Codes and decodes blocks of 8 x 8 in place; `q`: 64 divisors. Kornia rounds x to round(x) + (x - round(x))^3.
     static void code_blocks(float* plane, int64_t height, int64_t width, const float* q) {
         typedef float Eight __attribute__((vector_size(32)));
         static const struct Basis {
@@ -948,7 +942,7 @@ struct Worker {
                 if (levels) {  // sums are exact
                     for (int64_t x = 1; x < W - 1; ++x) {
                         const float around = up[x - 1] + up[x] + up[x + 1] + at[x - 1] + at[x + 1] + down[x - 1] + down[x] + down[x + 1];
-                        const float smooth = __builtin_floorf((2.0f * (around + 5.0f * at[x]) + 13.0f) * (1.0f / 26.0f));  // never near an integer
+                        const float smooth = __builtin_floorf((2.0f * (around + 5.0f * at[x]) + 13.0f) * (1.0f / 26.0f));  // the quotient is never near an integer
                         o[x] = blended(smooth, at[x], f);
                     }
                     continue;
@@ -972,7 +966,7 @@ struct Worker {
         return out;
     }
 
-    // For each pixel of a row: the offset of its four taps, and their weights.
+    // The offset and the weights of the four taps of each pixel in a row.
     struct Range {
         float least, most_x, most_y;
     };
@@ -987,7 +981,7 @@ struct Worker {
             w1[x] = u * n;
             w2[x] = e * v;
             w3[x] = u * v;
-            // Clamp again as integers: even after a NaN, no tap may lie outside the buffer.
+            // clamp again as integers: even after a NaN, no tap may be outside the buffer
             int32_t column = static_cast<int32_t>(ix), line = static_cast<int32_t>(iy);
             column = column < -1 ? -1 : column;
             column = column > width ? width : column;
@@ -1015,9 +1009,9 @@ struct Worker {
     }
 #endif
 
-    // Bilinear warp: source position = matrix `a` times output position, both in -1..1. Padding: 0 zeros, 1 border, 2 reflection.
+    // Bilinear warp by a matrix from output to input positions in -1..1. Padding: 0 zeros, 1 border, 2 reflection.
     void warp(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
-        const int64_t stride = W + 3;  // one zero before each row, two after: taps need no bounds check
+        const int64_t stride = W + 3;  // one zero before each row and two after, so taps need no bounds check
         extra.resize(((H + 3) * stride + 1) * 4 + 4);
         Pixel* image = reinterpret_cast<Pixel*>((reinterpret_cast<uintptr_t>(extra.data()) + 15) & ~static_cast<uintptr_t>(15));
         const Pixel zero = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -1066,7 +1060,7 @@ struct Worker {
             return std::fmod(flips, 2.0f) == 0.0f ? rest + lowest : span - rest + lowest;
         };
         const float* ramp = job.ramps + ((projective ? 2 : 0) + (corners ? 1 : 0)) * (W + H);
-        // From -1..1 to pixels, as in torch's grid_sample.
+        // from -1..1 to pixels, as in torch's grid_sample
         const float half_x = 0.5f * static_cast<float>(corners ? W - 1 : W), half_y = 0.5f * static_cast<float>(corners ? H - 1 : H);
         const float less = corners ? 0.0f : 0.5f;
         for (int64_t y = 0; y < H; ++y) {
@@ -1089,7 +1083,7 @@ struct Worker {
             float *dr = out.data() + y * W, *dg = dr + apart, *db = dg + apart;
             int64_t x = 0;
 #if defined(__AVX512F__)
-            // Sixteen pixels: lane l of part j is pixel 4 l + j, so a transpose within each lane gives the channels in order.
+            // lane l of part j is pixel 4 l + j, so a transpose within each lane gives the channels in order
             for (; x + 16 <= W; x += 16) {
                 const int32_t* o = offset + x;
                 __m512 part[4];
@@ -1150,7 +1144,7 @@ struct Worker {
         return static_cast<uint32_t>(static_cast<int>(v[0]) | static_cast<int>(v[1]) << 8 | static_cast<int>(v[2]) << 16);
 #endif
     }
-    // Four taps in x: the second, if the position is exactly there, as after a shift by whole pixels.
+    // Both functions interpolate between p[1] and p[2].
     static Quad linear_row(const uint32_t* p, double d) {
         return d == 0.0 ? quad(p[1]) : quad(p[1]) + (quad(p[2]) - quad(p[1])) * d;
     }
@@ -1161,8 +1155,8 @@ struct Worker {
         return v2 + d * ((-v1 + v3) + d * ((2.0 * (v1 - v2) + v3 - v4) + d * (-v1 + v2 - v3 + v4)));
     }
 
-    // Where the pixels of row `y` come from: the index of the first of four taps in an image with that many pixels before
-    // each row, or -1 for outside; and the position between the taps. `m`: Pillow's matrix, between edges of pixels.
+    // For each pixel of row `y`: the index of its first tap in the padded image (-1: outside), and the fractions between
+    // the taps. `m`: Pillow's matrix, for edges of pixels.
     void sources(const double* m, int64_t y, double back, int64_t stride, int32_t* __restrict from, double* __restrict dx, double* __restrict dy) const {
         const double line = static_cast<double>(y) + 0.5, width = static_cast<double>(W), height = static_cast<double>(H);
         const double x1 = m[1] * line, y1 = m[4] * line;
@@ -1180,7 +1174,7 @@ struct Worker {
         }
     }
 
-    // Pillow's affine transform. The taps of a pixel outside the image are the nearest pixels inside.
+    // Pillow's affine transform. A tap outside the image is the nearest pixel inside.
     void resample(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
         double m[6];
         std::memcpy(m, op.a, sizeof m);
@@ -1229,7 +1223,6 @@ struct Worker {
         }
     }
 
-    // Flips a buffered image, if the flip cannot be done while loading.
     void turn(int32_t code, std::vector<float>& v) {
         for (int c = 0; c < 3; ++c) {
             float* p = v.data() + c * apart;
@@ -1281,7 +1274,7 @@ struct Worker {
         for (int i = 0; i < n; ++i) o[3 * i] = narrow[0][i], o[3 * i + 1] = narrow[1][i], o[3 * i + 2] = narrow[2][i];
     }
 
-    // One sweep over the image: load, run the operations [from, to), collect the statistic for the next operation, store.
+    // Loads the image, runs the operations [from, to), collects the statistic that `wanted` needs, and stores.
     void sweep(int64_t sample, bool buffered, bool mirror, bool upside, const Op* from, const Op* to, const Op* wanted, bool& outside, bool keep, bool last) {
         const int64_t rows = W >= BLOCK ? 1 : std::max<int64_t>(1, BLOCK / W), wide = std::min<int64_t>(W, BLOCK);
         alignas(64) float scratch[3][BLOCK + LANES];  // padded, so that the distance is not a power of two
@@ -1349,7 +1342,6 @@ struct Worker {
             if (op.code == HFLIP && commutes) mirror = !mirror;
             else if (op.code == VFLIP && commutes) upside = !upside;
             else {
-                // Colour operations ignore positions, so a later flip can be done while loading, at no cost.
                 commutes = commutes && ignores_position(op.code);
                 program.push_back(op);
             }
@@ -1369,7 +1361,7 @@ struct Worker {
             }
             const Op& next = program[end];
             const bool statistic = needs_statistic(next.code);
-            // If no operation comes before a statistic, read the source again later instead of filling the buffer.
+            // if no operation comes before a statistic, the source is read again later, and the buffer stays empty
             const bool keep = !(statistic && end == pos && !buffered);
             if (keep) first.resize(3 * apart);
             if (!(buffered && end == pos && !statistic)) sweep(sample, buffered, mirror, upside, ops + pos, ops + end, statistic ? &next : nullptr, outside, keep, false);
@@ -1404,7 +1396,7 @@ struct Worker {
     }
 };
 
-// Output memory is fresh: with 4 KB pages the kernel needs longer to map it than the augmentation takes.
+// With 4 KB pages, mapping new output memory takes longer than the augmentation.
 void use_huge_pages(const Job& job) {
 #if defined(MADV_HUGEPAGE)
     const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(job.dst) + page - 1) & ~(page - 1);

@@ -1,26 +1,15 @@
-"""Runs the fused program on CUDA: hand-written Triton kernels, with a separate list of colour steps for each sample.
+"""Runs the fused program on CUDA with Triton kernels.
 
-takes: uint8 [B, H, W, 3] (or float32 [B, 3, H, W]) on the device, and the uploaded program (cuda_steps.py).
-does: runs one kernel for each stretch of consecutive colour steps. This kernel reads and writes the pixels once. A
-contrast step needs the image's mean gray before the step, which another kernel computes first. A blur takes two
-kernels, which run on the blurred samples only. torch runs the other steps, each on the rows that have the step. Only
-Kornia's check of the JPEG quality waits for the device.
-gives: [B, 3, H, W], normalised.
+One kernel runs a stretch of consecutive colour steps. Another kernel first computes the mean gray for a contrast step.
+A blur takes two kernels. torch runs the other steps (cuda_steps.py).
 
-A thread block works on one sample, so branches on the steps cause no divergence. The number of instructions matters
-as much as the memory: a pixel of the recipe `standard` needs about a hundred instructions, which take as long as the
-transfer of the pixel's bytes. These habits save instructions:
+A thread block works on one sample, so branches on the steps cause no divergence. The instructions of the recipe
+`standard` (about a hundred per pixel) take as long as its memory transfers. So a thread handles 16 pixels, a load has
+8 bytes, a store has 16 bytes, and clamps are part of the arithmetic instructions (``.sat``). test_triton_kernels.py
+compiles the kernels without a GPU and checks their instructions.
 
-- A thread handles 16 pixels and does the work that is equal for all of them only once.
-- A load has 8 bytes, a store has 16 bytes.
-- Clamps are part of the arithmetic instructions (``.sat``).
-- The hue step uses an approximate reciprocal.
-
-test_triton_kernels.py compiles the kernels without a GPU and checks their instructions.
-
-CUDA graphs are not used. A graph has its own memory, and copies into and out of this memory would move four times the
-bytes that `standard` moves. A graph would save two or three kernel launches per batch: about 30 µs of host time, in a
-background thread.
+A CUDA graph would save about 30 µs of host time per batch. But a graph has its own memory, and the copies into and out
+of this memory would move four times the bytes that `standard` moves.
 """
 
 from __future__ import annotations
@@ -43,11 +32,9 @@ WARPS = 2  # 64 threads, so 16 pixels per thread
 TILE = (64, 32)  # rows and columns per Triton program of a blur
 BLUR_WARPS = 8
 
-_MULTIPLY: tl.constexpr = tl.constexpr(int(Code.MULTIPLY))
 _ADD: tl.constexpr = tl.constexpr(int(Code.ADD))
 _CONTRAST: tl.constexpr = tl.constexpr(int(Code.CONTRAST))
 _SATURATION: tl.constexpr = tl.constexpr(int(Code.SATURATION))
-_SATURATION_HSV: tl.constexpr = tl.constexpr(int(Code.SATURATION_HSV))
 _HUE: tl.constexpr = tl.constexpr(int(Code.HUE))
 _GRAY: tl.constexpr = tl.constexpr(int(Code.GRAY))
 _SOLARIZE: tl.constexpr = tl.constexpr(int(Code.SOLARIZE))
@@ -134,7 +121,7 @@ def _in_hsv(code, a0, r, g, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Run one step on the pixels ``p`` of an image, as in cpu.cpp. ``loose``: colours may lie outside 0..1."""
+    """Run one step on the pixels ``p`` of an image. ``loose``: colours may be outside 0..1."""
     a0, a1, a2 = tl.load(a), tl.load(a + 1), tl.load(a + 2)
     pillow = False
     if PILLOW:
@@ -189,7 +176,7 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
 
 @triton.jit
 def _byte(low, high, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert byte ``K`` of 8 to 0..1: as the low bits of the float 2^23, the byte makes the float 2^23 + byte."""
+    """Convert byte ``K`` of 8 to 0..1. The byte becomes the low bits of the float 2^23 + byte."""
     word = low if K < 4 else high
     bits = ((word >> (8 * (K % 4))) & 255) | 0x4B000000
     return _value(bits.to(tl.float32, bitcast=True))
@@ -197,7 +184,7 @@ def _byte(low, high, K: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _in_a_row(x0, x1, x2, x3, x4, x5, x6, x7, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Interleave eight blocks [n] into one [8 n]: element 0 of all eight, then element 1, and so on."""
+    """Interleave eight blocks [n] into one block [8 n]."""
     if BACKWARDS:
         x0, x1, x2, x3, x4, x5, x6, x7 = x7, x6, x5, x4, x3, x2, x1, x0
     even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
@@ -207,7 +194,7 @@ def _in_a_row(x0, x1, x2, x3, x4, x5, x6, x7, BACKWARDS: tl.constexpr):  # type:
 
 @triton.jit
 def _unpacked(low0, high0, low1, high1, low2, high2, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Extract red, green and blue of groups of 8 pixels, from three words of 8 bytes, each given as two halves."""
+    """Extract red, green and blue of 8 pixels from three words of 8 bytes, each given as two halves."""
     r = _in_a_row(
         _byte(low0, high0, 0), _byte(low0, high0, 3), _byte(low0, high0, 6), _byte(low1, high1, 1),
         _byte(low1, high1, 4), _byte(low1, high1, 7), _byte(low2, high2, 2), _byte(low2, high2, 5), BACKWARDS,
@@ -269,7 +256,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
     src, code, args, flips, sums, height, width, first, last, steps,
     KIND: tl.constexpr, PILLOW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Sum the grays that each sample has before its contrast step into ``sums`` (int64 [B], units of 2^-24)."""
+    """Sum the gray of each sample before its contrast step into ``sums`` (int64 [B], units of 2^-24)."""
     sample, block = tl.program_id(1), tl.program_id(0)
     place = last
     erased = 0
@@ -302,7 +289,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _apart(x):  # type: ignore[no-untyped-def]
-    """Split a block [8 n] into eight [n]; the inverse of `_in_a_row`."""
+    """The inverse of `_in_a_row`."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0] // 8, 2, 2, 2)))
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -348,10 +335,10 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Run the steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
 
-    ``PILLOW``: some steps compute with Pillow's arithmetic. ``BLUR``: a sample with ``places[sample] >= 0`` is written
-    to this row of ``mid`` (float32 [n, 3, H, W]), without ``ends``, because its blur comes next.
+    ``BLUR``: a sample with ``places[sample] >= 0`` goes to this row of ``mid`` without ``ends``, because its blur
+    comes next.
     """
-    # Start with the last sample: the mean kernel has read it last, so its pixels are still in the cache.
+    # start with the last sample: the mean kernel has read its pixels last, so they are still in the cache
     sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     if KIND == 2 or LAYOUT == 2:
         width = tl.multiple_of(width, 8)
@@ -387,7 +374,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Map a position, at most one image outside, to 0..size-1; also return whether it counts (border 0: if inside)."""
+    """Map a position, at most one image outside, to 0..size-1; also return whether the position counts."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))
@@ -398,7 +385,7 @@ def _border(i, size, border):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _blurred(plane, y, x, height, width, taps, ratio, border, VERTICAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Blur a tile [R, C] of a plane in one direction; ``y`` [R, 1] and ``x`` [1, C] are its positions."""
+    """Blur the tile at ``y`` [R, 1] and ``x`` [1, C] of a plane in one direction."""
     inside = (y < height) & (x < width)
     value = tl.load(plane + y * width + x, inside, 0.0)
     # weights exp(-d^2 / 2 sigma^2), d = 1, 2, ...: weight *= factor, and factor *= ratio^2
@@ -426,7 +413,7 @@ def _blur_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, args, ends, height, width, column, steps,
     VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Blur a tile of one channel along x; if VERTICAL, the second pass: along y, and with ``ends`` applied."""
+    """Blur a tile of one channel along x. If VERTICAL, blur it along y and apply ``ends``."""
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -456,7 +443,7 @@ def _uniforms(words):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _philox(seed, position):  # type: ignore[no-untyped-def]
-    """Compute value ``position`` (uint32) of a sample's stream; a Philox block gives four values."""
+    """Compute value ``position`` (uint32) of a sample's stream. A Philox block gives four values."""
     block = (position // 4).to(tl.uint32)
     zero = block * 0
     w0, w1, w2, w3 = tl.philox(seed, block, zero, zero, zero)
@@ -479,12 +466,7 @@ def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-
 
 
 def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-    """Launch a kernel.
-
-    Raises:
-        CannotRunError: for every error of Triton, its C compiler, its folders or libcuda.
-        torch.AcceleratorError: for an error of the device; every later call on the device raises it too.
-    """
+    """Launch a kernel. Errors of Triton, its C compiler, its folders or libcuda become CannotRunError."""
     try:
         kernel[grid](*args, enable_fp_fusion=True, **constants)
     except Exception as error:
@@ -496,7 +478,7 @@ def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
 
 
 def normal_field(keys: Tensor, count: int) -> Tensor:
-    """Like :func:`gpuaug.random.keyed.normal_field`, in one kernel: random integers are equal, floats within 1e-5."""
+    """:func:`gpuaug.random.keyed.normal_field` in one kernel. The values differ by at most 1e-5."""
     values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
     half = -(-count // 2)
     grid = (triton.cdiv(half, BLOCK), len(keys))
@@ -507,7 +489,7 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 def launch(
     x: Tensor, program: Program, *, tables: Sequence[Table] = (), dtype: torch.dtype, channels_last: bool
 ) -> Tensor:
-    """Queue the program's kernels on the current device; ``x`` uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
+    """Queue the program's kernels on the current device; ``x``: uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
     steps, eights = program.code.shape[1], width % 8 == 0
@@ -520,7 +502,7 @@ def launch(
 
     for number, part in enumerate(program.parts):
         stretch, last = part.stretch, number == len(program.parts) - 1
-        final = last and (stretch.blur or not stretch.rest)  # a Triton kernel, not torch, writes the result
+        final = last and (stretch.blur or not stretch.rest)  # a Triton kernel writes the result
         y, ends = out if final else planes(batch), program.ends[final]
         kind = 0
         if x.dtype == torch.uint8:

@@ -1,4 +1,4 @@
-"""Triton functions for levels k/255 and for colour steps with Pillow's arithmetic; cuda.py has the other steps."""
+"""Triton functions for levels k/255 and for colour steps with Pillow's arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SATURATION: tl.constexpr = tl.constexpr(int(Code.SATURATION))
 _SOLARIZE: tl.constexpr = tl.constexpr(int(Code.SOLARIZE))
 _POSTERIZE: tl.constexpr = tl.constexpr(int(Code.POSTERIZE))
 _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
-# PART_1 + PART_2 is 1/255. byte * PART_1 is exact, so byte * PART_1 + byte * PART_2 is rounded once, like byte / 255.
+# PART_1 + PART_2 is 1/255. byte * PART_1 is exact, so byte * PART_1 + byte * PART_2 is rounded like byte / 255.
 PART_1: tl.constexpr = tl.constexpr(257 / 65536)
 PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
 
@@ -25,7 +25,7 @@ def over_255(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _product(x, y):  # type: ignore[no-untyped-def]
-    """Multiply and round; the compiler cannot merge this product with an addition, so it equals the CPU's."""
+    """Multiply and round. The compiler cannot merge this product with an addition."""
     code: tl.constexpr = "mul.rn.f32 $0, $1, $2;"
     return tl.inline_asm_elementwise(code, "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -55,7 +55,7 @@ def _solarized_level(v, threshold, addition, keep):  # type: ignore[no-untyped-d
 
 @triton.jit
 def pillow_step(code, a0, a1, a2, r, g, b, mean_level):  # type: ignore[no-untyped-def]
-    """Run one step with Pillow's arithmetic, as in cpu.cpp."""
+    """Run one step with Pillow's arithmetic."""
     half = tl.where(code == _LEVELS, a0, 0.5)
     r, g, b = tl.floor(r * 255.0 + half), tl.floor(g * 255.0 + half), tl.floor(b * 255.0 + half)
     if code == _SATURATION:

@@ -1,7 +1,6 @@
-"""Decides which columns of a program share a Triton kernel on CUDA. Runs in torch the steps that have no kernel.
+"""Decides which columns of a program share a Triton kernel, and runs in torch the steps that have no kernel.
 
-A program has a row per sample and a column per step. Torch runs a step on the rows that have the step, by Kornia's
-formulas. Only Kornia's check of the JPEG quality waits for the device.
+A program has a row per sample and a column per step. Only the JPEG step waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gpuaug.augment.ops.entry import PILLOW, WITH_PILLOW, Code
 from gpuaug.augment.reference import exact_products
 from gpuaug.random.keyed import Float, Int
 
-_STATIC = {  # for each step, the indices of the arguments that must be equal for all rows of one call
+_STATIC = {  # for each step: indices of the arguments that must be equal for all rows of one call
     Code.BLUR: (0, 1, 3),
     Code.WARP: (9, 10, 11),
     Code.RESAMPLE: (12,),
@@ -32,7 +31,7 @@ _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
-Table = tuple[Int, int, Tensor]  # (rows, ascending; column; float32 [rows, ...], the values of this column's step)
+Table = tuple[Int, int, Tensor]  # (rows, ascending; column; float32 [rows, ...])
 
 
 class CannotRunError(Exception):
@@ -40,7 +39,7 @@ class CannotRunError(Exception):
 
 
 class Group(NamedTuple):
-    """Rows of a batch that have the same step in one column of the program."""
+    """Rows that have the same step and the same static arguments in one column."""
 
     code: Code
     rows: Int
@@ -48,7 +47,7 @@ class Group(NamedTuple):
 
 
 def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
-    """Group the rows of one column (``code`` int32 [B], ``args`` float32 [B, ARGS]) by step and static arguments."""
+    """Group the rows of one column: ``code`` int32 [B], ``args`` float32 [B, ARGS]."""
     made = []
     for number in np.unique(code[code != Code.NONE]):
         step, rows = Code(number), np.flatnonzero(code == number)
@@ -59,25 +58,22 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last) of a program: one kernel runs those of their steps that are in POINTS. Then ``rest`` runs.
-
-    ``rest`` holds the steps that are not in POINTS. Only the last column can have such steps.
-    """
+    """Columns [first, last) of a program. One kernel runs their steps in POINTS. Then ``rest`` runs."""
 
     first: int
     last: int
     contrast: bool  # whether some of the steps are contrast steps
     pillow: bool  # whether some of the steps in POINTS compute with Pillow's arithmetic
-    rest: list[Group]
+    rest: list[Group]  # the steps that are not in POINTS; only the last column has such steps
 
     @property
     def blur(self) -> bool:
-        """Whether ``rest`` has only blurs, so that the Triton kernel for blurs can run it."""
+        """Whether ``rest`` has only blurs, so that the blur kernel can run them."""
         return len(self.rest) > 0 and all(group.code is Code.BLUR for group in self.rest)
 
 
 def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
-    """Split the program of a batch into as few stretches as possible, given the steps that the samples have."""
+    """Split a program into as few stretches as possible."""
     made: list[Stretch] = []
     first, contrasts, erased = 0, np.zeros(len(code), dtype=bool), False
     pillows = np.isin(code, list(WITH_PILLOW & POINTS)) & (args[..., PILLOW] != 0) | (code == Code.LEVELS)
@@ -89,8 +85,8 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
     for column, codes in enumerate(code.T):
         here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
-        # A kernel has only one mean per sample, and can flip only while it loads pixels. So a second contrast step of a
-        # sample, or a flip after erasing, needs another kernel.
+        # A kernel has one mean per sample, and flips only while it loads pixels. So a second contrast step of a sample,
+        # or a flip after erasing, needs another kernel.
         if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
             close(column, [])
         contrasts, erased = contrasts | contrast, erased or Code.ERASE in here
@@ -125,7 +121,7 @@ def upload(
     code: NDArray[np.int32], args: Float, ramps: Float, scale: Sequence[float], shift: Sequence[float],
     device: torch.device,
 ) -> Program:  # fmt: skip
-    """Copy the program to the device in one transfer. It contains zeros for ``sums``, so no kernel writes them."""
+    """Copy the program to the device in one transfer, which includes the zeros of ``sums``."""
     split = stretches(code, args)
     ends = [np.array(pair, dtype=np.float32) for pair in (((1, 1, 1), (0, 0, 0)), (scale, shift))]
     arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
@@ -167,11 +163,7 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 
 
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor) -> Tensor:
-    """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten.
-
-    ``a`` holds the arguments of the step's column. ``table`` comes from :func:`table_of`, ``ramps`` from
-    :func:`lower.warp_ramps`. All tensors are on the device.
-    """
+    """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: arguments of the column."""
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
 
@@ -182,7 +174,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
         y = y + table
     elif group.code is Code.ERASE_NOISE:
         y = _erase(y, own, table)
-    elif group.code is Code.BLUR:  # not in the blur kernel, because the column has other steps too
+    elif group.code is Code.BLUR:  # the column has other steps too, so the blur kernel cannot run
         *taps, border = (int(v) for v in group.static)
         across, down = (get_gaussian_kernel1d(n, own[:, 2:3]) for n in taps)
         y = filter2d_separable(y, across, down, _BORDERS[border])
@@ -220,7 +212,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
 
 
 def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
-    """Fill the box of each image with a colour, plus the first 3 * height * width values of ``table`` times a std."""
+    """Fill the box of each image with a colour, plus a std times the first 3 * height * width values of ``table``."""
     left, top, width, height = (a[:, k, None, None] for k in range(4))
     right = torch.arange(x.shape[3], device=x.device)[None, None, :] - left
     down = torch.arange(x.shape[2], device=x.device)[None, :, None] - top
@@ -237,8 +229,8 @@ def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
     """The table of a group, float32 [rows, ...]; None if the group's step has no table.
 
-    If several operations have the step, their tables are joined. Tables with the noise of erased boxes may have
-    different numbers of columns, and a box without noise is in no table. Missing values are 0.
+    The tables of several operations are joined. The noise of erased boxes can have different lengths or be absent.
+    Missing values are 0.
     """
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
     if not own or len(own[0][0]) == len(group.rows):
@@ -251,12 +243,12 @@ def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | Non
 
 
 def motion_kernels(a: Tensor, static: tuple[float, ...]) -> Tensor:
-    """Kernels float32 [n, k, k] of motion blurs from their arguments [n, ARGS] and static arguments."""
+    """Kernels float32 [n, k, k] of motion blurs with the arguments [n, ARGS]."""
     from kornia.constants import Resample
     from kornia.filters import get_motion_kernel2d
 
     size, mode = int(static[0]), Resample(int(static[1])).name.lower()
-    two = a.repeat(2, 1) if len(a) == 1 else a  # the last bits differ if torch computes a single kernel
+    two = a.repeat(2, 1) if len(a) == 1 else a  # the last bits of a single kernel differ
     return get_motion_kernel2d(size, two[:, 1], two[:, 2], mode)[: len(a)]
 
 

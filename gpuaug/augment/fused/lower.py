@@ -1,11 +1,4 @@
-"""Writes the program of a batch: the steps of every sample, which the fused backend executes in one pass.
-
-takes: prepared operations, and the choices for each sample (numpy, on the host).
-does: looks up the steps of each module in its entry (augment/ops) and writes the arguments of the steps.
-gives: ``code`` int32 [B, S] and ``args`` float32 [B, S, ARGS]: the steps of each sample, in order.
-
-A slot is one position in an operation, where each sample takes one of several alternatives or none.
-"""
+"""Writes the program of a batch: the steps of every sample, in order, and their arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +18,7 @@ from gpuaug.random.keyed import Float
 
 
 class Column(NamedTuple):
-    """One slot in the program: its alternatives, and the columns that hold the steps of the chosen alternative."""
+    """One slot in the program: its alternatives, and the columns for the steps of the chosen alternative."""
 
     op: int
     slot: int
@@ -36,12 +29,7 @@ class Column(NamedTuple):
 
 
 class Lowering:
-    """Turns the choices for consecutive operations into one program per sample.
-
-    Args:
-        ops: prepared operations; every module in them has steps.
-        slots: for each operation, the result of :func:`lowered_slots`.
-    """
+    """Turns the choices for consecutive operations into a program; ``slots``: the :func:`lowered_slots` of each."""
 
     def __init__(self, ops: list[Prepared], slots: list[list[tuple[Steps, ...]]]) -> None:
         self.ops = ops
@@ -58,7 +46,7 @@ class Lowering:
         self.steps = at
 
     def program(self, chosen: list[Chosen], size: Size, batch: int) -> tuple[NDArray[np.int32], Float]:
-        """Write ``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS]; code 0 means no step."""
+        """Return ``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS]; code 0 is no step."""
         code = np.empty((batch, self.steps), dtype=np.int32)
         args = np.zeros((batch, self.steps, ARGS), dtype=np.float32)
         everything = np.arange(batch)
@@ -71,9 +59,8 @@ class Lowering:
             if len(column.alternatives) == 1:
                 column.alternatives[0].write(args[:, where], params[0], size)
                 continue
-            # Compute every alternative for all samples, then pick one per sample. This takes fewer calls than to select
-            # the rows of each alternative first. The slots of a color jitter share `params`, so their arguments are
-            # computed only once.
+            # Compute every alternative for all samples, because this takes fewer calls than to select rows first. The
+            # slots of a color jitter share `params`, so their arguments are computed once.
             if id(params) not in values:
                 stacked = np.zeros((len(params), batch, column.width, ARGS), dtype=np.float32)
                 for alternative, a in enumerate(column.alternatives):
@@ -85,7 +72,7 @@ class Lowering:
 
 
 def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
-    """Return the steps of each slot's alternatives, or the reason, as text, why the operation cannot be fused."""
+    """Return the steps of each slot's alternatives, or a text: why the operation cannot be fused."""
     if op.seeded is not None:
         return op.seeded
     slots = []
@@ -102,7 +89,7 @@ def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
 
 
 def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
-    """Replace the arguments of warps by Kornia's matrices, bit-identical: output to input coordinates, in -1..1."""
+    """Replace the arguments of warps by Kornia's matrices from output to input positions in -1..1."""
     sample, step = np.nonzero(code == Code.WARP)
     warps = args[sample, step]
     kind = 2 * warps[:, 10] + warps[:, 11]  # align_corners, projective
@@ -117,7 +104,7 @@ def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
 
 @lru_cache(maxsize=32)
 def _normalized(size: Size, corners: bool) -> tuple[Tensor, Tensor]:
-    """Two matrices float32 [1, 3, 3]: from pixel indices to -1..1, and the inverse."""
+    """Matrices float32 [1, 3, 3] from pixel indices to -1..1 and back."""
     from kornia.geometry.conversions import normal_transform_pixel
 
     to = normal_transform_pixel(*size, dtype=torch.float32, align_corners=corners)
@@ -144,14 +131,14 @@ def warp_ramps(size: Size) -> Float:
 
 
 def _projective_scale(m: Tensor) -> Tensor:
-    """Kornia's divisor of a homography: 1, clamped to the range of the homography's non-zero magnitudes."""
+    """Kornia's divisor of a homography: 1, clamped to the range of its non-zero magnitudes."""
     magnitude = m.abs()
     smallest = magnitude.masked_fill(magnitude == 0, float("inf")).amin(dim=(-2, -1), keepdim=True)
     return magnitude.amax(dim=(-2, -1), keepdim=True).clamp_max(1).maximum(smallest)
 
 
 def _inverse(m: Tensor) -> Tensor:
-    """Inverses of 3x3 matrices by cross products of the columns, as in Kornia."""
+    """Inverses of 3x3 matrices by cross products, as in Kornia."""
     a, b, c = m.unbind(-1)
     rows = [torch.linalg.cross(p, q, dim=-1) for p, q in ((b, c), (c, a), (a, b))]
     return torch.stack(rows, dim=-2) / (a * rows[0]).sum(-1)[..., None, None]

@@ -1,4 +1,4 @@
-"""Descriptions of operations: one entry per Kornia class, one file per family of operations."""
+"""The entries of operations: one entry per Kornia class, one file per family of operations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.
 
 
 def by_class(table: Mapping[str, Any], op: Any) -> Any:
-    """Look up a Kornia operation in a table whose keys are the names of Kornia's classes.
+    """Return the value of an operation in a table whose keys are names of Kornia classes; None for other modules.
 
-    Returns None for other modules and for subclasses, because a subclass may draw and compute anything.
+    A subclass is another module, because a subclass may draw and compute anything.
     """
     kind = type(op)
     return table.get(kind.__name__) if kind.__module__.startswith("kornia.augmentation.") else None
 
 
 def entry_of(op: Any) -> Entry | None:
-    """Return the entry of one of gpuaug's own operations or of an exact Kornia class; None for other modules."""
+    """Return the entry of an operation of gpuaug or of an exact Kornia class; None for other modules."""
     if isinstance(op, pillow.PillowOp):
         return pillow.ENTRIES[op.name]
     if isinstance(op, erasing.RandomErasing):
@@ -34,10 +34,6 @@ def entry_of(op: Any) -> Entry | None:
 
 
 def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:
-    """Compute the params that are not drawn, such as noise per pixel; most operations have none, and the result is {}.
-
-    The inputs are the drawn ``params`` and ``keys`` int64 [B, 2]. ``normal`` draws standard normal values as
-    :func:`gpuaug.random.keyed.normal_field` does.
-    """
+    """Return the params that are not drawn (see ``Entry.fields``); {} for most operations."""
     entry = entry_of(op)
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)

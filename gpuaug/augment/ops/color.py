@@ -29,14 +29,16 @@ _uniform_factors = uniform_from(*(_FACTORS[k] for k in (0, 1, 3, 2)))  # Kornia 
 
 
 def _idle(op: Any) -> list[bool]:
-    """For each step, whether the step's factor is always neutral. Kornia and the fused program skip such a step."""
+    """For each step: whether the factor is always neutral. Kornia and the fused program skip such a step."""
     return [range_of(op, sampler) == (n, n) for sampler, n in zip(_SAMPLERS, _NEUTRAL, strict=True)]
 
 
 def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
     count, rule = _uniform_factors(op)
-    nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
     hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
+    # Kornia skips a step only if the factors of the whole batch are neutral, but a step with a neutral factor can
+    # change the last bits. Neutral factors are replaced, so that a sample's pixels do not depend on its batch.
+    nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
     if hue[0] != hue[1]:
         nudged["hue_factor"] = (0, np.float32(1e-30))  # too small to change a pixel
     if hsv and saturation[0] != saturation[1]:  # in HSV a factor of 1 is not exactly the identity
@@ -46,11 +48,6 @@ def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
 
 
 def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, Any]]) -> Params:
-    """Replace neutral factors by nearby values.
-
-    Kornia skips a step only if the factors of the whole batch are neutral, and a step with a neutral factor can change
-    the last bits. So a sample's pixels would depend on the other samples of its batch.
-    """
     params = rule(u, size)
     for name, (neutral, instead) in nudged.items():
         values = params[name]
@@ -59,17 +56,13 @@ def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, An
 
 
 def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
-    """Prepare a jitter in which each sample has its own order of steps; None if ``op`` has a fixed ``order``.
-
-    Each of four slots has four alternatives: one module per step. Four such modules in sequence give pixels that are
-    bit-identical to those of one module that runs all four steps.
-    """
+    """Prepare four slots with one module per step. Pixels are bit-identical to those of one module with all steps."""
     if fixed_order(op) is not None:
         return None
     count, factors = _factors(op, hsv=hsv)
     steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
     idle = np.array(_idle(op))
-    # If all steps are idle, they run nevertheless, because Kornia clamps the input.
+    # if all steps are idle, they still run, because Kornia clamps the input
     orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)
@@ -78,7 +71,6 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
 def _ordered(
     u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw factors and one of ``orders`` for each sample; a sample is changed if its first uniform is below ``p``."""
     params = factors(u[:, 1:], size)
     choice = orders[pick(u[:, order_column], len(orders))]
     if p < 1:
@@ -112,10 +104,7 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """Return a function that takes a Kornia module and returns its step, which has one argument per channel.
-
-    ``clipped``: the function returns None for a module that does not clip its output.
-    """
+    """A step with one argument per channel; ``clipped``: modules that do not clip their output have no step."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         out[:, 0, :3] = values(params)
@@ -203,8 +192,7 @@ ENTRIES = {
     "RandomSolarize": Entry("pixels", step(Code.SOLARIZE, "thresholds", "additions")),
     "RandomPosterize": Entry("pixels", step(Code.POSTERIZE, "bits_factor"), _posterize),
     "RandomInvert": Entry("pixels", _invert),
-    # torch's `pow` splits memory into chunks and rounds the last pixels of a chunk differently. The chunks depend on
-    # the batch size, so pixels would differ by 6e-8 in about one of a hundred batches.
+    # torch's `pow` rounds the last pixels of a chunk of memory differently, and the chunks depend on the batch size.
     "RandomGamma": Entry(
         "pixels", step(Code.GAMMA, "gamma_factor", "gain_factor"), check=_check_gamma, one_by_one=True
     ),

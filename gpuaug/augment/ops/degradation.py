@@ -28,7 +28,7 @@ def _check_kernel(op: Any, key: str) -> None:
 
 
 def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps:
-    """Add to the steps a check that the images are large enough for the kernel and its border."""
+    """Add a check that images are large enough for the kernel and its border."""
     (ky, kx), border = kernel_size, op.flags["border_type"].value
 
     def write(out: Float, params: Params, size: Size) -> None:
@@ -72,7 +72,7 @@ def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) ->
 
 
 def _prepare_motion(name: str, op: Any) -> Prepared | None:
-    """If the kernel size is a range, each sample draws its own size, all equally likely; Kornia draws one per batch."""
+    """If the kernel size is a range, each sample draws its own size. Kornia draws one size per batch."""
     if isinstance(setting(op, "kernel_size"), int):
         return None
     low, high = _motion_sizes(op)
@@ -105,7 +105,7 @@ def _write_sharpness(out: Float, params: Params, size: Size) -> None:
 
 def _erasing(op: Any) -> tuple[int, Rule]:
     ratios: tuple[Any, ...] | None = range_of(op, "ratio_sampler")
-    if ratios is None:  # if the range contains 1, Kornia uses two samplers: below 1 and above 1
+    if ratios is None:  # if the range contains 1, Kornia has one sampler below 1 and one above 1
         ratios = (*range_of(op, "ratio_sampler1"), range_of(op, "ratio_sampler2")[1])
     area, value = range_of(op, "scale_sampler"), float(setting(op, "value"))
     return 2 * len(ratios), partial(_erased_box, area=area, ratios=ratios, value=value)
@@ -141,7 +141,7 @@ def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: 
 
 
 def _light(count: int, *names: str) -> Callable[[Any], tuple[int, Rule]]:
-    """A rule for a gradient of light, float32 [B, 3, H, W], by Kornia's generator with the samplers ``names``."""
+    """The rule for a gradient of light, float32 [B, 3, H, W]; ``names``: Kornia's samplers in drawing order."""
     return lambda op: (count, partial(_gradient, op=op, samplers=[f"{name}_sampler" for name in names]))
 
 
@@ -168,7 +168,7 @@ def _speck_values(values: Tensors) -> Tensor:
 
 
 def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal, *, channels: int = 3) -> Tensors:
-    """Compute Kornia's plasma, with separate random numbers for each sample."""
+    """Kornia's plasma, with separate random numbers for each sample."""
     from kornia.contrib import diamond_square
 
     roughness = params["roughness"].to(keys.device, non_blocking=True)
@@ -232,7 +232,7 @@ def _check_rain(op: Any, key: str) -> None:
 
 
 def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    """Positions (y, x) in 0..1 of the largest possible number of drops; Kornia's number depends on the batch."""
+    """Positions (y, x) in 0..1 of as many drops as any sample can have. Kornia's number depends on the batch."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
         raise ConfigError(
@@ -248,7 +248,7 @@ def _floor(x: Tensor) -> Tensor:
 
 
 def _divisors(values: Tensors) -> Tensor:
-    """Kornia's JPEG quantization tables for luma and chroma, float32 [n, 128], with Kornia's differentiable floor."""
+    """Kornia's JPEG quantization tables for luma and chroma, float32 [n, 128]."""
     from kornia.enhance import JPEGCodecDifferentiable
 
     codec = JPEGCodecDifferentiable()
@@ -261,7 +261,7 @@ def _divisors(values: Tensors) -> Tensor:
 
 ENTRIES = {
     "RandomGaussianBlur": Entry("pixels", partial(_blur, sigma="sigma"), uniform_from("sigma"), check=_check_kernel),
-    # Kornia sums large batches in another way than small ones, so the last bits depend on the batch size.
+    # the last bits of Kornia's box blur depend on the batch size
     "RandomBoxBlur": Entry("pixels", partial(_blur, sigma=1e9), one_by_one=True),
     "RandomMedianBlur": Entry("pixels"),
     "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion, prepare=_prepare_motion),
@@ -270,7 +270,7 @@ ENTRIES = {
     "RandomGaussianNoise": Entry(
         "pixels", step(Code.NOISE, table=lambda values: values["gaussian_noise"]), fields=_gaussian_noise
     ),
-    # torch's matrix products round differently for other batch sizes (a difference of 1.2e-7)
+    # the last bits of torch's matrix products depend on the batch size
     "RandomJPEG": Entry(
         "pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality"), one_by_one=True
     ),

@@ -1,8 +1,7 @@
-"""Defines the entry of a Kornia class, and helpers that many entries share.
+"""The type of entries, and helpers that many entries share.
 
-Parameters follow Kornia's formulas. From the same uniforms they are bit-identical to Kornia's.
-Steps are the instructions of the fused backend. Their formulas equal Kornia's and are in fused/cpu.cpp, fused/cuda.py
-and fused/cuda_steps.py.
+From the same uniforms, an entry's parameters are bit-identical to Kornia's. The steps are the instructions of the fused
+backend. Their formulas are in fused/cpu.cpp, fused/cuda.py and fused/cuda_steps.py.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ ARGS = 16  # float32 arguments of one step
 
 
 class Code(IntEnum):
-    """The steps; comments list their arguments in parentheses. Colours are clamped to 0..1 wherever Kornia clamps them.
+    """The steps, with their arguments in parentheses. Colours are clamped to 0..1 wherever Kornia clamps them.
 
-    If argument ``PILLOW`` of a step in ``WITH_PILLOW`` is 1, the step rounds its input to levels k/255 and computes as
-    Pillow does on uint8 (ops/pillow.py). SOLARIZE then has a third argument: 1 keeps levels at or above the threshold,
-    0 inverts them.
+    If argument ``PILLOW`` of a step in ``WITH_PILLOW`` is 1, the step computes as Pillow does on uint8 (ops/pillow.py).
+    SOLARIZE then has a third argument: 1 keeps levels at or above the threshold, 0 inverts them.
     """
 
     NONE = 0
@@ -81,16 +79,13 @@ MakeTable = Callable[[Tensors], Tensor]
 
 
 class RecipeOp(nn.Module):
-    """Base of gpuaug's own operations and policies. The recipe draws all their random numbers."""
+    """Base of gpuaug's own operations and policies."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Always raise ConfigError, because only a recipe can draw the random numbers of each sample.
 
         Args:
             images: float [B, 3, H, W]; not used.
-
-        Raises:
-            ConfigError: the operation was called directly. Make the operation an entry of a recipe's ``ops``.
         """
         name = type(self).__name__
         raise ConfigError(
@@ -107,8 +102,8 @@ class RecipeOp(nn.Module):
 class Steps:
     """The steps of one Kornia module, and the function that writes their arguments.
 
-    A step that needs more than ARGS numbers has a ``table``. It is a function that makes float32 [n, ...] from the
-    params of n rows. These params include those that ``Entry.fields`` makes.
+    ``table``: for a step that needs more than ARGS numbers, a function from the params of n rows to float32 [n, ...].
+    These params include those of ``Entry.fields``.
     """
 
     codes: tuple[Code, ...]
@@ -117,7 +112,7 @@ class Steps:
 
 
 def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
-    """Draw independent uniform parameters from ``low`` to ``low + span``, both float32 [n, 1]."""
+    """Draw uniform parameters from ``low`` to ``low + span``, both float32 [n, 1]."""
     values = np.multiply(u[:, : len(names)].T, span, order="C")  # one contiguous row per parameter
     values += low
     return dict(zip(names, values, strict=True))
@@ -129,14 +124,14 @@ def _uniform(ranges: dict[str, Range]) -> tuple[int, Rule]:
 
 
 def all_uniform(op: Any) -> tuple[int, Rule]:
-    """The rule for operations without parameters, or whose parameters are all uniform and have Kornia's names."""
+    """The rule for an operation in which every parameter is uniform."""
     return _uniform(kornia_private.ranges(op))
 
 
 def uniform_from(*names: str) -> Parameters:
-    """A rule for uniform parameters, in Kornia's drawing order; ``x`` and ``x_factor`` come from its ``x_sampler``.
+    """The rule for uniform parameters in Kornia's drawing order; names without a sampler are left out.
 
-    Parameters without a sampler in the operation's settings are left out.
+    The sampler of ``x`` and of ``x_factor`` is called ``x_sampler``.
     """
 
     def parameters(op: Any) -> tuple[int, Rule]:
@@ -158,7 +153,7 @@ def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters
 
 
 def steps_of(code: Code, *arguments: str | float, table: MakeTable | None = None) -> Steps:
-    """One step. Each argument is a parameter's name, or a number that is the same for every sample."""
+    """One step. Each argument is a parameter's name, or a number for all samples."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         for column, argument in enumerate(arguments):
@@ -168,7 +163,7 @@ def steps_of(code: Code, *arguments: str | float, table: MakeTable | None = None
 
 
 def step(code: Code, *arguments: str | float, table: MakeTable | None = None) -> Callable[[Any], Steps]:
-    """Like :func:`steps_of`, as a function of the module. The steps do not depend on the module's settings."""
+    """Like :func:`steps_of`, for a step that does not depend on the module's settings."""
     return lambda op: steps_of(code, *arguments, table=table)
 
 
@@ -177,11 +172,10 @@ class Matrix:
     """How a Kornia module's params become its matrix, which maps pixel indices of the input to those of the output.
 
     Attributes:
-        write: function that fills float32 [n, 9], zeros at first, for n rows of params. It writes the nine elements of
-            the matrix or seven numbers. The seven numbers are the angle (degrees, clockwise), the scale in x and y, the
-            translation in x and y (pixels), and the shear in x and y (degrees). The centre of angle, scale and shear is
-            the image's centre.
-        elements: True if ``write`` writes the nine elements, False if it writes the seven numbers.
+        write: function that fills float32 [n, 9], zeros at first, for n rows of params.
+        elements: True if ``write`` writes the nine elements of the matrix. False if ``write`` writes seven numbers: the
+            angle (degrees, clockwise), and in x and y the scale, the translation (pixels) and the shear (degrees). The
+            centre of angle, scale and shear is the image's centre.
     """
 
     write: Write
@@ -193,19 +187,18 @@ class Entry:
     """Everything that gpuaug knows about one Kornia class.
 
     Attributes:
-        affects: what the operation changes. ``pixels``: values only. ``matrix``: pixels move by the matrix of
-            Kornia's ``compute_transformation``. ``field``: each pixel moves by its own offset.
-        matrix: the matrix, for all settings of the class; None unless ``affects`` is ``matrix``.
-        steps: function from a module to its fused steps. It returns None if the module's settings have no fused form;
-            then the module itself runs.
-        parameters: function from a module to the number of uniforms per sample (without the one for ``p``), and the
-            rule that turns uniforms into Kornia's parameters. It returns None if the module's settings have no rule.
+        affects: ``pixels``: the operation changes values only. ``matrix``: pixels move by the matrix of Kornia's
+            ``compute_transformation``. ``field``: each pixel moves by its own offset.
+        matrix: the matrix if ``affects`` is ``matrix``, else None.
+        steps: function from a module to its fused steps, or to None if the module's settings have no fused form.
+        parameters: function from a module to the number of uniforms per sample (without the one for ``p``) and the
+            rule that turns uniforms into Kornia's parameters; None if the module's settings have no rule.
         check: function of (module, configuration key) that raises ConfigError for settings that would fail later.
-        prepare: function from (name, module) to Prepared, for operations with several slots or alternatives. If the
-            function or its result is None, the operation has one slot with one alternative.
+        prepare: function from (name, module) to Prepared, for operations with several slots or alternatives. The
+            function may return None. Then the operation has one slot with one alternative.
         fields: function from (module, params of n rows, keys int64 [n, 2], size, normal) to the params that are not
-            drawn, such as values per pixel. The new params are on the device of the keys.
-        one_by_one: pass one image at a time to Kornia's module, because otherwise its pixels depend on the batch.
+            drawn, such as noise per pixel, on the device of the keys. ``normal`` makes standard normal values.
+        one_by_one: give Kornia's module one image at a time, because its pixels depend on the batch size.
     """
 
     affects: Literal["pixels", "matrix", "field"]

@@ -21,17 +21,14 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
 _ATTEMPTS = 10  # per box, as in timm
-_COLOR = 4  # uniforms for three normal values
-_MODES = ("const", "rand", "pixel")
-_MOST = 100  # largest `count`
 
 
 class RandomErasing(RecipeOp):
     """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
 
-    timm erases after the normalization, with values ``n`` of a standard normal distribution. gpuaug erases before the
-    normalization, with ``mean + std * n``, which may be outside 0..1. The normalization turns these values into those
-    of timm. If a box does not fit into the image, it is drawn again; each box has ten attempts.
+    timm fills with standard normal values ``n`` after the normalization. gpuaug fills with ``mean + std * n`` before
+    the normalization, which gives the same result. These values may be outside 0..1. Each box has ten attempts to fit
+    into the image.
 
     Args:
         p: probability that an image is changed.
@@ -39,7 +36,7 @@ class RandomErasing(RecipeOp):
         ratio: range of height / width. Its logarithm is uniform.
         mode: ``pixel`` (normal noise per pixel), ``rand`` (one normal colour per box) or ``const`` (the mean).
         count: largest number of boxes. An image gets 1 to ``count``, all equally likely.
-        mean, std: those of the recipe's ``normalize``; three values each, for pixels in 0..1.
+        mean, std: three values each, for pixels in 0..1; the same as in the recipe's ``normalize``.
 
     >>> import torch, gpuaug
     >>> recipe = gpuaug.Augment(ops={"erase": RandomErasing(p=1.0, mode="const", mean=(0.5, 0.5, 0.5))})
@@ -47,7 +44,6 @@ class RandomErasing(RecipeOp):
     tensor([0.0000, 0.5000])
     """
 
-    affects = "pixels"
     _box = 0  # number of the box that this module fills
 
     def __init__(
@@ -64,8 +60,8 @@ class RandomErasing(RecipeOp):
         self.p = float(checks.number("p", p, 0, 1))
         self.scale = positive_range("scale", scale, high=1.0)
         self.ratio = positive_range("ratio", ratio, high=math.inf)
-        self.mode = checks.one_of("mode", mode, _MODES)
-        self.count: int = checks.whole_number("count", count, 1, _MOST)
+        self.mode = checks.one_of("mode", mode, ("const", "rand", "pixel"))
+        self.count: int = checks.whole_number("count", count, 1, 100)
         try:
             checked = Normalize(mean, std).values()
         except ConfigError as error:
@@ -73,15 +69,15 @@ class RandomErasing(RecipeOp):
         self.mean, self.std = tuple(checked["mean"]), tuple(checked["std"])
 
     def forward(self, images: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:
-        """Fill one box in each image; the recipe draws the boxes and passes them as ``params``.
+        """Fill one box in each image. A recipe calls this method with the boxes that the recipe draws.
 
         Args:
             images: float32 [B, 3, H, W].
             params: ``xs``, ``ys``, ``widths`` and ``heights`` [B] in pixels, and ``colors`` [B, 3]. If ``mode`` is
-                ``pixel``, also ``gaussian_noise`` [B, n]: its first 3 * height * width values fill the box.
+                ``pixel``, also ``gaussian_noise`` [B, n]. Its first 3 * height * width values fill the box.
 
         Raises:
-            ConfigError: no ``params``. Make the operation an entry of a recipe's ``ops``.
+            ConfigError: ``params`` is None, as in a direct call.
         """
         if params is None:
             return super().forward(images)
@@ -98,12 +94,7 @@ class RandomErasing(RecipeOp):
 
 
 def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
-    """Check that the noise of each erasing operation is standard normal after the recipe's normalization.
-
-    Raises:
-        ConfigError: the operation's mean or std differs from that of ``normalize``, or a later operation would clamp
-            the noise to 0..1.
-    """
+    """Raise ConfigError if ``normalize`` has another mean or std, or if a later operation would clamp the noise."""
     for place, (name, op) in enumerate(ops.items(), start=1):
         if not isinstance(op, RandomErasing):
             continue
@@ -122,18 +113,17 @@ def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
 
 
 def _prepare(name: str, op: RandomErasing) -> Prepared:
-    """Prepare the operation with one slot per box, so that each box has its own noise."""
-    each = 2 * _ATTEMPTS + 2 + (_COLOR if op.mode == "rand" else 0)
+    """One slot per box, so that each box has its own noise."""
+    each = 2 * _ATTEMPTS + 2 + (4 if op.mode == "rand" else 0)  # a colour takes 4 uniforms
     modules = [copy.deepcopy(op) for _ in range(op.count)]
     for box, module in enumerate(modules):
         module._box = box
     rule = partial(_drawn, op=modules[0], each=each)
-    slots = tuple((module,) for module in modules)
-    return Prepared(name, op, slots, 2 + op.count * each, rule, keyed=op.mode == "pixel")
+    return Prepared(name, op, tuple((m,) for m in modules), 2 + op.count * each, rule, keyed=op.mode == "pixel")
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw all boxes. Uniforms: ``p``, the number of boxes, then per box: areas, ratios, position and colour."""
+    """Draw all boxes. The uniforms are: ``p``, the number of boxes, and per box areas, ratios, position and colour."""
     count = np.floor(u[:, 1].astype(np.float64) * op.count) + 1
     choice = np.full((len(u), op.count), -1, dtype=np.int64)
     slots = []
@@ -146,7 +136,7 @@ def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, 
 
 
 def _box(u: np.ndarray[Any, Any], size: Size, op: RandomErasing, count: np.ndarray[Any, Any]) -> tuple[Params, Any]:
-    """Draw one box by timm's formulas: the first attempt that fits, and whether any attempt fits."""
+    """Draw one box by timm's formulas; also return whether any attempt fits."""
     height, width = size
     (least, most), (low, high) = op.scale, (math.log(v) for v in op.ratio)
     area = (least + u[:, :_ATTEMPTS] * (most - least)) * (height * width) / count[:, None]
@@ -173,12 +163,11 @@ def _steps(op: RandomErasing) -> Steps:
         out[:, 0, 4:7] = params["colors"]
         out[:, 0, 7:10] = op.std if op.mode == "pixel" else 0
 
-    # only the mode `pixel` has noise
     return Steps((Code.ERASE_NOISE,), write, (lambda values: values["gaussian_noise"]) if op.mode == "pixel" else None)
 
 
 def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    """Draw noise for the largest box: a value depends on the number of values, so this number must be fixed."""
+    """Draw noise for the largest box. The number of values is fixed, because the values depend on their number."""
     if op.mode != "pixel":  # a OneOf gives keys to all its operations if one needs them
         return {}
     height, width = size

@@ -1,4 +1,4 @@
-"""Entries for operations that move pixels: by a matrix (such as flips) or by one offset per pixel (a field)."""
+"""Entries for operations that move pixels: by a matrix or by one offset per pixel (a field)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _spline(op: Any) -> tuple[int, Rule]:
 
 
 def _controls(u: Float, size: Size, *, limits: tuple[float, float]) -> Params:
-    """Positions of five control points in -1..1, before and after they are moved."""
+    """Five control points in -1..1, before and after the move."""
     before = np.broadcast_to(_CONTROLS, (len(u), 5, 2))
     return {"src": before, "dst": before + scale(u.reshape(-1, 5, 2), *limits)}
 
@@ -93,10 +93,7 @@ def _jigsaw(op: Any) -> tuple[int, Rule]:
 
 
 def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Params:
-    """Permutations int64 [B, pieces], all equally likely, without ``unchanged`` if it is given.
-
-    If a sample drew ``unchanged``, its last uniform selects another permutation.
-    """
+    """Permutations int64 [B, pieces], all equally likely. If ``unchanged`` is given, no sample gets it."""
     if unchanged is None:
         return {"permutation": np.argsort(u, axis=1, kind="stable")}
     pieces = np.argsort(u[:, :-1], axis=1, kind="stable")
@@ -116,13 +113,13 @@ def _elastic_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: N
 
 # --- matrices
 
-# All affine matrices of a batch are computed in one call. Kornia would need one call of 0.15 ms per operation, and
-# RandAugment has ten such operations (five in each of two slots).
+# All affine matrices of a batch are computed in one call. Kornia needs one call of 0.15 ms per operation, and
+# RandAugment has ten such operations.
 _AFFINE = ("angle", "scale_x", "scale_y", "translate_x", "translate_y", "shear_x", "shear_y")
 
 
 def _numbers(out: Float, params: Params, size: Size) -> None:
-    """Write the seven numbers of an affine operation; each Kornia class has its own names for them."""
+    """Write the seven numbers of an affine operation. Each Kornia class has its own names for them."""
     out[:, 1:3] = 1
     for column, name in enumerate(_AFFINE):
         if name in params:

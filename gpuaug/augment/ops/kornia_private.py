@@ -1,7 +1,6 @@
-"""All access to private attributes of Kornia, as of Kornia 0.9.0. After an upgrade of Kornia, check this file first.
+"""All access to private attributes of Kornia 0.9.0. After an upgrade of Kornia, check this file first.
 
-Kornia stores an operation's ranges as samplers in a generator module (``_param_generator``). The names of the samplers
-differ between operations.
+Kornia stores an operation's ranges as samplers in a generator (``_param_generator``).
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ Range = tuple[Any, Any]  # np.float32: lowest and highest value of a sampler
 
 
 def setting(op: Any, name: str) -> Any:
-    """An attribute of the generator that draws an operation's parameters; None if the attribute does not exist."""
+    """An attribute of an operation's generator; None if the attribute does not exist."""
     return getattr(op._param_generator, name, None)
 
 
 def range_of(op: Any, sampler: str) -> Any:
-    """The range of a sampler; None if the operation has no such sampler with its settings."""
+    """The range of a sampler; None if the operation has no such sampler."""
     return None if setting(op, sampler) is None else _range(setting(op, sampler))
 
 
 def ranges(op: Any) -> dict[str, Range]:
-    """The range of each parameter in Kornia's drawing order, for operations that have a ``sampler_dict``."""
+    """The range of each parameter in Kornia's drawing order; {} for a generator without ``sampler_dict``."""
     return {name: _range(sampler) for name, sampler in (setting(op, "sampler_dict") or {}).items()}
 
 
@@ -36,18 +35,18 @@ def _range(sampler: Any) -> Range:
 
 
 class _Given:
-    """A sampler whose values come from given uniforms instead of a generator."""
+    """A sampler that takes its values from given uniforms."""
 
     def __init__(self, sampler: Any, columns: Iterator[Tensor]) -> None:
         self.low, self.high, self.columns = sampler.low, sampler.high, columns
 
     def rsample(self, shape: Any) -> Tensor:
-        """The next uniforms, scaled as torch's Uniform does it."""
+        """The next uniforms, scaled as in torch's Uniform."""
         return self.low + next(self.columns).reshape(shape) * (self.high - self.low)
 
 
 def generated(op: Any, u: Tensor, size: tuple[int, int], samplers: Sequence[str]) -> dict[str, Tensor]:
-    """The parameters that Kornia's generator makes from uniforms float32 [B, n], with one column per draw, in order."""
+    """The parameters that Kornia's generator makes from uniforms float32 [B, n], one column per draw."""
     generator, columns = copy.copy(op._param_generator), iter(u.unbind(1))
     for name in samplers:
         setattr(generator, name, _Given(getattr(generator, name), columns))
@@ -56,23 +55,23 @@ def generated(op: Any, u: Tensor, size: tuple[int, int], samplers: Sequence[str]
 
 
 def generator_values(op: Any) -> dict[str, Any]:
-    """All attributes of an operation's generator, including its samplers; {} if the operation draws no parameters."""
+    """All attributes of an operation's generator, and its samplers; {} if the operation draws no parameters."""
     values = {} if op._param_generator is None else dict(vars(op._param_generator))
     return values | values.get("sampler_dict", {})
 
 
 def fixed_order(op: Any) -> Any:
-    """``order`` of a ColorJitter or ColorJiggle; None if the order is random, and for other operations."""
+    """The ``order`` of a ColorJitter or ColorJiggle; None if the order is random or ``op`` is another operation."""
     return getattr(op, "_fixed_order", None)
 
 
 def policy_parameter(operation: Any) -> tuple[Any, Any]:
-    """For a policy's operation: the name of the magnitude parameter (or None), and the function that computes it."""
+    """For a policy's operation: the name of the magnitude's parameter (or None), and the function that computes it."""
     return operation._factor_name, getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
 
 
 def forget(module: nn.Module) -> None:
-    """Free what a module keeps after a call: noise as large as the batch, matrices, the input of a lazy matrix."""
+    """Free the tensors that a module keeps after a call, such as noise as large as the batch."""
     state = vars(module)
     names = ("_transform_matrix", "_lazy_matrix_args", "_transform_matrix_params", "_transform_matrix_params_snapshot")
     state.update({name: None for name in names if name in state} | ({"_params": {}} if "_params" in state else {}))

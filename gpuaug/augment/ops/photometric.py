@@ -1,7 +1,4 @@
-"""Photometric distortion of SSD: several colour changes, each with its own probability; Kornia has no such operation.
-
-The operation is prepared as six slots of Kornia's modules. Both backends already support these modules.
-"""
+"""Photometric distortion as in SSD, prepared as six slots of Kornia's modules."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
 
 Range = tuple[float, float]
-_GATES = 6  # uniforms that decide on brightness, contrast, saturation, hue, channels, and on early or late contrast
+_GATES = 6  # uniforms for: brightness, contrast, saturation, hue, channels, and whether contrast comes early
 _NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 
 
@@ -30,13 +27,13 @@ class PhotometricDistort(RecipeOp):
     The order is: brightness, contrast (in half of the samples), saturation, hue, contrast (in the other half),
     channels. Pixels are clamped to 0..1 after each change. ``style`` selects the formulas:
 
-    - ``torchvision``: equals torchvision's ``RandomPhotometricDistort``. Brightness multiplies, contrast blends with
-      the mean gray of the image, saturation blends with the gray of the pixel.
-    - ``mmseg``: mmsegmentation's ``PhotoMetricDistortion`` on floats. Brightness is added, contrast multiplies,
-      saturation multiplies the S of HSV. mmsegmentation rounds hue to steps of 1/180; gpuaug does not. For the version
-      of mmdetection, use ``hue=(-0.05, 0.05), channels=0.5``.
+    - ``torchvision``: torchvision's ``RandomPhotometricDistort``. Brightness multiplies, contrast blends with the mean
+      gray of the image, and saturation blends with the gray of the pixel.
+    - ``mmseg``: mmsegmentation's ``PhotoMetricDistortion`` on floats. Brightness is added, contrast multiplies, and
+      saturation multiplies the S of HSV. The hue is not rounded to steps of 1/180. For the version of mmdetection, use
+      ``hue=(-0.05, 0.05), channels=0.5``.
 
-    Use it as an entry of a recipe's ``ops``.
+    Use the class as an entry of a recipe's ``ops``.
 
     Args:
         style: ``torchvision`` or ``mmseg``.
@@ -51,8 +48,6 @@ class PhotometricDistort(RecipeOp):
     >>> PhotometricDistort(style="mmseg").hue
     (-0.1, 0.1)
     """
-
-    affects = "pixels"
 
     def __init__(
         self,
@@ -90,20 +85,18 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # The recipe draws the factors, so the ranges of these modules are not used. But no range may hold only the
-    # neutral value, because then the module would have no step.
+    # The recipe draws the factors. The modules' own ranges have no effect, except that a neutral range gives no step.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
     brightness, contrast, saturation = three
     hue, channels = K.RandomHue((-0.5, 0.5), p=1.0), K.RandomChannelShuffle(p=1.0)
     modules = (brightness, contrast, saturation, hue, contrast, channels)
-    shift = np.float32(op.style == "mmseg")  # 1 for mmseg: Kornia's RandomBrightness adds `factor - 1`; else 0
     rule = partial(
         _drawn,
         ranges=(op.brightness, op.contrast, op.saturation, op.hue),
         gates=np.array([op.p, op.p, op.p, op.p, op.channels], dtype=np.float32),
-        shift=shift,
+        shift=np.float32(op.style == "mmseg"),  # because Kornia's RandomBrightness adds `factor - 1`
     )
     return Prepared(name, op, tuple((module,) for module in modules), _GATES + 7, rule)
 
@@ -111,7 +104,6 @@ def _prepare(name: str, op: PhotometricDistort) -> Prepared:
 def _drawn(
     u: Float, size: Size, *, ranges: Sequence[Range], gates: Float, shift: np.float32
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw whether each of the six slots changes a sample, and the parameters, which the first five slots share."""
     on, early = u[:, :5] < gates, u[:, 5] < np.float32(0.5)
     slots = (on[:, 0], on[:, 1] & early, on[:, 2], on[:, 3], on[:, 1] & ~early, on[:, 4])
     values = [scale(u[:, _GATES + k], *ranges[k]) for k in range(4)]

@@ -1,8 +1,7 @@
 """Operations of RandAugment and similar policies, with Pillow's arithmetic on uint8, as in torchvision and timm.
 
-Pixels are levels k/255: each operation first rounds its input to levels, and its results are levels again. All results
-are bit-identical to Pillow's. The torch functions below are the reference. On CUDA, these functions also run the steps
-that have no kernel.
+Each operation rounds its input to levels k/255 and returns levels. The results are bit-identical to Pillow's. The torch
+functions below are the reference. On CUDA, these functions also run the steps that have no kernel.
 """
 
 from __future__ import annotations
@@ -27,19 +26,13 @@ _Float64 = NDArray[np.float64]
 
 
 class PillowOp(nn.Module):
-    """One operation of RandAugment or a similar policy, with Pillow's arithmetic on uint8.
+    """One operation of RandAugment or a similar policy.
 
     Args:
         name: a key of :data:`ENTRIES`.
         interpolation: nearest, bilinear or bicubic, for operations that move pixels.
         fill: colour (three values, 0..255) of pixels from outside the image.
-
-    >>> op = PillowOp("solarize")
-    >>> op(torch.tensor([0.2, 0.8]).expand(1, 3, 1, 2), {"magnitude": torch.tensor([128.0])})[0, 0, 0]
-    tensor([0.2000, 0.2000])
     """
-
-    p = 1.0
 
     def __init__(self, name: str, *, interpolation: str = "nearest", fill: Sequence[int] = (0, 0, 0)) -> None:
         super().__init__()
@@ -48,20 +41,13 @@ class PillowOp(nn.Module):
         self.fill = tuple(fill)
 
     def forward(self, images: Tensor, params: dict[str, Tensor]) -> Tensor:
-        """Run the operation in torch on float32 [B, 3, H, W], which is first clamped to 0..1; return levels k/255.
-
-        ``params`` holds ``magnitude``, float32 [B] on the CPU. Its units are Pillow's: see :data:`ENTRIES`.
-        """
+        """Run the operation on float32 [B, 3, H, W]. ``params``: ``magnitude``, float32 [B] on the CPU."""
         steps = ENTRIES[self.name].steps(self)
         assert steps is not None
         args = np.zeros((len(images), 1, ARGS), dtype=np.float32)
         steps.write(args, {k: v.numpy() for k, v in params.items()}, (images.shape[2], images.shape[3]))
         a = torch.from_numpy(args[:, 0]).to(images.device, non_blocking=True)
         return run(steps.codes[0], images, a, interpolation=INTERPOLATIONS.index(self.interpolation))
-
-    def extra_repr(self) -> str:
-        """All settings."""
-        return f"{self.name!r}, interpolation={self.interpolation!r}, fill={self.fill}"
 
 
 # --- matrices float64 [n, 6] from output to input positions, as for Pillow's Image.transform. Pixel k covers k to k + 1
@@ -73,14 +59,13 @@ def _element(m: _Float64, value: _Float64, size: Size, *, at: int, sign: int) ->
 
 def _rotate(m: _Float64, degrees: _Float64, size: Size) -> None:
     angle = -np.radians(degrees % 360)
-    # round to 15 digits as Python and Pillow do; numpy's round gives another value for one angle in twelve
+    # round to 15 digits as Pillow does; numpy's round gives another value for one angle in twelve
     cos, sin = (np.rint(f(angle).astype(np.longdouble) * 1e15).astype(np.float64) / 1e15 for f in (np.cos, np.sin))
     x, y = size[1] / 2, size[0] / 2
     m[:] = np.stack([cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y], axis=1)
 
 
-# Changes identity matrices [n, 6] in place. Arguments: matrices, magnitudes, image size.
-_Fill = Callable[[_Float64, _Float64, Size], None]
+_Fill = Callable[[_Float64, _Float64, Size], None]  # changes identity matrices [n, 6] by their magnitudes
 
 
 def _backward(params: Params, size: Size, *, fill: _Fill) -> _Float64:
@@ -92,7 +77,7 @@ def _backward(params: Params, size: Size, *, fill: _Fill) -> _Float64:
 
 
 def _write_forward(out: Float, params: Params, size: Size, *, fill: _Fill) -> None:
-    """Write the inverse matrices, from input to output, for pixel indices: the centre of pixel 0 is at 0."""
+    """Write the matrices from input to output for pixel indices: the centre of pixel 0 is at 0."""
     a, b, c, d, e, f = _backward(params, size, fill=fill).T
     c, f = c + (a + b) / 2 - 0.5, f + (d + e) / 2 - 0.5
     inverse = np.stack([e, -b, b * f - c * e, -d, a, c * d - a * f], axis=1) / (a * e - b * d)[:, None]
@@ -159,10 +144,9 @@ ENTRIES = {
 
 
 def run(code: Code, x: Tensor, a: Tensor, *, interpolation: int = 0) -> Tensor:
-    """Run LEVELS, RESAMPLE or a step in WITH_PILLOW on float32 [B, 3, H, W], clamped to 0..1; return levels k/255.
+    """Run LEVELS, RESAMPLE or a step in WITH_PILLOW on float32 [B, 3, H, W].
 
-    ``a``: arguments, float32 [B, ARGS] on the same device. ``interpolation``: an index in
-    :data:`INTERPOLATIONS`, only for RESAMPLE; all rows share it.
+    ``a``: arguments, float32 [B, ARGS]. ``interpolation``: an index in :data:`INTERPOLATIONS`, for RESAMPLE.
     """
     f = a[:, :1, None, None]
     v = (x.clamp(0, 1) * 255 + (f if code is Code.LEVELS else 0.5)).floor()
@@ -219,9 +203,8 @@ def _auto_contrast(v: Tensor, f: Tensor, a: Tensor) -> Tensor:
 def equalized(levels: Tensor) -> tuple[Tensor, Tensor]:
     """Equalize the histogram of each channel; int64 [B, 3, H, W] in 0..255.
 
-    Returns:
-        The new levels, and bool [B, 3, 1, 1]: True for a channel that Pillow leaves unchanged, because fewer than 255
-        of its pixels are below its brightest level.
+    Also returns bool [B, 3, 1, 1]: True for a channel that Pillow does not change, because fewer than 255 of its pixels
+    are below its brightest level.
     """
     n, channels, height, width = levels.shape
     index = levels.reshape(n * channels, height * width)
