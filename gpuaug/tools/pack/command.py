@@ -1,6 +1,6 @@
 """`gpuaug pack`: writes a source's images, resized, as tar shards of JPEG or as pixels.
 
-Each shard is made from a fixed range of samples, so its bytes do not depend on the number of processes or restarts.
+A shard holds a fixed range of samples. So its bytes depend neither on the number of processes nor on restarts.
 Until the last file is written, all files are in ``out/.partial``.
 """
 
@@ -43,7 +43,7 @@ from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, refuse_
 
 log = logging.getLogger("gpuaug")
 
-PARTS = ("source", "decode", "faults")  # the keys of the loader that `gpuaug pack` uses
+PARTS = ("source", "decode", "faults")  # `gpuaug pack` uses these keys of the loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def main(request: Request) -> int:
         )
         _add_result(report, manifest, out, seconds=None if before is not None else time.monotonic() - begin)
     if settings.verify:
-        if damage := verify(out, num_workers=settings.num_workers or None):
+        if damage := verify(out, num_workers=settings.num_workers):
             report.values["damage"] = damage
             report.write()
             more = f", and {len(damage) - 20} more" if len(damage) > 20 else ""
@@ -225,9 +225,9 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
 
 
 def _write_index(job: Job) -> None:
-    """Write the index from the notes of the shards, then the manifest."""
+    """Write the index, then the manifest."""
     notes = _notes(job)
-    written: dict[str, list[Any]] = {}  # size and digest of every file
+    written: dict[str, list[Any]] = {}  # for each file: bytes and digest
 
     def put(name: str, *parts: bytes | memoryview) -> None:
         files.write(job.work / name, *parts, sync=True)
@@ -240,7 +240,8 @@ def _write_index(job: Job) -> None:
     for name, lines in texts.items():
         put(f"index/{name}.bin", b"".join(lines))
         put(f"index/{name}.npy", *npy(np.cumsum([0, *map(len, lines)]), np.int64))
-    put("index/numbers.npy", *npy([n for note in notes for n in note["numbers"]], np.int64))
+    numbers = [np.delete(job.numbers(k), [row for row, *_ in note["faults"]]) for k, note in enumerate(notes)]
+    put("index/numbers.npy", *npy(np.concatenate(numbers), np.int64))
     labels = _labels(notes)
     if labels is not None:
         put("index/labels.npy", *npy(labels))
@@ -301,7 +302,6 @@ def _labels(notes: list[dict[str, Any]]) -> NDArray[Any] | None:
 
 
 def _dropped(job: Job, notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The samples that could not be packed, with the reason."""
     faults = [
         (int(job.numbers(shard)[row]), *rest) for shard, note in enumerate(notes) for row, *rest in note["faults"]
     ]

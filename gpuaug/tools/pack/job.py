@@ -101,12 +101,11 @@ class Job:
 
     @property
     def work(self) -> Path:
-        """The folder of all files until the last one is written."""
+        """The folder that holds all files until the last one is written."""
         return self.out / PARTIAL
 
     @property
     def shards(self) -> int:
-        """The number of shards."""
         return math.ceil(len(self.source) / self.what.samples)
 
     def numbers(self, shard: int) -> NDArray[np.int64]:
@@ -116,7 +115,7 @@ class Job:
         return np.arange(first, last) if indices is None else indices.numpy()[first:last]
 
     def note_file(self, shard: int) -> Path:
-        """The file that lists the content of a shard. It is written after the shard."""
+        """The file of a shard's note: a list of the shard's content. The note is written after the shard."""
         return self.work / "done" / f"{shard:05d}.json"
 
     def note(self, shard: int) -> dict[str, Any] | None:
@@ -135,7 +134,7 @@ class Job:
         """Everything that decides the written bytes, as JSON."""
         source, extra = self.source, getattr(self.source, "extra", None)
         what = {**asdict(self.what), "sizes": self.what.names}
-        del what["pixel_centers"]  # `targets` includes it if it matters
+        del what["pixel_centers"]  # for keypoints, `targets` includes it
         if self.what.format == "uint8":
             del what["quality"], what["subsampling"]
         return {
@@ -168,7 +167,7 @@ class Job:
             refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
         else:
             files.write(file, to_json(self.describe()), sync=True)
-        for part in self.work.rglob("*.part"):  # a killed run left them: no other run can hold the lock now
+        for part in self.work.rglob("*.part"):  # left by a killed run; this run holds the lock
             part.unlink()
 
 
@@ -220,7 +219,6 @@ class Packer:
         self._reader = Reader(job.source, num_workers=0, targets=() if self._targets is None else self._targets.kinds)
 
     def close(self) -> None:
-        """Free the decoder's memory."""
         self._decoder.close()
 
     def write(self, shard: int, progress: Callable[[int], Any]) -> list[list[Any]]:
@@ -249,7 +247,7 @@ class Packer:
     def _write_samples(
         self, numbers: NDArray[np.int64], shards: list[_ShardFile], progress: Callable[[int], Any]
     ) -> dict[str, Any]:
-        note: dict[str, Any] = {"keys": [], "numbers": [], "labels": [], "extra": [], "faults": []}
+        note: dict[str, Any] = {"keys": [], "labels": [], "extra": [], "faults": []}
         columns = []
         for first in range(0, len(numbers), _READ_SAMPLES):
             some = numbers[first : first + _READ_SAMPLES]
@@ -273,7 +271,6 @@ class Packer:
             keys = [self.job.source.key(number) for number in some[kept].tolist()]
             extra = batch.extra or [None] * len(batch)
             note["extra"] += [_json(extra[row], key) for row, key in zip(kept, keys, strict=True)]
-            note["numbers"] += some[kept].tolist()
             note["keys"] += keys
             if targets is not None:
                 columns.append(targets.columns(kept, self.job.what.names))
@@ -357,14 +354,13 @@ class _BadSampleError(Exception):
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
-    """A batch of one row."""
     data = batch.encoded(row)
     rows = {name: getattr(batch, name)[row : row + 1] for name in ("indices", "repeats", "valid")}
     return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
-    """Windows that resize whole images, ``sizes`` [B, 2], to a shorter side of at most ``size``."""
+    """Windows that resize whole images to a shorter side of at most ``size``. ``sizes`` [B, 2]: of the images."""
     box = np.maximum(sizes, 1)  # bad rows are 0x0
     resized = box.copy()
     if isinstance(size, int) and (larger := box.min(axis=1) > size).any():
@@ -384,7 +380,7 @@ class _ShardFile:
         self.index: dict[str, list[Any]] = {name: [] for name in (*FIELDS, *MASK_FIELDS)}
 
     def add(self, number: int, data: bytes, shape: tuple[int, int], label: Any, mask: bytes | None) -> None:
-        """Append a sample. A tar stores a whole-number label as WebDataset's ``cls``, and another label as JSON."""
+        """Append a sample. A tar stores a whole-number label as WebDataset's ``cls``, and any other label as JSON."""
         name, index = f"{number:09d}", self.index
         begin = self._append(f"{name}.jpg", data)
         for field, value in zip(FIELDS, (begin, len(data), zlib.crc32(data), shape), strict=True):
@@ -401,7 +397,7 @@ class _ShardFile:
             self._append(f"{name}.json", json.dumps({"label": label}).encode())
 
     def _append(self, name: str, data: bytes) -> int:
-        """Append bytes, in a tar as a member. Returns the position of the first byte."""
+        """Append ``data``, which becomes a member in a tar. Returns the position of the first byte."""
         begin = self._file.tell()
         if self._tar is None:
             self._file.write(data)

@@ -1,6 +1,6 @@
 """Resizes masks with the images that `gpuaug pack` writes, and moves boxes and keypoints.
 
-Objects are neither clipped nor dropped here, because the rules of a training run do this later.
+Objects are neither clipped nor dropped here, because training does this later.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _of_example(source: Source) -> set[str]:
 
 
 class TargetPacker:
-    """Encodes the targets of batches. With ``raw``, most masks become runs, which need no PNG decoder."""
+    """Encodes the targets of batches. With ``raw``, most masks become run lengths, which need no PNG decoder."""
 
     def __init__(self, described: Mapping[str, Any], decoder: Decoder, *, raw: bool) -> None:
         self.kinds: tuple[str, ...] = tuple(described["kinds"])
@@ -86,7 +86,8 @@ class TargetPacker:
     def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
         """The targets of a batch at every size. ``windows[k]`` resizes the whole images to size k."""
         upright = self._stage.upright(batch, headers, self._decoder)
-        faults, objects, encoded = list(upright.faults), upright.objects, list[list[bytes]]()
+        objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
+        faults, encoded = list(upright.faults), list[list[bytes]]()
         for row, data in enumerate(batch.masks):
             try:
                 encoded.append(self._masks(row, data, headers, windows) if len(data) and headers.height[row] else [])
@@ -97,8 +98,7 @@ class TargetPacker:
         for window in windows:
             matrices, scale = geometry.crop(window) @ upright.matrices, window.resized / window.window[:, 2:]
             sizes.append(_moved(objects, matrices, scale.prod(axis=1)))
-        ids = upright.table.ids[objects.ids]
-        return TargetRows(faults, encoded, [replace(each, ids=ids) for each in sizes], self._rules)
+        return TargetRows(faults, encoded, sizes, self._rules)
 
     def _masks(
         self, row: int, data: NDArray[np.uint8], headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -128,7 +128,7 @@ class TargetRows:
 
     faults: list[Fault]
     masks: list[list[bytes]]  # [row][size], encoded; empty if there are no masks
-    sizes: list[Objects]  # for each size; `ids` are the ids of the annotations
+    sizes: list[Objects]  # for each size; `ids` come from the annotations
     rules: Targets
 
     def columns(self, rows: Sequence[int], names: Sequence[Size]) -> Columns:

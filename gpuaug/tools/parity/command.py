@@ -42,11 +42,10 @@ class Settings(Keys):
 
 
 def main(request: Request) -> int:
-    """Print the table and write the picture."""
     settings = Settings(**request.settings())
     out = png(settings.out, "out")
     report = Report(file=settings.json)
-    with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # these change no pixel
+    with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # workers would not change the pixels
         if isinstance(loader.source, MaterializedSource):
             raise ConfigError(
                 "`source` must have encoded images or packed pixels. Found: materialized epochs, which are already "
@@ -56,15 +55,15 @@ def main(request: Request) -> int:
         parity = compare(loader, indices=indices, epoch=settings.epoch)
     for line in parity.lines():
         print(printable(line))
+    said = summary(parity)
     if parity.samples:
         rows = [row(difference) for difference in worst_cases(parity, settings.rows)]
-        heading = f"Largest pixel differences: {parity.samples} images"
-        picture = sheet(rows, heading=heading, lines=[summary(parity)])
+        picture = sheet(rows, heading=f"Largest pixel differences: {parity.samples} images", lines=[said])
         with written(out, "out"):
             picture.save(out, "PNG", optimize=True)
         report.add("picture", str(out), f"{out} ({picture.width} x {picture.height})")
-    print(f"\n{textwrap.fill(summary(parity), 110)}", flush=True)
-    report.values |= {"indices": indices, **vars(parity), "summary": summary(parity)}
+    print(f"\n{textwrap.fill(said, 110)}", flush=True)
+    report.values |= {"indices": indices, **vars(parity), "summary": said}
     lists = {"differences": [d for d in parity.differences if d.stage != "targets"], "targets": parity.targets}
     report.values |= {name: [d.plain() for d in differences] for name, differences in lists.items()}
     report.write()
@@ -74,13 +73,13 @@ def main(request: Request) -> int:
 
 
 def worst_cases(parity: Parity, rows: int) -> list[Difference]:
-    """The comparisons that are not equal, largest difference first. If all are equal, only the largest."""
+    """The comparisons that are not equal. If all are equal, one of them. The largest difference comes first."""
     ordered = sorted(parity.nearest, key=lambda d: (d.largest, d.mean), reverse=True)
     return ([d for d in ordered if d.verdict != "equal"] or ordered[:1])[:rows]
 
 
 def row(difference: Difference) -> Row:
-    """The row of a comparison's worst image: ours, theirs, and the amplified difference, in which gray is zero."""
+    """The row of a comparison's worst image: ours, theirs, and the amplified difference. Gray is zero."""
     worst = difference.worst
     assert isinstance(worst, Worst)  # every comparison has at least one image
     amplify = next((k for k in (128, 64, 32, 16, 8, 4, 2) if k * difference.largest <= 128), 1)

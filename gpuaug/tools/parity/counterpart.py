@@ -45,7 +45,7 @@ def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: Image.Res
 
 
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
-    """torchvision's calls that match a Kornia operation with the parameters of one sample, or why there are none."""
+    """torchvision's calls that match a Kornia operation for one sample. If there are none, the reason as text."""
     if isinstance(module, PillowOp):
         return "its operations are Pillow's, level for level, and torchvision's functions for tensors differ from them"
     make = by_class(TABLE, module)
@@ -57,9 +57,9 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 def calls_of(
     op: Prepared, chosen: Chosen, slots: Iterable[int], size: tuple[int, ...]
 ) -> tuple[list[Call] | str, set[str]]:
-    """torchvision's calls for one sample's modules in ``slots``, or why there are none, and the modules' class names.
+    """torchvision's calls for one sample's modules in ``slots``, and the class names of these modules.
 
-    ``chosen`` are the choices and parameters of the sample. ``size`` is the image's (H, W).
+    If a module has no counterpart, the reason replaces the calls. ``size`` is the image's (H, W).
     """
     calls: list[Call] = []
     kinds = set()
@@ -70,7 +70,7 @@ def calls_of(
         kinds.add(type(module).__name__)
         values = chosen.params[slot][choice]
         params = {k: v[0] for k, v in values.items()}
-        if chosen.keys is not None:  # values per pixel, which the backends too compute from the sample's key
+        if chosen.keys is not None:  # the backends compute the same values per pixel
             made = fields(module, tensors(values), torch.from_numpy(chosen.keys), (size[0], size[1]))
             params |= {k: v[0].numpy() for k, v in made.items()}
         functions = counterpart(module, params)
@@ -175,7 +175,7 @@ TABLE: dict[str, Make] = {
     "RandomGamma": _same("adjust_gamma", gamma="gamma_factor", gain="gain_factor"),
     "RandomPosterize": lambda op, p: [("posterize", {"bits": int(p["bits_factor"])})],
     "RandomInvert": lambda op, p: (
-        [("invert", {})] if float(op.flags["max_val"]) == 1 else "torchvision inverts from white only"
+        [("invert", {})] if float(op.flags["max_val"]) == 1 else "torchvision inverts only with max_val=1"
     ),
     "ColorJitter": _jitter,
     "ColorJiggle": _jitter,

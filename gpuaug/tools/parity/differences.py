@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 HEADINGS = {  # by stage, in the order of the table
     "decode": "decode, on the same bytes",
     "resize": "crop and resize, on the same decoded image",
-    "reduced": "decode.reduced, decoding at a part of the size where the crop allows it",
+    "reduced": "decode.reduced, which decodes at a smaller size if the crop allows this",
     "operation": "each operation of the recipe with its random parameters, on the same crop",
     "normalize": "normalize, on the same crop",
     "mix": "mix, on the same crops as one batch",
@@ -24,7 +24,7 @@ EPOCHS = 32  # number of epochs to search for samples to which an operation is a
 EQUAL, LEVEL = 0.05, 1.001  # EQUAL: above the rounding of float32. LEVEL: one level plus the rounding of float32
 CLOSE = 4.0  # enough for eight operations in uint8, because each truncation loses half a level on average
 SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes. SAME_BOX: above the rounding of float32
-TIES = 0.002  # share of the mask pixels; rounding can decide pixels at an edge, or between two equally near pixels
+TIES = 0.002  # share of the mask pixels that may differ by rounding: at edges, and between two equally near pixels
 
 Image = NDArray[Any]
 
@@ -48,7 +48,7 @@ class Difference:
     """One step, compared over all images. Differences of images are in levels of 1/255, those of boxes in pixels."""
 
     stage: str  # a key of HEADINGS
-    name: str  # for an operation: its key in the recipe, and after a colon the chosen alternative
+    name: str  # for an operation: its key in the recipe; for a random choice: `key: alternative`
     reference: str  # the implementation that we compare with
     view: str = ""  # name of the view in a MultiView
     kind: str = ""  # in the stage `targets`: masks or boxes
@@ -57,9 +57,9 @@ class Difference:
     count: int = 0  # pixels or boxes
     largest: float = 0.0
     mean: float = 0.0  # of the absolute differences
-    largest_mean: float = 0.0  # the mean of the image with the largest mean
+    largest_mean: float = 0.0  # the largest mean of one image
     bias: float = 0.0  # mean of ours minus theirs
-    off: float = 0.0  # share of pixels beyond LEVEL in a channel, boxes beyond NEAR_BOX, or mask pixels that differ
+    off: float = 0.0  # share of pixels with a gap > LEVEL, of boxes with a gap > NEAR_BOX, or of unequal mask pixels
     worst: Worst | str | None = None  # in the stage `targets`: the key of the sample
 
     @property
@@ -78,12 +78,10 @@ class Difference:
 
     @property
     def title(self) -> str:
-        """Name, view and kind."""
         return ", ".join(filter(None, (self.name, self.view, self.kind)))
 
     @property
     def numbers(self) -> str:
-        """The numbers as they are printed in the table."""
         if self.kind:
             sizes = f"{self.largest:8.3f} {self.mean:8.3f}" if self.kind == "boxes" else " " * 17
             return f"{sizes} {'':8} {self.off:10.3%}"
@@ -165,7 +163,6 @@ class Parity:
         return self.differences[-1]
 
     def note(self, text: str) -> None:
-        """Add a note if it is new."""
         if text not in self.notes:
             self.notes.append(text)
 

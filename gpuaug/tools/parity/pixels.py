@@ -1,7 +1,7 @@
 """Compares the images of a loader with Pillow's and torchvision's, stage by stage and operation by operation.
 
 In each stage both sides get the same input, so a difference comes from that stage alone. Differences are in levels:
-1/255 of the pixel range. torchvision runs in float and in uint8, because their results differ.
+1/255 of the pixel range. torchvision runs in float and in uint8, because the results differ.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _decoded(parity: Parity, loader: Loader, views: list[View], indices: Iterabl
     if turned:
         parity.note(
             f"{turned} of {len(samples)} images have an EXIF orientation, and gpuaug turns them upright. "
-            "torchvision's ImageFolder does not turn them, and a model that was trained with it saw them unturned"
+            "torchvision's ImageFolder does not turn them, so a model trained with ImageFolder saw them unturned"
         )
     return samples
 
@@ -159,9 +159,9 @@ def _by_pillow(data: bytes) -> Image:
 
 
 def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
-    """Compare each operation alone, on the cropped uint8 view of each sample to which it is applied."""
+    """Compare each operation alone, on the cropped uint8 view of each sample to which the operation is applied."""
     of = f" of {view.name}" if view.name else ""
-    ops, images = [], Counter[str]()  # compared images for each name; also counts images without a counterpart
+    ops, images = [], Counter[str]()  # for each name: images to which it was applied
     for op in view.augment.prepared:
         if op.seeded is None:
             ops.append(op)
@@ -253,7 +253,7 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
     for kind in kinds:
         other = "cutmix" if kind == "mixup" else "mixup"
         alone = replace(mix, p=1.0, label_smoothing=0.0, **{f"{other}_alpha": 0.0})
-        (ours, shares), (marked, _) = (  # marked: number of the image from which CutMix took a pixel
+        (ours, shares), (marked, _) = (  # marked: for each pixel, the number of its image before CutMix
             alone(
                 [x.to(device) for x in batch],
                 torch.eye(count, device=device),

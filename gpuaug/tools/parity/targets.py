@@ -1,6 +1,6 @@
-"""Compares masks and boxes with torchvision's, for the crop and each operation; cropped masks also with Pillow's.
+"""Compares masks and boxes with torchvision's, for the crop, each operation and the whole recipe.
 
-Both sides get the same input and the same random parameters. Boxes are compared before rules drop any.
+Both sides get the same input and the same random parameters. Cropped masks are also compared with Pillow's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TORCHVISION, PILLOW = "torchvision", "Pillow"
 MOVES = ("horizontal_flip", "vertical_flip", "rotate", "affine", "perspective", "elastic")
 FILLED = MOVES[2:]  # those that take a fill value
 _OLD_NEAREST = (
-    "torchvision resizes masks by `nearest`, which takes a pixel up to one pixel above and left of the nearest one; "
+    "torchvision resizes masks by `nearest`, which may take a pixel above or left of the nearest one; "
     "gpuaug takes the nearest pixel, as Pillow does"
 )
 _TIES = "where two pixels are equally near, rounding decides which one is taken"
@@ -123,12 +123,12 @@ class _Comparer:
         self.fill = 0 if rules.masks is None else rules.masks.fill
 
     def recipe(self, **changes: Any) -> Augment | MultiView:
-        """The view's recipe with changes. It draws the random numbers of the view."""
+        """The view's recipe with changes. The random numbers stay those of the view."""
         augment = self.view.augment.replace(**changes, copies=1, normalize=None)
         return MultiView(views={self.view.name: augment}) if self.view.name else augment
 
     def compare(self, name: str, recipe: Augment | MultiView, sample: Sample, epoch: int) -> tuple[_Placed, bool]:
-        """Compare a step on one sample. Returns our result, and whether the step is a crop or moved pixels."""
+        """Compare a step on one sample. Returns our result, and whether the step cropped or moved pixels."""
         index, key, given = sample
         ours, window, chosen = self._ours(recipe, index, given, epoch)
         (now,) = (each.augment for each in recipe.views)
@@ -150,7 +150,7 @@ class _Comparer:
         if given.boxes is not None and ours.boxes is not None:
             theirs, dropped = _boxes(given, window, calls)
             kept = np.isin(given.numbers, ours.numbers)
-            gaps = np.zeros(len(theirs))  # a box that only torchvision keeps counts as its shorter side
+            gaps = np.zeros(len(theirs))  # for a box that only torchvision keeps: the box's shorter side
             gaps[kept] = np.abs(theirs[kept] - ours.boxes).max(axis=1, initial=0)
             gaps[~kept] = np.where(dropped, 0, (theirs[:, 2:] - theirs[:, :2]).min(axis=1, initial=np.inf))[~kept]
             only_kept = getattr(now.crop, "centres", False)
@@ -217,7 +217,6 @@ def _boxes(given: _Placed, window: CropWindows, calls: Sequence[Call]) -> tuple[
 
 
 def _mask(mask: NDArray[np.int32], window: CropWindows, calls: Sequence[Call], fill: int) -> NDArray[Any]:
-    """A mask by torchvision."""
     from torchvision.tv_tensors import Mask
 
     *_, x = _called(Mask(torch.from_numpy(mask)[None]), window, calls, {"fill": fill})

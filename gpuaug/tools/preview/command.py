@@ -16,7 +16,6 @@ PAGES = (".html", ".htm")
 
 
 def main(request: Request) -> int:
-    """Write the picture or the page, or serve the live page."""
     settings = Settings(**request.settings())
     if settings.serve:
         from gpuaug.tools.preview import server

@@ -31,8 +31,8 @@ CHOICES = {  # words that every class with this argument accepts
     "policy": ("imagenet", "cifar10", "svhn"),
     "style": ("torchvision", "mmseg"),
 }
-# Arguments without a control. A preview shows pixels before `normalize`. Both backends give the same pixels. `mean` and
-# `std` of an operation must equal those of `normalize`, so they cannot be changed alone.
+# Arguments without a control. `normalize` comes after the pixels of a preview. `backend` does not change the pixels.
+# The `mean` and `std` of an operation must equal those of `normalize`.
 LEFT_OUT = ("normalize", "backend", "mean", "std")
 LONGEST = 4  # lists of more numbers have no control
 LARGEST = 1e9  # largest number that can be typed
@@ -75,7 +75,7 @@ class Control:
 
 
 def controls(augment: Any) -> list[Control]:
-    """The parameters that can be changed in a recipe's configuration, those of nested mappings last."""
+    """The parameters that can be changed in a recipe's configuration. Those of nested mappings come last."""
     from omegaconf import OmegaConf
 
     if not OmegaConf.is_dict(augment):

@@ -35,8 +35,8 @@ from gpuaug.tools.request import Keys, Request
 
 WIDE, CELL = 6, 160  # defaults: augmented pictures in a row, and longer side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
-ORIGINAL = 1.35  # size of the original relative to the other pictures; it is larger, because it shows the crops too
-SHOWN = {"samples": 5, "operations": 8}  # samples to read; show=operations then shows the most colorful one
+ORIGINAL = 1.35  # the original is larger than the other pictures by this factor, because it shows the crops too
+SHOWN = {"samples": 5, "operations": 8}  # default numbers of samples; show=operations shows only the most colorful one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,6 @@ class Drawing(NamedTuple):
     legend: list[tuple[Color | None, str]]
 
     def picture(self) -> Image.Image:
-        """Draw the rows and the text as one picture."""
         return sheet(self.rows, heading=self.heading, lines=self.lines, legend=self.legend)
 
 
@@ -86,7 +85,7 @@ def drawing(
 ) -> Drawing:
     """Build the loader that ``config`` describes, and draw its samples.
 
-    ``objects`` replace parts of ``config``. On a page, augmented pictures of show=samples are not scaled.
+    ``objects`` replace parts of ``config``. With ``is_page``, show=samples does not scale the augmented pictures.
     """
     legend: list[tuple[Color | None, str]] = []
     # no workers, because they would not change the pixels
@@ -152,7 +151,7 @@ def preview(
 
 
 def _listed(name: str, given: Any, cell: int) -> list[int]:
-    """Return ``given`` as a list of whole numbers. Raises ConfigError if a cell per number needs too many pixels."""
+    """Return ``given`` as a list of whole numbers. Raises ConfigError if so many cells have too many pixels."""
     if isinstance(given, Sized):  # before the list is made, because it could be huge
         check_pixels(len(given) * cell**2)
     return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
@@ -175,7 +174,7 @@ def samples(
     loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None
 ) -> tuple[list[Row], list[tuple[Color | None, str]]]:
     """The rows of some samples in some epochs, and the legend. :func:`rows` explains ``cell``."""
-    # Check the size before decoding. If the recipe is a Progressive, its largest stage counts for all epochs.
+    # Check the number of pixels before decoding. The largest stage of a Progressive counts for all epochs.
     crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.stages.values()]
     least = (cell or 16) ** 2
     of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
@@ -239,7 +238,7 @@ def indices_of(given: Any) -> list[int] | None:
 
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """Return ``indices``, which the source must not exclude, or ``count`` evenly spread sample numbers."""
+    """Return ``indices``. If None: ``count`` evenly spread numbers of samples that the source does not exclude."""
     active = active_numbers(source)
     if indices is None:
         count = min(count, len(active))
@@ -325,7 +324,7 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
 
 
 def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoch: int) -> list[list[Tensor]]:
-    """Images [view][sample], uint8 [H, W, 3] on the loader's device, resized and center-cropped to the view's size."""
+    """Images [view][sample], uint8 [H, W, 3]. A view with a crop gets images center-cropped to that size."""
     originals = [image for image, _ in _originals(loader, indices, epoch)]
     for index, image in zip(indices, originals, strict=True):
         if not image.size:

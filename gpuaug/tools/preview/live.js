@@ -2,7 +2,7 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const values = new Map(); // by key, as the controls now show them
+const values = new Map(); // the value that each control shows, by key
 let state, shown, busy = false, again = false, address; // shown: the request of the picture on the page
 
 function make(tag, properties = {}, ...children) {

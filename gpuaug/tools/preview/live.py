@@ -34,7 +34,7 @@ class Live:
         return {"controls": listed, "indices": self.indices, "epoch": self.settings.epoch, "size": len(self.source)}
 
     def png(self, asked: Any = None) -> bytes:
-        """The picture that ``gpuaug preview`` writes with these overrides, as PNG. See ``QUESTION`` for ``asked``."""
+        """The PNG that ``gpuaug preview`` writes with the changed parameters. ``QUESTION`` explains ``asked``."""
         request, stream = self._changed(asked), io.BytesIO()
         given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}
         settings = replace(self.settings, **given)
@@ -60,7 +60,6 @@ class Live:
         return where + OmegaConf.to_yaml(OmegaConf.create(tree))
 
     def _changed(self, asked: Any) -> Request:
-        """The request with the changed parameters."""
         asked = {} if asked is None else asked
         if not isinstance(asked, Mapping) or any(name not in QUESTION for name in asked):
             raise ConfigError(f"A request must be a mapping with {', '.join(QUESTION)}. Found: {asked!r:.100}.")

@@ -27,13 +27,13 @@ from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-# the parameter of each step of a jitter; the order of a jitter is a list of positions in this tuple
+# the parameter of each step of a jitter; `fixed_order` lists positions in this tuple
 STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
-EXAMPLES = 3  # largest number of pictures of a range; exactly this many if the range is unknown
+EXAMPLES = 3  # pictures of a range: at most this number; for an unknown range: exactly this number
 
 
 class Span(NamedTuple):
-    """The range of one parameter of an operation, or of several that change together."""
+    """The range of one parameter of an operation, or of parameters that change together."""
 
     what: str  # the Kornia class, and the parameter if there is one
     slot: int  # slot and alternative select a module of the prepared operation: slots[slot][alternative]
@@ -69,7 +69,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     u = np.full((1 + 2 * op.count, op.count), 0.5, dtype=np.float32)
     u[1::2][np.diag_indices(op.count)], u[2::2][np.diag_indices(op.count)] = ENDS[[0, 2]]
     values = params(u)
-    # maps the parameters that change together to the columns of the random numbers that change them
+    # parameters that change together, and the columns of `u` that change them
     groups: dict[tuple[str, ...], list[int]] = {}
     for column in range(op.count):
         rows = [0, 1 + 2 * column, 2 + 2 * column]
@@ -91,9 +91,9 @@ def _kind(module: Any) -> str:
 def _over(
     params: Callable[[Float], Params], count: int, names: Sequence[str], columns: list[int], at: tuple[str, int, int]
 ) -> Span:
-    """The span of the parameters ``names``, which the random numbers ``columns`` change."""
+    """The span of the parameters ``names``. The random numbers ``columns`` change them."""
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
-    points = list(many)  # combinations, because a parameter can use several random numbers, such as a size and a sign
+    points = list(many)  # a parameter can use several random numbers, such as one for its size and one for its sign
     u = np.full((len(points), count), 0.5, dtype=np.float32)
     u[:, columns] = points
     values = {name: params(u)[name] for name in names}
@@ -141,7 +141,7 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
 
 
 def _notes(op: Prepared, span: Span, view: str) -> list[str]:
-    """The class, the probability and the view. If the class is a member of a random choice, also that choice."""
+    """The class, the probability and the view. For a member of a random choice, the choice comes first."""
     p, whole = getattr(op.op, "p", None), type(op.op).__name__
     notes = [f"{f'{view}: ' if view else ''}p {p:g}"] if isinstance(p, int | float) else [view] * bool(view)
     if span.what.startswith(whole):
@@ -152,7 +152,7 @@ def _notes(op: Prepared, span: Span, view: str) -> list[str]:
         kind = type(op.slots[span.slot][span.alternative])
         own = {getattr(m, "p", 1.0) for m in members if type(m) is kind}
         return [*notes, f"one of {len(members)}", *(f"its own p {p:g}" for p in own if len(own) == 1 and p != 1)]
-    if whole in ("RandAugment", "TrivialAugment", "TrivialAugmentWide"):  # not AutoAugment: pairs have probabilities
+    if whole in ("RandAugment", "TrivialAugment", "TrivialAugmentWide"):  # AutoAugment chooses pairs instead
         notes.append(f"{len(op.slots) if len(op.slots) > 1 else 'one'} of {len(op.slots[0])}")
     return notes
 

@@ -21,7 +21,7 @@ from gpuaug.targets.batch import BatchTargets
 def upright_targets(
     loader: Loader, decoder: Decoder, encoded: EncodedBatch, headers: HeaderInfo
 ) -> BatchTargets | None:
-    """The targets of one whole upright image, before the recipe. None if there are none that can be used."""
+    """The targets of one whole upright image, before the recipe. None if it has no usable targets."""
     stage = loader.pipeline.stage
     if not isinstance(stage, LiveStage) or stage.targets is None or encoded.faults or headers.faults:
         return None
@@ -35,7 +35,7 @@ def upright_targets(
 
 
 def read(loader: Loader, indices: Sequence[int], *, epoch: int) -> EncodedBatch:
-    """The encoded images and targets of some samples. In a packed source, their size can depend on the epoch."""
+    """The encoded images and targets of some samples. The image size of a packed source can depend on the epoch."""
     number, pipeline = torch.tensor(list(indices)), loader.pipeline
     reader = Reader(pipeline.reader.source, targets=pipeline.reader.targets)
     return next(iter(replace(pipeline, reader=reader).read([(number, number * 0, number == number)], epoch)))

@@ -1,8 +1,7 @@
 """`gpuaug preview serve=true`: serves a page with sliders for a recipe, to this machine only.
 
-No request names a file, and the path of every address begins with a random token. Requests to host names other than
-127.0.0.1 and localhost are refused, because another web page can let its own host name point to this machine (DNS
-rebinding).
+No request names a file, and the path of every address begins with a random token. Another web page could let its own
+host name point to this machine (DNS rebinding). So only the host names 127.0.0.1 and localhost are accepted.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def main(request: Request, settings: Settings) -> int:
     try:
         listening = socket.create_server((HOST, settings.port))
     except OSError as error:
-        raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free one.") from error
+        raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free port.") from error
     token, worker = secrets.token_urlsafe(16), ThreadPoolExecutor(1)
     with listening:
         print(f"http://{HOST}:{listening.getsockname()[1]}/{token}/", flush=True)

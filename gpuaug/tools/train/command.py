@@ -37,7 +37,7 @@ def main(request: Request) -> int:
         stop = stack.enter_context(Stop())
         loader: Loader = stack.enter_context(request.build(train))
         if loader.device.type == "cuda":
-            # before any other use of CUDA, because the default device belongs to another rank
+            # this must be the first use of CUDA, because the default device belongs to another rank
             torch.cuda.set_device(loader.device)
         _refuse_targets(loader, "targets")
         if loader.num_classes is None:

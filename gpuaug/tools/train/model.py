@@ -26,14 +26,14 @@ class _Block(nn.Module):
 
 
 class SmallNet(nn.Module):
-    """A residual network: float [B, 3, H, W], with H and W of at least 4, to logits [B, num_classes].
+    """A residual network that maps float [B, 3, H, W] to logits [B, num_classes]. H and W must be at least 4.
 
     ``width`` is the number of channels of the first stage. Each of the two later stages doubles it.
     """
 
     def __init__(self, *, num_classes: int, width: int = 32) -> None:
         super().__init__()
-        # patches of 4 x 4 pixels make the first feature maps small, because these maps take most time at 224 x 224
+        # patches of 4 x 4 pixels; larger first feature maps would take most of the time at 224 x 224
         self.stem = nn.Conv2d(3, width, 4, stride=4, bias=False)
         self.stages = nn.Sequential(
             _Block(width, width, stride=2),
@@ -44,6 +44,5 @@ class SmallNet(nn.Module):
         self.head = nn.Linear(4 * width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, num_classes]."""
         x = torch.relu(self.norm(self.stages(self.stem(x))))
         return self.head(x.mean(dim=(2, 3)))

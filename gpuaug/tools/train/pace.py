@@ -19,7 +19,7 @@ class Pace:
     def __init__(self, device: torch.device) -> None:
         self.images, self.waited, self.seconds = 0, 0.0, 1e-9
         self._device = device
-        self._last: float | None = None  # `seconds` counts up to this time; None: between two epochs
+        self._last: float | None = None  # time up to which `seconds` counts; None between epochs
         self._asked: Any = None  # time of the request for the next batch
         self._gaps: deque[tuple[Any, Any]] | None = None  # (begin, end) of uncounted waits; None: no batch yet
 
@@ -37,7 +37,7 @@ class Pace:
         self._take(2 if self._device.type == "cuda" else 0)  # the host runs at most two steps ahead
 
     def stop(self) -> None:
-        """Call after an epoch. Waits for its last step."""
+        """Call after an epoch. Waits until the device has finished."""
         self._take(0)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

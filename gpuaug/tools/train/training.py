@@ -116,8 +116,8 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
 class Group:
     """The batches whose gradients are added before the weights change."""
 
-    divisor: float = 1.0  # the summed loss is divided by it: the expected number of valid samples
-    buffers: list[Tensor] | None = None  # before the first batch: the model's buffers, such as batch norm's
+    divisor: float = 1.0  # expected number of valid samples; divides the summed loss
+    buffers: list[Tensor] | None = None  # copies of the model's buffers from before the first batch
     batches: int = 0
     valid: float = 0.0  # number of valid samples of all ranks so far
     sums: Any = 0.0  # sums of this rank: loss, correct predictions, samples
@@ -127,7 +127,6 @@ class EachView(nn.Sequential):
     """Applies a model to every view of a batch, as one forward pass that DDP can wrap."""
 
     def forward(self, views: list[Tensor]) -> list[Tensor]:
-        """Logits of each view."""
         return [self[0](view) for view in views]
 
 
@@ -204,8 +203,8 @@ class Training:
         if self.settings.accumulate > whole:
             raise ConfigError(
                 f"`accumulate` must be at most the number of batches of an epoch, {whole}, because an epoch ends with "
-                f"a change of the weights. Found: {self.settings.accumulate}. Lower `accumulate`, or `batch_size` for "
-                "more batches."
+                f"a change of the weights. Found: {self.settings.accumulate}. Lower `accumulate`. A lower "
+                "`batch_size` gives more batches."
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # batches done before a resume
         self.each.train()
@@ -336,7 +335,7 @@ class Training:
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Seed torch's generators, which dropout uses, by (seed, step, batch, rank), and restore them on exit."""
+        """Seed torch's generators for dropout by (seed, step, batch, rank). Restores the generators on exit."""
         place = f"dropout {self.loader.seed} {self.steps} {self.group.batches} {self.rank}"
         seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
