@@ -115,7 +115,7 @@ class Job:
         return np.arange(first, last) if indices is None else indices.numpy()[first:last]
 
     def note_file(self, shard: int) -> Path:
-        """The file of a shard's note: a list of the shard's content. The note is written after the shard."""
+        """The file of a shard's note. The note lists the shard's content, and is written after the shard."""
         return self.work / "done" / f"{shard:05d}.json"
 
     def note(self, shard: int) -> dict[str, Any] | None:
@@ -222,7 +222,7 @@ class Packer:
         self._decoder.close()
 
     def write(self, shard: int, progress: Callable[[int], Any]) -> list[list[Any]]:
-        """Write a shard at all sizes, then its note. Returns the bad samples: (row, stage, reason, size, head in hex).
+        """Write a shard at all sizes, then its note. Returns the faults as [row, stage, reason, size, head in hex].
 
         If bad samples are not dropped, the first batch with a bad sample stops the work, and no file is written.
         """
@@ -360,7 +360,7 @@ def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
-    """Windows that resize whole images to a shorter side of at most ``size``. ``sizes`` [B, 2]: of the images."""
+    """Windows that resize whole images of ``sizes`` [B, 2] to a shorter side of at most ``size``."""
     box = np.maximum(sizes, 1)  # bad rows are 0x0
     resized = box.copy()
     if isinstance(size, int) and (larger := box.min(axis=1) > size).any():

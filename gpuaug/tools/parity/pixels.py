@@ -161,7 +161,7 @@ def _by_pillow(data: bytes) -> Image:
 def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
     """Compare each operation alone, on the cropped uint8 view of each sample to which the operation is applied."""
     of = f" of {view.name}" if view.name else ""
-    ops, images = [], Counter[str]()  # for each name: images to which it was applied
+    ops, images = [], Counter[str]()  # for each operation's name: number of images so far
     for op in view.augment.prepared:
         if op.seeded is None:
             ops.append(op)
