@@ -197,8 +197,8 @@ class Storage:
     def expand(self, root: Any, *, ending: str) -> list[FileInfo]:
         """The files that ``root`` names, in order, with full paths or URLs; SourceError if there are none.
 
-        ``root`` is a path or URL of a file or folder, possibly with ``{000..099}``, ``{a,b}`` or ``*``, or a list of
-        these. In folders, only files with ``ending`` are listed.
+        ``root`` is a path, a URL, or a list of these. Each names a file or folder, and may contain ``{000..099}``,
+        ``{a,b}`` or ``*``. In folders, only files with ``ending`` are listed.
         """
         paths: list[str] = []
         known: dict[str, FileInfo] = {}
