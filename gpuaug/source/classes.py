@@ -89,7 +89,7 @@ def encode(
     other numbers       float32 [N], unchanged
     names               int64 [N], class numbers
     lists of numbers    float32 [N, K], unchanged
-    lists of names      float32 [N, C], 1 for each class in the list, or 0
+    lists of names      float32 [N, C], 1 for a class in the list, else 0
     ==================  ==================================================
 
     Without ``classes``, the names are sorted and numbered from 0. Raises SourceError if the values are of several

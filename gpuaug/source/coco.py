@@ -45,8 +45,8 @@ class CocoSource(FileSource):
         split: subfolder of the images, such as ``train2017``. None: the image paths in the JSON file are relative to
             ``root``, and ``annotations`` must be a path.
         masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths (needs
-            pycocotools). ``panoptic``: PNG files of segment ids, in a folder with the name of the JSON file without
-            ``.json``. None: no masks.
+            pycocotools). ``panoptic``: PNG files of segment ids. The files of ``panoptic_val2017.json`` are in a folder
+            ``panoptic_val2017``. None: no masks.
         empty: ``drop`` leaves out images without objects, and numbers the other images without gaps.
         classes: class mapping of another run, as in :class:`FolderSource`. It must name all categories of the file.
         subset, exclude: as in :class:`FolderSource`.
@@ -170,7 +170,7 @@ def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> s
 
 
 def _read_file(place: str, storage: Storage) -> bytes | bytearray:
-    """All bytes of a file, which may exceed the limit of :meth:`Storage.read_file`."""
+    """All bytes of a file. The file may exceed the limit of :meth:`Storage.read_file`."""
     if not is_url(place) and not os.path.exists(place):
         raise SourceError(f"the annotations do not exist: {place!r}. Set `source.annotations`, or `source.split`.")
     try:

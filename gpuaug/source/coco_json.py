@@ -72,7 +72,7 @@ class Annotations:
     points: list[str]  # names of the K keypoints
     skeleton: tuple[tuple[int, int], ...]  # pairs of keypoint indices
     outlines: Iterable[Any]  # value of `segmentation` of each object; can be read only once
-    masks: list[bytes] | None  # path of each image's panoptic mask, b"" if there is none; None: not panoptic
+    masks: list[bytes] | None  # path of each image's panoptic mask; b"": no mask; None: not panoptic
 
 
 def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotations:
@@ -136,13 +136,13 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     )
 
 
-# -- columns (one list of values per field) from msgspec if it is installed, else from Python's json
+# -- columns: a list of values for each field
 
 
 def _document(
     data: bytes | bytearray, fields: Mapping[str, Field]
 ) -> tuple[Callable[..., dict[str, list[Any]]], Callable[..., Any]]:
-    """Return a function that returns the columns of a list, such as ``images``, and a parser of `LATER` values."""
+    """Return two functions: one returns the columns of a list such as ``images``, the other parses `LATER` values."""
     text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
     try:
         import msgspec
@@ -320,7 +320,7 @@ def _keypoints(
 
 
 def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
-    """The first skeleton of the categories; () if it is invalid, because only drawings use it."""
+    """The first skeleton of the categories; () and no error if it is invalid, because only drawings use skeletons."""
     pairs: Any = next((value for value in lists if value), [])
     known = range(1, count + 1)
     if not isinstance(pairs, list) or not all(
@@ -332,11 +332,7 @@ def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
 
 
 def mirror_images(names: Sequence[str]) -> tuple[int, ...] | None:
-    """The index of each point's mirror image, by ``left`` and ``right`` in the names; None if it is not known.
-
-    >>> mirror_images(["nose", "left_eye", "right_eye"])
-    (0, 2, 1)
-    """
+    """For each name, the position of the name with left and right swapped; None if the names do not form pairs."""
     swap = {"left": "right", "right": "left", "Left": "Right", "Right": "Left", "LEFT": "RIGHT", "RIGHT": "LEFT"}
     places = {name: i for i, name in enumerate(names)}
     mirrored = [re.sub("|".join(swap), lambda match: swap[match[0]], name) for name in names]

@@ -21,7 +21,7 @@ from gpuaug.source.remote.storage import FileInfo, Range, Storage
 
 log = logging.getLogger("gpuaug")
 
-MOST_VISITS = 8  # limit for visits of one folder through links, because n folders that link to each other have n! paths
+MOST_VISITS = 8  # visits of one folder through links; without a limit, n folders with links to each other have n! paths
 TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # errors for paths of more than 4096 bytes or 40 links
 LARGEST_TEXT = 1 << 24  # bytes; limit for an annotation file
 TEXTS_AT_ONCE = 128  # annotation files that are read together, at most 2 GiB
@@ -49,10 +49,6 @@ class Files:
             if storage.remote.cache is not None:
                 self._versions = Names.of([[file.version.encode() for file in files]])
 
-    def read(self, index: int) -> bytes:
-        """The bytes of a local file; OSError if it cannot be read."""
-        return read_file(join(self.root, os.fsdecode(self.names[index])), image=True)
-
     def range(self, index: int) -> Range:
         """The location of file ``index``, for :class:`Storage`."""
         version = "" if self._versions is None else self._versions[index].decode()
@@ -78,7 +74,7 @@ def read_text(path: str, storage: Storage) -> str:
 
 
 def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
-    """The non-empty lines of a list of samples; SourceError if two are equal. ``key``: the configuration key."""
+    """The non-empty lines of a list of samples; SourceError if a line is repeated. ``key``: the configuration key."""
     try:
         lines = [line for line in map(str.strip, read_text(path, storage).split("\n")) if line]
     except (OSError, GpuaugError) as error:
@@ -96,7 +92,7 @@ def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
 def by_stem(
     tree: LocalTree | UrlTree, *, suffix: str = "", skip: Callable[[str], bool] = lambda name: False
 ) -> dict[str, bytes]:
-    """Map each file's path without ``suffix`` and extension to its path. Files without ``suffix`` are left out."""
+    """Map stems to paths. A stem is a path without ``suffix`` and extension. Files without ``suffix`` are left out."""
     found: dict[str, bytes] = {}
     place, ignored = redact(tree.root), 0
     for name in chain.from_iterable(tree.images(None)):
@@ -153,7 +149,8 @@ class FileSource(ListedSource):
 
     def _read_local(self, index: int) -> Any:
         try:
-            return self._sample(index, self._files.read(index))
+            path = join(self._files.root, os.fsdecode(self._files.names[index]))
+            return self._sample(index, read_file(path, image=True))
         except OSError as error:
             return error
 
@@ -178,7 +175,7 @@ class LocalTree:
 
     files: Mapping[str, FileInfo] = {}  # only a UrlTree knows sizes and versions
 
-    def __init__(self, root: str, endings: tuple[str, ...], *, key: str = "source.root") -> None:
+    def __init__(self, root: str, endings: tuple[str, ...], *, key: str) -> None:
         self.root, self.endings = root, endings
         self.skipped: Counter[str] = Counter()  # number of skipped folders, by reason
         self._first = ""  # the first skipped folder
@@ -198,9 +195,9 @@ class LocalTree:
         return folders, len(images)
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """Paths, relative to the root, of the images below a class folder (None: the root), one list per folder."""
+        """Yield the images of each folder, as paths relative to the root. ``folder``: a class folder; None: all."""
         listed: list[tuple[str, list[str]]] = []  # folders and the names of their images
-        visits: Counter[tuple[int, int]] = Counter()  # through links inside linked folders, by device and inode
+        visits: Counter[tuple[int, int]] = Counter()  # on paths with two or more links; by device and inode
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
         # breadth first and by name, so that every machine skips the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
@@ -250,7 +247,7 @@ class LocalTree:
 class UrlTree:
     """The images below a URL. Empty folders are ignored, because object stores do not list them."""
 
-    def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root") -> None:
+    def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str) -> None:
         self.root, self.endings = root, endings
         self.files = {file.path: file for file in storage.find(root, key=key) if file.path.lower().endswith(endings)}
         self.by_class: dict[str, dict[str, list[str]]] = {}  # keys, by class folder and then by folder
@@ -259,11 +256,9 @@ class UrlTree:
             self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)
 
     def classes(self) -> tuple[list[str], int]:
-        """As :meth:`LocalTree.classes`."""
         return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        """As :meth:`LocalTree.images`."""
         folders: dict[str, list[str]] = {}
         for first in self.by_class if folder is None else [folder]:
             folders |= self.by_class[first]

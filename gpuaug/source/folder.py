@@ -32,13 +32,13 @@ class FolderSource(FileSource):
     Args:
         root: the folder, or its URL (``s3://bucket/train``).
         labels: ``folder``: the first subfolder is the class; ``none``: all images below ``root``, without labels.
-        classes: class mapping of another run, so that evaluation uses the same labels: a list of names in the order of
-            their labels, a mapping from name to label, or a FILE with one of these (.json, or text with one name per
-            line). A class without a folder is allowed. A folder that is not a class is an error.
+        classes: a list of names in the order of their labels, a mapping from name to label, or a FILE with one of these
+            (.json, or text with one name per line). For evaluation, use the mapping of the training run. A class
+            without a folder is allowed. A folder that is not a class is an error.
         subset: a count or a fraction of samples, or a FILE or sequence of sample numbers. A count or fraction is spread
             evenly over the sorted files, so classes keep their proportions, and every run gets the same samples.
-        exclude: a FILE of samples to leave out after ``subset``: JSON lines with the field ``key``, as ``faults.file``
-            writes them. After ``subset`` and ``exclude``, ``source[i]`` is still sample ``i`` of the whole folder.
+        exclude: a FILE of samples to leave out after ``subset``. Each line is JSON with the field ``key``, as in
+            ``faults.file``. ``subset`` and ``exclude`` do not change the sample numbers.
         extensions: file name extensions of images; case is ignored.
         remote: how to read from a URL.
 

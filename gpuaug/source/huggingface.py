@@ -24,7 +24,6 @@ MASKS = ("annotation", "annotations", "label", "labels", "mask", "masks", "segme
 
 
 def is_dataset(candidate: Any) -> bool:
-    """Whether an object has the attributes of a Dataset."""
     attributes = ("features", "column_names", "select_columns", "with_format", "__len__", "__getitem__")
     return all(hasattr(candidate, name) for name in attributes)
 
@@ -38,15 +37,15 @@ class DatasetSource(RowSource):
     Args:
         dataset: a Dataset.
         label: the label column; ``auto``: ``label``, ``labels`` or the only ClassLabel column; ``none``: no labels.
-            With a mask, objects or ``extra``, there are no labels if ``auto`` finds no such column.
+            If ``auto`` finds no such column, a Dataset with masks, objects or ``extra`` has no labels.
         image: the image column; None: the only image column that is neither the mask nor in ``extra``.
-        mask: the column of encoded masks; ``auto``: if there are two image columns, the one whose name is
-            ``annotation``, ``label``, ``mask`` or similar; ``none``: no masks.
+        mask: the column of encoded masks; ``auto``: of two image columns, the one named ``annotation``,
+            ``label``, ``mask`` or similar; ``none``: no masks.
         objects: the column of objects, as in :class:`ParquetSource`; ``auto``: the only column with boxes, if there is
             no label column; ``none``: no objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
-        extra: column of extras, such as ``caption``, or a list of columns, which give each sample a dict. With extras,
-            a sample is ``(bytes, label, extra)``.
+        extra: column of extras, such as ``caption``. A list of columns gives each sample a dict. With extras, a sample
+            is ``(bytes, label, extra)``.
         classes: class mapping of the objects, as in :class:`FolderSource`.
 
     Raises:
@@ -123,7 +122,7 @@ class DatasetSource(RowSource):
 
 
 def _image_columns(features: Any, image: str | None, mask: str | None, *, besides: Sequence[str]) -> list[str]:
-    """The column of images, then of masks. Extras (``besides``) are chosen only if ``image`` or ``mask`` names them."""
+    """The column of images, and the column of masks if there is one. ``besides``: columns to use only if named."""
     images = [name for name, feature in features.items() if _is_image(feature)]
     for key, name in (("image", image), ("mask", mask)):
         if name not in (None, "auto", "none", *images):

@@ -40,8 +40,8 @@ class MaskFolderSource(FileSource):
         masks: folder of the masks, in the same form.
         image_suffix: text before the extension of each image. Images without this text are ignored.
         mask_suffix: text before the extension of each mask.
-        list: a FILE of the samples, in order, relative to ``root``. Each line is the path of an image in the folder of
-            images, without suffix and extension. None: all images.
+        list: a FILE that lists the samples in order. Its path is relative to ``root``. Each line is the path of an
+            image in the folder of images, without suffix and extension. None: all images.
         extensions: file name extensions of images; case is ignored.
         mask_extension: file name extension of masks; case is ignored.
         classes: names of the classes, as in :class:`FolderSource`. They do not change the numbers in the masks.
@@ -107,7 +107,7 @@ class MaskFolderSource(FileSource):
         self._activate(subset, exclude, began=began)
 
     def _is_mask(self, text: str, ending: str) -> bool:
-        """Whether a listed image is a mask. The folder of masks may be the folder of images, or be inside it."""
+        """Whether a listed image is a mask, because the folder of images contains the masks, or the folder of masks."""
         if self.masks == self.root:
             return text.lower().endswith(ending.lower())
         return f"{self.root}/{text}".startswith(f"{self.masks}/") and self.masks.startswith(f"{self.root}/")

@@ -1,4 +1,4 @@
-"""Reads the objects of images from an Arrow table, as Hugging Face ``datasets`` and Parquet files store them."""
+"""Reads objects from a column of an Arrow table (a Parquet file, or Hugging Face ``datasets``)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _read_objects(
     most = len(names or known or ()) or MOST_CLASSES
     rows, reasons = np.arange(count), dict[int, str]()
     fields = _fields(column, place)
-    # remove one kind of damage at a time, because each check relies on those before it
+    # remove one kind of damage at a time, because later checks need rows without earlier kinds of damage
     while bad := next(filter(None, _checks(fields, most)), None):
         reasons |= {int(rows[row]): reason for row, reason in bad.items()}
         keep = ~np.isin(np.arange(len(rows)), list(bad))
@@ -72,7 +72,7 @@ class RowSource(ListedSource):
     _has_masks = False
 
     def _set_objects(self, table: Any, column: str | None, classes: Classes, box_format: BoxFormat) -> None:
-        """Set the objects in ``column`` of an Arrow table of all rows, and the kinds of targets."""
+        """Read the objects from ``column`` of an Arrow table with all rows. Set ``target_kinds``."""
         if column is not None:
             mapping = None if classes is None else class_mapping(classes)
             self._objects, self._damaged, names = _read_objects(
@@ -103,7 +103,7 @@ class RowSource(ListedSource):
 
 
 def _sizes(table: Any) -> NDArray[np.int64] | None:
-    """(height, width) of each row's image, int64 [N, 2], 0 if not known; None if the table lacks these columns."""
+    """The columns height and width, int64 [N, 2], 0 if not known; None if a column is missing or not integer."""
     import pyarrow
 
     columns = [table.column(name) for name in ("height", "width") if name in table.column_names]
@@ -114,7 +114,7 @@ def _sizes(table: Any) -> NDArray[np.int64] | None:
 
 
 def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str] | None:
-    """The class names that ``datasets`` stored for a column, or, with ``objects``, for the labels of its objects."""
+    """Class names that ``datasets`` stored for a column of labels. ``objects``: the column has objects with labels."""
     try:
         feature = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))["info"]["features"][column]
         if objects:
@@ -141,7 +141,7 @@ class _Field(NamedTuple):
 
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """The column's name, and the Arrow type of one object's value, by field of a Target."""
+    """Names and Arrow types of the fields of one object. The keys of both dicts are fields of a Target."""
     import pyarrow
 
     types = pyarrow.types
@@ -243,7 +243,7 @@ def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
 
 
 def _points(lengths: NDArray[np.int64]) -> int:
-    """The most frequent length above 0 of an object's list of keypoints; 0 if no object has keypoints."""
+    """The most frequent length above 0; 0 if no object has keypoints."""
     return int(np.bincount(lengths[lengths > 0]).argmax()) if (lengths > 0).any() else 0
 
 

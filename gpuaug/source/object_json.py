@@ -26,7 +26,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def column_names(given: Collection[str]) -> dict[str, str]:
-    """Map the fields of a Target that exist in ``given`` to their names."""
+    """Map fields of a Target to their names in ``given``. Fields without such a name are left out."""
     present = {field: [name for name in names if name in given] for field, names in NAMES.items()}
     return {field: names[0] for field, names in present.items() if names}
 
@@ -45,14 +45,7 @@ def parse(
     classes: Mapping[str, int] | None = None,
     box_format: BoxFormat = "xywh",
 ) -> dict[str, Any]:
-    """Fields of a :class:`~gpuaug.batch.Target`. Without ``num_keypoints``, keypoints are ignored.
-
-    Raises:
-        ValueError: if the JSON cannot be used.
-
-    >>> parse(b'[{"bbox": [10, 20, 30, 40], "category_id": 2}]')["boxes"]
-    array([[10., 20., 40., 60.]])
-    """
+    """Fields of a Target; ValueError if the JSON cannot be used. Without ``num_keypoints``, keypoints are ignored."""
     if len(data) > LARGEST_TEXT:
         raise ValueError(f"it has {len(data)} bytes, more than {LARGEST_TEXT}")
     try:
@@ -96,7 +89,7 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """The columns, all of one length, and their names in the JSON, by field of a Target."""
+    """Columns of equal length, and their names in the JSON. The keys of both dicts are fields of a Target."""
     inner = value
     if isinstance(value, dict):
         inner = next((value[name] for name in ("objects", "annotations") if name in value), value)
@@ -124,7 +117,7 @@ def _from_rows(rows: list[Any]) -> tuple[dict[str, list[Any]], dict[str, str]]:
             raise ValueError(f"object {k} must have named fields, such as bbox. Found: {row!r:.100}")
     names = {"boxes": "bbox", **column_names({name for row in rows for name in row})}
     columns = {field: [row.get(name) for row in rows] for field, name in names.items()}
-    for field in ("boxes", "labels"):  # `labels` may be missing, but only in all objects
+    for field in ("boxes", "labels"):  # `labels` must be in all objects or in none
         if field in columns and None in columns[field]:
             raise ValueError(f"object {columns[field].index(None)} has no `{names[field]}`")
     return columns, names

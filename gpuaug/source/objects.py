@@ -46,6 +46,7 @@ class ObjectTable:
         fractions: bool = False,
     ) -> None:
         self._fractions = fractions
+        self.num_keypoints: int | None = None if keypoints is None else keypoints.shape[1]
         self.bounds = bounds_of(np.asarray(counts).tolist())
         small = np.int16 if not len(labels) or int(np.max(labels)) < 2**15 else np.int32
         crowd = None if crowd is None or not crowd.any() else crowd
@@ -63,11 +64,6 @@ class ObjectTable:
         }
         self.sizes = None if sizes is None else share(torch.from_numpy(np.ascontiguousarray(sizes, dtype=np.int32)))
 
-    @property
-    def num_keypoints(self) -> int | None:
-        """Number of keypoints of an object."""
-        return self._columns["keypoints"].shape[1] if "keypoints" in self._columns else None
-
     def target(self, index: int, **more: Any) -> Target:
         """The objects of sample ``index``. ``more``: other fields of the :class:`~gpuaug.batch.Target`."""
         begin, end = self.bounds.numpy()[index : index + 2].tolist()
@@ -77,7 +73,6 @@ class ObjectTable:
         return Target(**columns, **more, fractions=self._fractions)
 
     def digest(self) -> str:
-        """Hash of all objects."""
         hashed = hashlib.blake2b(self.bounds.numpy().data, digest_size=16)
         for name, column in self._columns.items():
             hashed.update(name.encode())
@@ -86,9 +81,9 @@ class ObjectTable:
 
 
 class Damaged:
-    """The samples whose objects cannot be used; SourceError if no sample has usable objects.
+    """The samples whose objects cannot be used; SourceError if these are all ``total`` samples.
 
-    ``reasons`` has the reason of each such sample, by sample number. ``total`` is the number of all samples.
+    ``reasons`` maps the numbers of these samples to the reasons.
     """
 
     def __init__(self, reasons: Mapping[int, str], total: int, *, place: str) -> None:

@@ -15,10 +15,10 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for a map; Pillow refuses larger images too
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # packed before run lengths, or before COCO's text; polygons have their count there
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first number of packed run lengths, or of COCO's text; polygons: their count
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # objects that are packed together, to save memory
-LONGEST_CODE = 7  # largest number of characters (5 bits each) of a number in COCO's text
+LONGEST_CODE = 7  # limit for the characters of one number in COCO's text
 
 
 def import_pycocotools() -> Any:
@@ -72,7 +72,7 @@ class Segmentations:
 
 
 def _pack(value: Any) -> bytes:
-    """Bytes of one outline: uint32 numbers, then float32 points, run lengths or COCO's text."""
+    """Bytes of one outline: a head of uint32 numbers, then float32 points, run lengths or COCO's text."""
     try:
         if isinstance(value, dict):
             return _pack_runs(value)
@@ -114,7 +114,7 @@ def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], ND
         )
     if (counts < 0).any() or counts.sum() != height * width:
         raise ValueError(
-            f"must have run lengths from 0 on with the sum {height} * {width} = {height * width}. Found: {counts.sum()}"
+            f"must have run lengths >= 0 with the sum {height} * {width} = {height * width}. Found: {counts.sum()}"
         )
     ends = np.cumsum(counts)
     return ends[: len(ends) // 2 * 2 : 2], ends[1::2]

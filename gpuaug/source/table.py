@@ -43,8 +43,8 @@ class TableSource(FileSource):
         path: column of the image paths. Paths are relative to the table's folder and must stay inside this folder.
         label: column of the labels, or a list of columns; ``none`` or None: no labels.
         mask: column of the masks' paths, in the same form as image paths. With masks, a sample is ``(bytes, Target)``.
-        extra: column of extras, such as ``caption``, or a list of columns, which give each sample a dict. With extras,
-            a sample is ``(bytes, label, extra)``. Values from CSV and TSV are text.
+        extra: column of extras, such as ``caption``. A list of columns gives each sample a dict. With extras, a sample
+            is ``(bytes, label, extra)``. Values from CSV and TSV are text.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
@@ -109,7 +109,7 @@ class TableSource(FileSource):
 
 
 def _read(table: str, names: list[str], extra: Sequence[str], storage: Storage) -> list[Any]:
-    """The columns ``names``, with numbers converted, then the columns ``extra``, unchanged."""
+    """Return the columns ``names`` and ``extra``. After the first, columns in ``names`` become numbers if possible."""
     kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
     if kind not in (".csv", ".tsv", ".parquet"):
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")

@@ -35,7 +35,7 @@ class VocSource(FileSource):
     In the folder ``<root>/<year>``, the objects of the image ``JPEGImages/1.jpg`` are in ``Annotations/1.xml``. Each
     line of ``ImageSets/Main/<split>.txt`` names one image of the split. A sample is ``(bytes, Target)``.
 
-    VOC counts pixels from 1, and a box includes the pixels of both corners. The box in pixel edges is therefore
+    VOC counts pixels from 1, and a box includes the pixels of both corners. The box in the Target is therefore
     (xmin - 1, ymin - 1, xmax, ymax), as in detectron2. If an XML file is not valid or has a ``<!DOCTYPE``, reading its
     sample gives a fault.
 
@@ -127,7 +127,7 @@ class _Builder(ElementTree.TreeBuilder):
 def _parse(
     data: bytes, mapping: Mapping[str, int], *, drop: bool
 ) -> tuple[tuple[int, int], list[tuple[tuple[float, ...], int]]]:
-    """The image's (height, width), 0 if not known, and box and class of each object. ``drop``: no difficult objects."""
+    """Return (height, width) of the image, and (box, class) of each object. A side of 0 is not known."""
     try:
         root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_Builder()))
     except (ElementTree.ParseError, LookupError) as error:  # LookupError: an encoding that is not known
@@ -160,7 +160,6 @@ def _child(node: Any, tag: str) -> Any:
 
 
 def _text(node: Any, tag: str, default: str | None = None) -> str:
-    """The text of the only child with this tag."""
     child = _child(node, tag)
     if child is None and default is None:
         raise ValueError(f"has no <{tag}>")

@@ -1,4 +1,4 @@
-"""Data sets in YOLO's format: a label file beside each image, and a YAML file that names classes and splits."""
+"""Data sets in YOLO's format: a label file for each image, and a YAML file that names classes and splits."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class YoloSource(FileSource):
     * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon, which becomes the smallest box around it
     * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``
 
-    Coordinates are fractions of the width and height of the upright image, also in the Target. A coordinate may be at
-    most 0.01 outside 0..1. If a line is not valid, reading its sample gives a fault.
+    Coordinates in label files and Targets are fractions of the upright image's width and height. A coordinate may be
+    at most 0.01 outside 0..1. If a line is not valid, reading its sample gives a fault.
 
     Args:
         root: folder or URL of the data set.
         data: the YAML file, relative to ``root``. None: ``data.yaml``, if there is one. The file may have ``names`` (a
             list, or a mapping from numbers), ``nc``, ``kpt_shape`` and ``flip_idx``. ``train``, ``val`` and ``test``
-            are folders of images, or text files that list images. Their paths begin at the folder ``path``, if this is
-            a relative path of a folder in a local ``root``. All images must be below ``root``.
+            are folders of images, or text files that list images. If ``path`` names a folder
+            relative to a local ``root``, these paths begin there. All images must be below ``root``.
         split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
@@ -167,7 +167,7 @@ class YoloSource(FileSource):
         found = parse(files(), rules, name=lambda i: redact(self._label_file(self._names[i])))
         if missing == count:
             raise SourceError(
-                f"none of the {count} images in {redact(self.root)!r} has a label file. The first was looked for in "
+                f"none of the {count} images in {redact(self.root)!r} has a label file. The first would be "
                 f"{redact(self._label_file(self._names[0]))!r}. Check `source.root` and `source.split`."
             )
         if missing:
@@ -276,7 +276,7 @@ def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple
     whole = isinstance(flip, list) and all(type(number) is int for number in flip)
     if not whole or sorted(flip) != [*range(count)] or any(flip[k] != i for i, k in enumerate(flip)):
         raise ValueError(
-            f"`flip_idx` must list the mirror image of each of the {count} keypoints; if b is that of a, a is that of b"
+            f"`flip_idx` must list the mirror image of each of the {count} keypoints. If a has b, b must have a"
         )
     return (count, shape[1]), tuple(flip)
 

@@ -28,7 +28,7 @@ class Labels:
     labels: Int64  # [N], class numbers
     boxes: Float64  # [N, 4], (x1, y1, x2, y2) in units of the image's width and height
     keypoints: Float64 | None  # [N, K, 3], (x, y, visibility 0..2)
-    reasons: dict[int, str]  # why a file cannot be used, by its number
+    reasons: dict[int, str]  # why files cannot be used, by file number
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Lines:
     start: Int64
     length: Int64
     file: Int64
-    number: Int64  # of the line in its file, from 1
+    number: Int64  # line number in the file, from 1
 
 
 def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[int], str]) -> Labels:
@@ -83,7 +83,7 @@ def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[byte
 
 
 def _tokenized(files: list[bytes]) -> tuple[_Lines, dict[int, str]]:
-    """The lines of the files, and the reasons why files cannot be used. These files have no lines."""
+    """The lines of all usable files, and the reasons why other files cannot be used."""
     lines, reasons = _lines(files), dict[int, str]()
     if lines is None:
         reasons = {i: _wrong_word(data) for i, data in enumerate(files) if _lines([data]) is None}
@@ -182,7 +182,7 @@ def _problems(lines: _Lines, rules: Rules) -> dict[int, str]:
 def _objects(
     lines: _Lines, keep: NDArray[np.bool_], files: int, rules: Rules
 ) -> tuple[Int64, Int64, Float64, Float64 | None]:
-    """Counts, labels, boxes and keypoints of the lines to keep, which must be valid."""
+    """Counts, labels, boxes and keypoints of the lines in ``keep``. These lines must be valid."""
     values, start, length = lines.values, lines.start[keep], lines.length[keep]
     is_box = (length == 5) | (rules.points is not None)
     boxes = np.empty((len(start), 4))

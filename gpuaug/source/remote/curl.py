@@ -30,7 +30,7 @@ _ERROR_TEXT = re.compile(rb'<(?:Code|Message)>([^<]*)<|"message":\s*"([^"]*)"')
 
 
 class StatusError(Exception):
-    """A request that failed. ``status`` is the HTTP status, or 0 without a usable answer."""
+    """A request that failed. ``status`` is the HTTP status; 0 if there was no usable answer."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -62,7 +62,7 @@ class Curl:
         connections: maximum number of requests at a time.
         login: returns the credentials; called before every request.
         options: values of libcurl's options, by pycurl's option number.
-        encoded: whether to accept answers with a ``Content-Encoding``, because object stores may store this header.
+        encoded: whether to accept answers with ``Content-Encoding``. Object stores may store this header with a file.
     """
 
     def __init__(

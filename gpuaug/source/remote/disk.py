@@ -53,7 +53,7 @@ class Disk:
             return None
         data = entry[_HEAD.size :]
         if len(entry) < _HEAD.size or _HEAD.unpack_from(entry) != (_MAGIC, len(data), zlib.crc32(data)):
-            with suppress(OSError):  # for example the machine lost power during a write
+            with suppress(OSError):
                 os.unlink(path)
             return None
         with suppress(OSError):
@@ -61,7 +61,6 @@ class Disk:
         return data
 
     def has(self, name: str) -> bool:
-        """Whether bytes are stored under this name."""
         return os.path.exists(self._path(name))
 
     def put(self, entries: Sequence[tuple[str, bytes]]) -> None:

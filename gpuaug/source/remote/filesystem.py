@@ -19,7 +19,7 @@ from gpuaug.source.remote.curl import StatusError
 
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "az": "adlfs", "abfs": "adlfs"}  # package by protocol
 VERSIONS = ["ETag", "etag", "generation", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified"]
-VERSIONS += ["mtime", "modified", "updated"]  # fields, in any store, that change when a file changes
+VERSIONS += ["mtime", "modified", "updated"]  # fields that change with the file; each store has some of them
 # fsspec settings that do not change which bytes are read
 UNUSED = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"}
 UNUSED |= {"default_block_size", "default_fill_cache", "default_cache_type", "cache_regions", "max_concurrency"}
@@ -32,8 +32,8 @@ class Range(NamedTuple):
     path: str  # local path or URL
     begin: int = 0  # first byte
     size: int | None = None  # bytes; None: the whole file
-    version: str = ""  # version of the file in a listing, which a local file must still have
-    image: int | None = None  # expected bytes of an encoded image, 0: not known; None: not an image
+    version: str = ""  # from a listing; a local file must still have this version
+    image: int | None = None  # size of an encoded image in bytes, 0: not known; None: not an image
     most: int = 0  # limit in bytes; 0: 512 MiB for an image, 1 GiB for other data
 
     @property
@@ -49,7 +49,7 @@ def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -
 
     protocol, settings = url.split("://", 1)[0], dict(options)
     if protocol in ("s3", "s3a"):
-        # no retries by botocore, because its pauses take seconds and gpuaug retries
+        # no retries by botocore: gpuaug retries, and botocore's pauses take seconds
         config = {"max_pool_connections": max(10, connections), "retries": {"max_attempts": 0}}
         settings["config_kwargs"] = {**config, **(settings.get("config_kwargs") or {})}
     if protocol not in fsspec.available_protocols():
@@ -69,6 +69,8 @@ def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -
         raise SourceError(text) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"`source.remote.options` are not valid. {type(error).__name__}: {error}.") from error
+    if protocol in ("s3", "s3a"):
+        system.retries = 1  # tries of s3fs, in addition to botocore's
     if unknown := _unknown_options(system, protocol, options):
         raise ConfigError(
             f"`source.remote.options` must be options of {protocol}://. Unknown options: {', '.join(sorted(unknown))}."
@@ -81,7 +83,6 @@ def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> 
     if protocol in ("s3", "s3a"):
         from botocore.session import Session
 
-        system.retries = 1
         return set(system.kwargs) - set(inspect.signature(Session).parameters) - UNUSED
     if protocol in ("gs", "gcs"):
         makers = [vars(cls)["__init__"] for cls in type(system).__mro__ if "__init__" in vars(cls)]
@@ -114,7 +115,7 @@ async def read(system: Any, threads: Executor | None, url: str, *, part: Range) 
 
 
 async def _read_http(system: Any, part: Range) -> bytes | OSError:
-    """Send a GET without fsspec, which downloads the whole file for a range, and has no size limit."""
+    """Send a GET without fsspec, because fsspec downloads the whole file for a range, and has no size limit."""
     session = await system.set_session()
     options = dict(system.kwargs)
     headers = {**(options.pop("headers", None) or {}), "Accept-Encoding": "identity"}

@@ -1,4 +1,4 @@
-"""Opens buckets of S3 and Google Cloud Storage, and web servers, for libcurl (:mod:`gpuaug.source.remote.curl`).
+"""Opens buckets (S3, Google Cloud Storage) and web servers for libcurl (:mod:`gpuaug.source.remote.curl`).
 
 The endpoint and the credentials come from the fsspec file system.
 """
@@ -23,7 +23,7 @@ from gpuaug.source.remote.filesystem import UNUSED
 log = logging.getLogger("gpuaug")
 
 TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
-LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # a login is used for at most 60 s, and renewed 300 s before it expires
+LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # seconds: a login is renewed after 60, or 300 before it expires
 LOGIN_RETRY_S = 5.0  # pause after a failed login
 # options that libcurl supports, or that do not matter for libcurl
 S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}
@@ -149,7 +149,7 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
     else:
         credentials = client._request_signer._credentials
         if credentials is None:
-            raise _UnfitError("no credentials")  # the error of s3fs lists where it searched
+            raise _UnfitError("no credentials")  # s3fs then raises an error that lists where credentials can be
 
         def ask() -> tuple[Login, datetime | None]:
             frozen = wait(credentials.get_frozen_credentials())
@@ -173,7 +173,7 @@ def _trust(verify: Any) -> dict[int, Any]:
 
 
 def _system_trust() -> dict[int, Any]:
-    """Options to trust this system's certificates, because pycurl's own OpenSSL looks elsewhere."""
+    """Options to trust this system's certificates. The OpenSSL inside pycurl looks for them in other folders."""
     import pycurl
 
     known = ssl.get_default_verify_paths()

@@ -1,4 +1,4 @@
-"""Reads ranges of local files, and of many URLs at a time with retries, timeouts and a disk cache."""
+"""Reads local files and URLs. Many URLs are read at a time, with retries, timeouts and a disk cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gpuaug.source.remote.objects import Objects, open_objects
 
 log = logging.getLogger("gpuaug")
 
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before the second try, which doubles for each further try
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between tries; each pause is twice the last
 GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, because two requests take longer
 BYTES_PER_S = 1e6  # speed of a slow connection, for timeouts
 OPEN_FILES = 32  # local files that a process keeps open
@@ -131,7 +131,7 @@ class Storage:
         return results
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Announce ranges for the read after the next. libcurl fetches small ranges during the next read."""
+        """Announce the ranges of the second read from now. During the first read, libcurl fetches the small ranges."""
         self._reset_after_fork()
         self._next = [
             x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
@@ -197,8 +197,8 @@ class Storage:
     def expand(self, root: Any, *, ending: str) -> list[FileInfo]:
         """The files that ``root`` names, in order, with full paths or URLs; SourceError if there are none.
 
-        ``root`` is a path or URL of a file or folder, possibly with ``{000..099}``, ``{a,b}`` or ``*``, or a list of
-        these. In folders, only files with ``ending`` are listed.
+        ``root`` is a path, a URL, or a list of these. Each names a file or folder, and may contain ``{000..099}``,
+        ``{a,b}`` or ``*``. In folders, only files with ``ending`` are listed.
         """
         paths: list[str] = []
         known: dict[str, FileInfo] = {}
@@ -378,7 +378,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer. An error that a retry may avoid becomes a ReadError, because the reader retries an OSError."""
+        """The answer. A temporary error becomes a ReadError, because gpuaug would read again after an OSError."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):
