@@ -130,7 +130,7 @@ class PackedSource(ListedSource):
         return self.read_rows(numbers)
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """A sample or exception for each row number of :class:`Rows`."""
+        """A sample or exception for each row. ``rows``: row numbers of :class:`Rows`."""
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)
