@@ -52,7 +52,7 @@ class Source(Protocol):
         flip_pairs: for each keypoint, the number of its mirror image.
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
-        zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch then makes no copy.
+        zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
 
     indices: Tensor | None

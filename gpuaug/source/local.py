@@ -75,7 +75,6 @@ def check_signature(head: bytes, size: int, path: bytes | str) -> None:
 
 
 def file_version(status: os.stat_result) -> str:
-    """Version of a local file: its size and modification time."""
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 

@@ -333,13 +333,12 @@ class Rows(SourceView):
 
     def __init__(self, source: PackedSource) -> None:
         super().__init__(source)
-        self.indices, self.total = None, source.total
+        self.indices, self.read_many = None, source.read_rows
         self.mapped, self.zero_copy = source.mapped, source.zero_copy
-        self.sizes, self.read_many = source.used, source.read_rows
-        self.labels = None if source.labels is None else share(source.labels.repeat(len(self.sizes)))
+        self.labels = None if source.labels is None else share(source.labels.repeat(len(source.used)))
 
     def __len__(self) -> int:
-        return self.total * len(self.sizes)
+        return self.source.total * len(self.source.used)
 
     def __getitem__(self, row: int) -> tuple[Any, ...]:
         (item,) = self.read_many([row])
@@ -349,14 +348,14 @@ class Rows(SourceView):
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Return the function ``rows(indices, repeats, valid)``, which gives the row numbers of a batch, int64 [B]."""
-        first = self.sizes.index(self.source.size_of(epoch)) * self.total
+        first = self.source.used.index(self.source.size_of(epoch)) * self.source.total
         return lambda indices, repeats, valid: indices + first
 
     def label(self, row: int) -> Any:
         return self.source._label_of(row)
 
     def key(self, row: int) -> str:
-        return self.source.key(row % self.total)
+        return self.source.key(row % self.source.total)
 
 
 _REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again into a new folder."

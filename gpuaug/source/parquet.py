@@ -173,8 +173,7 @@ class ParquetSource(RowSource):
         for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
             place = self._locate(group)
             parts = map(place.meta.row_group(place.number).column, range(place.meta.num_columns))
-            own = [part for part in parts if any(_has(name, part) for name in self._columns)]
-            sizes.append(sum(part.total_uncompressed_size for part in own))
+            sizes.append(sum(p.total_uncompressed_size for p in parts if any(_has(name, p) for name in self._columns)))
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
@@ -235,7 +234,7 @@ class ParquetSource(RowSource):
             meta = self._footer(file)
         except SourceError as error:  # the file was readable at the start, so only its samples fail
             raise ReadError(str(error)) from error
-        parts = {part: None for column in self._columns for part in _ranges(file, meta, inside, column)}
+        parts = {part for column in self._columns for part in _ranges(file, meta, inside, column)}
         return _Group(meta, file, inside, joined(parts))
 
 
