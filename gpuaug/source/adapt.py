@@ -40,20 +40,19 @@ class Source(Protocol):
         classes: class names in the order of their labels.
 
     A source may also have these:
-        label: ``source.label(i)`` returns the label of a sample without reading its bytes. If a sample cannot be read,
-            it gets this label. Without ``label``, it gets its value in ``labels``. Without both, it gets 0, or None if
-            no sample has a label.
+        label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
+            get this label, else their value in ``labels``, else 0 or None.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
-        prefetch: ``source.prefetch(numbers)`` is a hint: the ``read_many`` call after the next one reads these samples.
+        prefetch: ``source.prefetch(numbers)`` announces the samples of the second ``read_many`` call from now.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
             ``i`` and are still in memory.
-        mapped: True if a read only copies from the page cache, or copies nothing.
+        mapped: True if the bytes are memory-mapped.
         target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``. A sample is then ``(bytes, gpuaug.Target)``.
         num_keypoints: number of keypoints of an object.
         flip_pairs: for each keypoint, the number of its mirror image.
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
-        zero_copy: True if the returned bytes do not change while they are referenced. A batch need not copy them.
+        zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
 
     indices: Tensor | None
@@ -67,9 +66,10 @@ class Source(Protocol):
         ...
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Encoded bytes, label (int, float, list of floats, or None) and perhaps an extra of sample ``index``.
+        """Encoded bytes of sample ``index``, its label, and perhaps an extra.
 
-        An OSError or GpuaugError becomes a fault of this sample. Any other exception ends the epoch.
+        A label is an int, a float, a list of floats, or None. An OSError or GpuaugError becomes a fault of this sample.
+        Any other exception ends the epoch.
         """
         ...
 
@@ -85,8 +85,8 @@ class Source(Protocol):
 class MapSource:
     """Makes a source from an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
 
-    ``object[i]`` may also be ``(bytes, label, extra)``. The source uses ``key``, ``digest``, ``labels`` (or
-    torchvision's ``targets``), ``classes``, ``class_to_idx`` and ``num_classes`` of the object.
+    ``object[i]`` may also be ``(bytes, label, extra)``. The source uses these attributes of the object: ``key``,
+    ``digest``, ``labels`` or torchvision's ``targets``, ``classes``, ``class_to_idx`` and ``num_classes``.
 
     Args:
         samples: the object.
@@ -167,7 +167,7 @@ def adapt(source: Any) -> Source:
     if not callable(getattr(source, "key", None)) and not callable(getattr(source, "digest", None)):
         log.info(
             "source %s has neither `key(i)` nor `digest()`. Samples are named by their numbers, and a loader's state "
-            "cannot tell this source from another one of %d samples. Add one of the two methods to avoid this.",
+            "cannot tell this source from another source of %d samples. Add one of the two methods.",
             type(source).__name__, length,
         )  # fmt: skip
     return MapSource(source)

@@ -51,7 +51,7 @@ class ListedSource:
     _names: Names
     _storage: Storage
     _objects: ObjectTable | None = None
-    _damaged: Damaged | None = None  # samples with objects that cannot be used
+    _damaged: Damaged | None = None  # samples whose objects cannot be used
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
 
@@ -78,7 +78,7 @@ class ListedSource:
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes, or number of values if each label is a list; None otherwise."""
+        """Number of classes. For labels that are lists: their length. For float labels, or without labels: None."""
         if self.classes is not None:
             return len(self.classes)
         if self._targets is not None:
@@ -92,7 +92,7 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces the ``read_many`` call after the next one. None for local files."""
+        """``prefetch(numbers)`` announces samples of the second ``read_many`` call from now. None for local files."""
         return self._prefetch if self._is_remote and type(self)._range is not ListedSource._range else None
 
     @property
@@ -100,7 +100,7 @@ class ListedSource:
         return is_url(self.root)
 
     def key(self, index: int) -> str:
-        """Path of sample ``index`` relative to ``root``, with ``/``. Invalid UTF-8 is kept with ``surrogateescape``."""
+        """Path of sample ``index`` below ``root``, with ``/`` between folders."""
         return os.fsdecode(self._names[self._check(index)])
 
     def label(self, index: int) -> Any:
@@ -188,10 +188,7 @@ class ListedSource:
 
 
 class FileKeys(Names):
-    """Keys ``file/member``, or ``file/row`` without ``members``. Each file name is stored only once.
-
-    ``bounds``, int64 [files + 1], holds the number of the first sample of each file, then the number of all samples.
-    """
+    """Keys ``file/member``, or ``file/row`` without ``members``. ``bounds``: running sums of samples per file."""
 
     def __init__(self, files: Names, bounds: Tensor, members: Names | None = None) -> None:
         self.files, self.bounds, self.members = files, bounds, members
@@ -217,7 +214,7 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:
-    """Parse a manifest; ValueError if another command or version wrote it, or if it was changed later."""
+    """Parse a manifest; ValueError if its kind, version or checksum is wrong."""
     manifest = json.loads(data)
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         raise ValueError(f"it was not written by `{kind}`")
@@ -244,9 +241,7 @@ class SourceView:
         return f"{type(self).__name__}({self.source!r})"
 
     def key(self, index: int) -> str:
-        """Key of the sample in the wrapped source."""
         return str(self.source.key(index))
 
     def digest(self) -> str:
-        """Digest of the wrapped source."""
         return str(self.source.digest())

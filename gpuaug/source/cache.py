@@ -5,7 +5,7 @@ file holds:
 
     head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
     index     int64 [N]   0: not stored; above 0: position of the record; below 0: minus the id of the writing process
-    records   length of the bytes, length of the rest, the bytes, the rest: pickled (label,) or (label, extra)
+    records   length of the image, length of the rest, image, rest (pickled: label, and extra if any)
 
 A process writes the record first and its position last. If the process is killed, the sample counts as not stored.
 """
@@ -44,7 +44,7 @@ HEAD_WORDS = 8  # int64
 USED, SAMPLES, FULL, WARNED = range(4)  # positions in the head
 FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
-_opened: dict[str, int] = {}  # by name of a source: the number of caches that this process has opened for the source
+_opened: dict[str, int] = {}  # number of caches opened in this process, by name of the source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class RamCache:
 
     Args:
         max_bytes: limit in bytes, such as 2147483648 or ``"2GiB"``; None: half of the memory available at the start.
-        fill: ``first-use``: store each sample after its first read. ``ahead``: also load all samples that this machine
-            reads in the first epoch, before the first batch.
+        fill: ``first-use``: store each sample after its first read. ``ahead``: before the first batch, also load
+            all samples that this machine reads in the first epoch.
 
     >>> RamCache(max_bytes="64GiB", fill="ahead").fill
     'ahead'
@@ -86,7 +86,7 @@ class CachedSource(SourceView):
         self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
         name = ""
-        if machine.local_world_size() > 1:  # ranks share the memory of the n-th cache of a source
+        if machine.local_world_size() > 1:  # the n-th cache of a source uses the same memory on all ranks
             name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
             _opened[name] = _opened.get(name, 0) + 1
             name = f"cache {name} {_opened[name]} {settings.max_bytes}"
@@ -109,12 +109,11 @@ class CachedSource(SourceView):
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
-        """The source's ``read_many``, called only for samples that are not stored; None if the source has none."""
+        """Reads only missing samples with the source's ``read_many``; None if the source has no ``read_many``."""
         return None if getattr(self.source, "read_many", None) is None else self._read_many
 
     @property
     def label(self) -> Callable[[int], Any] | None:
-        """The source's ``label``; None if the source has none."""
         return getattr(self.source, "label", None)
 
     @property
@@ -156,7 +155,7 @@ class CachedSource(SourceView):
         self.warn_if_full()
 
     def warn_if_full(self) -> None:
-        """Log a warning if a sample did not fit, once per machine."""
+        """Log a warning, once per machine, if a sample did not fit."""
         memory = self._memory
         if not memory.head[FULL] or memory.head[WARNED]:
             return
@@ -193,7 +192,7 @@ class CachedSource(SourceView):
         except (TypeError, ValueError):
             return item
         if data.ndim == 1 and data.itemsize == 1 and data.c_contiguous and len(data):
-            if isinstance(label, Target) and isinstance(label.mask, memoryview):  # pickle refuses it
+            if isinstance(label, Target) and isinstance(label.mask, memoryview):  # pickle refuses a memoryview
                 label = replace(label, mask=bytes(label.mask))
             try:
                 rest = pickle.dumps((label, *extra))

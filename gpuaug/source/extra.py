@@ -61,7 +61,7 @@ def decoded(name: str, data: bytes | None) -> Any:
 class ExtraTable:
     """Holds the extras of all samples in tensors, because workers would copy Python objects.
 
-    ``columns`` has one column per field, with one value per sample. Values are pickled in memory only.
+    ``columns`` has one column per field, with one value per sample.
     """
 
     def __init__(self, fields: Fields, columns: Iterable[Iterable[Any]]) -> None:
@@ -69,4 +69,5 @@ class ExtraTable:
         self._columns = [Names.of([[pickle.dumps(value) for value in column]]) for column in columns]
 
     def __getitem__(self, index: int) -> Any:
+        # safe: this source has pickled the values
         return self._fields.value(pickle.loads(column[index]) for column in self._columns)

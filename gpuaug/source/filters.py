@@ -97,7 +97,7 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
 def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
     """Keys in a file of JSON lines. A killed run may leave an incomplete last line, which is ignored."""
     if not isinstance(file, str | os.PathLike):
-        raise SourceError(f"`source.exclude` must be a FILE, as `faults.file` writes it. Found: {file!r:.200}.")
+        raise SourceError(f"`source.exclude` must be a FILE in the format of `faults.file`. Found: {file!r:.200}.")
     path = os.path.expanduser(os.fspath(file))
     keys = set()
     try:
@@ -114,7 +114,7 @@ def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
                     raise ValueError(f"line {number}: {line.strip()[:100]!r}") from error
     except (OSError, ValueError) as error:
         raise SourceError(
-            f'`source.exclude` must be a FILE of JSON lines with the field "key", as `faults.file` writes it. '
+            f'`source.exclude` must be a FILE of JSON lines with the field "key", such as `faults.file`. '
             f"Found: {path!r} ({error})."
         ) from error
     return keys

@@ -38,7 +38,7 @@ class Names:
 
     @classmethod
     def of(cls, blocks: Iterable[list[bytes]], *, shared: bool = True) -> Names:
-        """Pack lists of names. Only one list at a time must be in memory."""
+        """Pack lists of names. If ``blocks`` is a generator, only one list at a time is in memory."""
         blob, lengths = bytearray(), [np.zeros(1, dtype=np.int64)]
         for block in blocks:
             blob += b"".join(block)
@@ -114,7 +114,7 @@ def occurrences(indices: Tensor) -> Tensor:
     grouped = numbers[by_number]
     count = np.empty_like(numbers)
     count[by_number] = np.arange(len(numbers)) - np.searchsorted(grouped, grouped)
-    # random numbers use 16 bits of the count, so they repeat after 65,536 occurrences of a sample in an epoch
+    # random numbers have 16 bits for the count: the 65,537th occurrence in an epoch gets the numbers of the first
     return torch.from_numpy(count & 0xFFFF)
 
 

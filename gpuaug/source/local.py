@@ -10,7 +10,7 @@ from collections.abc import Callable
 from gpuaug.files import LARGEST_FILE, check_regular
 from gpuaug.source.paths import redact
 
-LARGEST_IMAGE = 1 << 29  # bytes; the decoder's limit is 178 million pixels, or 3 times as many uncompressed bytes
+LARGEST_IMAGE = 1 << 29  # bytes; 3 for each of 178 million pixels, the decoder's limit
 LARGE = 1 << 24  # bytes; a larger image must begin with an image signature
 LARGEST_BATCH = 1 << 31  # bytes of all images above `LARGE` in a batch
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # reading is not tried again
@@ -58,7 +58,7 @@ def _read(fd: int, begin: int, size: int, path: bytes | str, *, image: bool) -> 
 
 
 def too_large(size: int, path: bytes | str, *, held: int) -> OSError:
-    """The error for an image above a limit. ``held``: bytes of the large images before it in the batch."""
+    """The error for an image above a limit. ``held``: bytes of the earlier large images in the batch."""
     if size > LARGEST_IMAGE:
         return OSError(errno.EFBIG, f"{size} bytes, more than {LARGEST_IMAGE}", redact(os.fsdecode(path)))
     text = f"{size} bytes; large images of the batch already take {held} of at most {LARGEST_BATCH}. Lower `batch_size`"
@@ -75,7 +75,6 @@ def check_signature(head: bytes, size: int, path: bytes | str) -> None:
 
 
 def file_version(status: os.stat_result) -> str:
-    """Version of a local file: its size and modification time."""
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 

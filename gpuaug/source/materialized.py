@@ -6,7 +6,7 @@ A complete folder of `gpuaug materialize` contains
 - ``epoch-0000/order.npy``: int64 [M], the sample number of each row of the epoch,
 - ``epoch-0000/00000.npy``: a chunk of these rows, as a structured array with the dtype of :func:`record`,
 - ``epoch-0000/00000.json``: the chunk's checksum, and the faults of samples without pixels,
-- ``*.npy`` with the keys, labels and numbers of the samples, as in their source.
+- ``*.npy`` with the keys, labels and numbers of the samples.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MaterializedSource(ListedSource):
 
     Args:
         root: the folder.
-        original: the source that the epochs were made from, to check that it has the same samples; None: no check.
+        original: the source of the epochs, to check that its samples are still the same; None: no check.
         subset, exclude: as in :class:`FolderSource`, applied to the stored samples.
 
     Raises:
@@ -110,7 +110,7 @@ class MaterializedSource(ListedSource):
 
     @property
     def stored(self) -> MaterializedSource:
-        """This source, which tells the loader to replay epochs."""
+        """This source. The attribute tells the loader to replay epochs."""
         return self
 
     def digest(self) -> str:
@@ -146,8 +146,8 @@ class MaterializedSource(ListedSource):
 class Rows:
     """The source that workers read. Its rows are the samples of all stored epochs, in the order of the epochs.
 
-    ``rows[n]`` is ``(data, label)``. ``data`` holds the pixels of all views in mapped memory. If a sample has no
-    pixels, ``data`` is its fault as JSON, which never has as many bytes as the pixels.
+    ``rows[n]`` is ``(data, label)``. ``data`` holds the pixels of all views in mapped memory. For a sample
+    without pixels, ``data`` is the fault as JSON. The fault never has as many bytes as pixels would have.
     """
 
     indices = labels = classes = class_to_idx = num_classes = None
@@ -161,7 +161,7 @@ class Rows:
         self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes of a sample's pixels
         self.first = torch.from_numpy(np.cumsum([0, *manifest["rows"]]))  # int64 [K + 1], first row of each epoch
         self._labels = _load(Path(root, "labels.npy"), dtype=np.int64, optional=True)
-        # function from row to label, for samples that cannot be read; None if only the chunks have labels
+        # None: only the chunks have labels
         self.label = None if self._labels is None else self._label
         self._repeats_logged = False
         self._chunk = lru_cache(maxsize=MAPPED_CHUNKS)(self._mapped)
@@ -185,7 +185,6 @@ class Rows:
         return pixels[within].data, label
 
     def key(self, index: int) -> str:
-        """The row number as text."""
         return str(index)
 
     def digest(self) -> str:
@@ -201,7 +200,7 @@ class Rows:
         return numbers
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return a function from ``indices``, ``repeats`` and ``valid`` of a batch to its row numbers, int64 [B]."""
+        """Return the function ``rows(indices, repeats, valid)``, which gives the row numbers of a batch, int64 [B]."""
         stored = self.stored_epoch(epoch)
         if epoch != stored and not self._repeats_logged:
             self._repeats_logged = True
@@ -224,7 +223,7 @@ class Rows:
         return rows
 
     def has(self, epoch: int, indices: Tensor) -> bool:
-        """Whether all samples of an epoch are stored for it. ``indices``: the order of the epoch, int64 [M]."""
+        """Whether the stored epoch for ``epoch`` has all samples of ``indices``, int64 [M]."""
         return bool(self._find(self.stored_epoch(epoch), indices.numpy(), occurrences(indices).numpy())[1].all())
 
     def stored_epoch(self, epoch: int) -> int:
@@ -323,22 +322,18 @@ def record(manifest: dict[str, Any]) -> np.dtype[Any]:
 
 
 def epoch_folder(root: Path, manifest: dict[str, Any], slot: int) -> Path:
-    """Folder of the chunks of a stored epoch."""
     return root / f"epoch-{manifest['start_epoch'] + slot:04d}"
 
 
 def chunk_file(root: Path, manifest: dict[str, Any], slot: int, number: int) -> Path:
-    """File of the samples of a chunk."""
     return epoch_folder(root, manifest, slot) / f"{number:05d}.npy"
 
 
 def chunk_count(manifest: dict[str, Any], slot: int) -> int:
-    """Number of chunks of a stored epoch."""
     return int(-(-manifest["rows"][slot] // manifest["chunk"]))
 
 
 def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
-    """Number of samples in a chunk."""
     return int(min(manifest["chunk"], manifest["rows"][slot] - number * manifest["chunk"]))
 
 

@@ -38,14 +38,14 @@ class PackedSource(ListedSource):
     """Reads the folder that `gpuaug pack` wrote, with the keys, labels, classes and targets of the packed source.
 
     Samples are numbered 0 .. N - 1 in the order of the packed source. Local uint8 arrays are memory-mapped and cropped
-    without a copy. Their default is ``num_workers=0``, because workers would copy every batch into shared memory.
+    without a copy. ``num_workers`` is then 0 by default, because workers would copy every batch into shared memory.
 
-    If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``. Its coordinates are pixels of
-    the packed image. If the packed source had extras, a sample is ``(bytes, label, extra)``.
+    If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``. Coordinates are pixels of the
+    packed image. If the packed source had extras, a sample is ``(bytes, label, extra)``.
 
     Args:
         root: the folder, or its URL.
-        size: shorter side to read, one of the packed sizes, in pixels; None: the largest. A mapping from epoch to size
+        size: shorter side in pixels, one of the packed sizes; None: the largest. A mapping from epoch to size
             changes the size during training: ``{0: 128, 30: 160}`` reads 160 from epoch 30 on.
         classes: class mapping of another run, as in :class:`FolderSource`; labels are converted by name.
         subset, exclude: as in :class:`FolderSource`.
@@ -130,7 +130,7 @@ class PackedSource(ListedSource):
         return self.read_rows(numbers)
 
     def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """The samples or exceptions of ``rows``, which are row numbers of :class:`Rows`."""
+        """A sample or exception for each row. ``rows``: row numbers of :class:`Rows`."""
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)
@@ -140,7 +140,7 @@ class PackedSource(ListedSource):
             size, shard, begin, length = self._locate(row)
             try:
                 file = self._open(size, shard)
-                # start all disk reads at once; this call takes 2 us if the sample is already in memory
+                # read the whole sample ahead; this call takes 2 us if the sample is already in memory
                 start = begin - begin % mmap.PAGESIZE
                 file.madvise(mmap.MADV_WILLNEED, start, begin + length - start)
                 items.append(self._sample(row, memoryview(file)[begin : begin + length]))
@@ -149,7 +149,7 @@ class PackedSource(ListedSource):
         return items
 
     def _locate(self, row: int) -> tuple[Size, int, int, int]:
-        """Size, shard, first byte and number of bytes of a row: the image, then the mask."""
+        """Size, shard, first byte and number of bytes of a row. The bytes are the image, then the mask."""
         position, number = divmod(row, self.total)
         size, (shard, _) = self.used[position], locate(self._first, number)
         begin, length = int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
@@ -230,7 +230,7 @@ class PackedSource(ListedSource):
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
     def _places(self, offsets: str, lengths: str) -> tuple[dict[Size, Tensor], dict[Size, Tensor]]:
-        """First byte in the shard and number of bytes of each sample's image or mask, by size."""
+        """For each size: the first bytes of all images or masks in their shards, and their lengths."""
         begins, sizes = dict[Size, Tensor](), dict[Size, Tensor]()
         for size in self.used:
             begin = self._array(f"index/{size}.{offsets}.npy", np.int64, self.total)
@@ -333,13 +333,12 @@ class Rows(SourceView):
 
     def __init__(self, source: PackedSource) -> None:
         super().__init__(source)
-        self.indices, self.total = None, source.total
+        self.indices, self.read_many = None, source.read_rows
         self.mapped, self.zero_copy = source.mapped, source.zero_copy
-        self.sizes, self.read_many = source.used, source.read_rows
-        self.labels = None if source.labels is None else share(source.labels.repeat(len(self.sizes)))
+        self.labels = None if source.labels is None else share(source.labels.repeat(len(source.used)))
 
     def __len__(self) -> int:
-        return self.total * len(self.sizes)
+        return self.source.total * len(self.source.used)
 
     def __getitem__(self, row: int) -> tuple[Any, ...]:
         (item,) = self.read_many([row])
@@ -348,22 +347,19 @@ class Rows(SourceView):
         return item
 
     def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return a function from ``indices``, ``repeats`` and ``valid`` of a batch to its row numbers, int64 [B]."""
-        first = self.sizes.index(self.source.size_of(epoch)) * self.total
+        """Return the function ``rows(indices, repeats, valid)``, which gives the row numbers of a batch, int64 [B]."""
+        first = self.source.used.index(self.source.size_of(epoch)) * self.source.total
         return lambda indices, repeats, valid: indices + first
 
     def label(self, row: int) -> Any:
-        """Label or targets of the row's sample."""
         return self.source._label_of(row)
 
     def key(self, row: int) -> str:
-        """Key of the row's sample."""
-        return self.source.key(row % self.total)
+        return self.source.key(row % self.source.total)
 
 
 _REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again into a new folder."
 
 
 def shard_name(size: Size, shard: int, form: str) -> str:
-    """Path of a shard in the folder."""
     return f"{size}/{shard:05d}.{ENDINGS[form]}"

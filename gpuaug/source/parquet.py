@@ -31,7 +31,7 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # files whose footers, labels and objects are read at the same time
 OPEN_FILES = 64  # files whose footers a process keeps
-WAVE_BYTES = 64 << 20  # remote row groups are requested together as soon as they exceed these bytes
+WAVE_BYTES = 64 << 20  # remote row groups are collected up to this size, then requested together
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # uncompressed bytes
 
@@ -40,22 +40,21 @@ class ParquetSource(RowSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
     In a shuffled order, large row groups are slow: with 100 images per group, reading one sample reads 100 images. A
-    sequential epoch reads each group once. So does the first shuffled epoch with ``cache=ram``, because the cache
-    stores all images of a group that is read.
+    sequential epoch reads each group once. With ``cache=ram``, a shuffled epoch also reads each group only once,
+    because the cache stores whole groups.
 
     With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. The column of objects is a struct of lists or a list
-    of structs, as in Hugging Face's COCO. Its fields are those of the objects in :class:`ShardSource`. Coordinates are
-    pixels of an image with the size in the columns ``width`` and ``height``. A damaged row becomes a fault when it is
-    read.
+    of structs, as in Hugging Face's COCO. Its fields are those of the objects in :class:`ShardSource`. The columns
+    ``width`` and ``height`` hold the image size for the coordinates. A damaged row becomes a fault when it is read.
 
     Args:
         root: path or URL of a file, such as ``train-*.parquet`` or ``train-{000..009}.parquet``; a list of them; or a
             folder.
-        image: column of the images, of type binary or a struct with ``bytes``; None: the only such column besides
-            ``mask`` and ``extra``.
+        image: column of the images: binary, or a struct with the field ``bytes``; None: the only column of these types,
+            apart from ``mask`` and ``extra``.
         label: column of the labels (whole numbers, floats, names, lists); ``none``: no labels; ``auto``: ``label`` or
-            ``labels``, else the only ClassLabel of ``datasets``. With ``mask``, ``objects`` or ``extra``, ``auto`` does
-            not search for a ClassLabel, and labels may be missing. Class names are read from the files' metadata.
+            ``labels``, else the only ClassLabel of ``datasets``. With ``mask``, ``objects`` or ``extra``, ``auto`` is
+            ``label``, ``labels`` or ``none``. Class names are read from the files' metadata.
         mask: column of the encoded masks, of the same types as images.
         objects: column of the objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
@@ -164,7 +163,7 @@ class ParquetSource(RowSource):
                 else:
                     at = numbers[row] - int(starts[group])
                     items[row] = self._sample(numbers[row], *(column[at].as_py() for column in columns))
-        # Arrow's memory pool would keep several times the size of a group: 90 instead of 20 MiB with groups of 4 MiB
+        # otherwise Arrow's memory pool would keep 90 instead of 20 MiB for groups of 4 MiB
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
@@ -174,8 +173,7 @@ class ParquetSource(RowSource):
         for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
             place = self._locate(group)
             parts = map(place.meta.row_group(place.number).column, range(place.meta.num_columns))
-            own = [part for part in parts if any(_has(name, part) for name in self._columns)]
-            sizes.append(sum(part.total_uncompressed_size for part in own))
+            sizes.append(sum(p.total_uncompressed_size for p in parts if any(_has(name, p) for name in self._columns)))
         return max(sizes)
 
     def same_group(self, index: int) -> NDArray[np.int64]:
@@ -190,7 +188,7 @@ class ParquetSource(RowSource):
         return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yield each group and its columns, or an error. Groups in memory come first, because reading may drop them."""
+        """Yield each group with its columns or its error. Groups in memory are first, because reading may drop them."""
         missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:
@@ -236,7 +234,7 @@ class ParquetSource(RowSource):
             meta = self._footer(file)
         except SourceError as error:  # the file was readable at the start, so only its samples fail
             raise ReadError(str(error)) from error
-        parts = {part: None for column in self._columns for part in _ranges(file, meta, inside, column)}
+        parts = {part for column in self._columns for part in _ranges(file, meta, inside, column)}
         return _Group(meta, file, inside, joined(parts))
 
 
@@ -245,7 +243,7 @@ class _Group(NamedTuple):
 
     meta: Any  # the footer of the file
     file: FileInfo
-    number: int  # of the group in the file
+    number: int  # position of the group in the file
     parts: list[Range]  # byte ranges of the columns to read
 
 

@@ -12,16 +12,15 @@ from urllib.parse import quote, unquote
 
 from gpuaug.errors import ConfigError
 
-MOST_FILES = 1_000_000  # that a pattern with braces may name
+MOST_FILES = 1_000_000  # limit for a pattern with braces
 
 
 def is_url(path: Any) -> bool:
-    """Whether the path is a URL. URLs are read by fsspec or libcurl."""
     return "://" in os.fsdecode(path)
 
 
 def absolute(path: Any, *, key: str = "source.root", below: Any = None) -> str:
-    """Return an absolute local path, also for a ``file://`` URL, or a URL without a trailing slash.
+    """Return a URL without a trailing slash, or an absolute local path. ``file://`` URLs become local paths.
 
     ``below``: the folder or URL where a relative path starts; None: the working folder.
     """

@@ -14,8 +14,8 @@ MAGIC = b"GPUAUGRL"
 def encode(objects: NDArray[Any]) -> bytes:
     """Run-length bytes of integers [H, W]: 0 means no object, k + 1 means object k.
 
-    The bytes are ``GPUAUGRL`` and little-endian numbers: uint32 [3] with height, width and number of runs; int32 [runs]
-    with the value of each run; uint32 [runs] with the pixels of each run. A run may continue into the next row.
+    The bytes are ``GPUAUGRL``, uint32 [3] (height, width, number of runs), int32 [runs] (values) and uint32 [runs]
+    (lengths in pixels), all little-endian. A run may continue into the next row.
 
     >>> len(encode(np.zeros((480, 640), dtype=np.int32)))
     28

@@ -54,32 +54,31 @@ class ShardSource(ListedSource):
 
         {"width": 640, "height": 480, "objects": [{"bbox": [x, y, width, height], "category_id": 3}]}
 
-    Columns may replace the list: ``{"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}``.
+    The objects may also be columns: ``{"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}``.
 
-    An object has these fields:
+    An object needs ``bbox``, or ``boxes`` with x1, y1, x2, y2. These fields are optional:
 
-    - ``bbox``, or ``boxes`` (x1, y1, x2, y2); the only required field
-    - ``category_id``, ``category``, ``label`` or ``labels``: numbers, or names in ``classes``
+    - ``category_id``, ``category``, ``label`` or ``labels``: a number, or a name in ``classes``
     - ``keypoints``: x, y and visibility of each point
     - ``iscrowd`` or ``crowd``, ``area``, and ``id`` or ``ids``
 
-    Coordinates are pixels of an image of ``width`` and ``height``. If the JSON of a sample cannot be used, the sample
+    Coordinates refer to an image of ``width`` x ``height`` pixels. If the JSON of a sample cannot be used, the sample
     becomes a fault when it is read.
 
     Args:
         root: path or URL of a shard, such as ``data/train-{000..099}.tar``; a list of them; or a folder.
-        labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. ``json`` also finds
-            ``a.meta.json``. ``auto`` is ``none`` if ``masks`` or ``objects`` is set, else ``cls``.
+        labels: extension of the member with the label (``cls``, ``json``, ``txt``), or ``none``. If ``a.json`` is
+            missing, ``json`` finds ``a.meta.json``. ``auto``: ``none`` with ``masks`` or ``objects``, else ``cls``.
         label_key: field of a .json label; ``a.b`` for a nested field.
         masks: extension of the member with the mask, such as ``png`` or ``seg.png``.
         objects: extension of the member with the objects, such as ``json``.
         num_keypoints: number of keypoints of an object; None: keypoints are not read.
         box_format: what a field ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         extra: extension of the member with the extra, such as ``txt``. A sample is then ``(bytes, label, extra)``. The
-            extra is text for ``.txt``, parsed for ``.json``, bytes for other members, and None if the member is
-            missing. With a list of extensions, the extra is a dict.
-        classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects. If labels are numbers, only
-            the number of classes is used.
+            extra is text for ``.txt``, the parsed content for ``.json``, bytes for other members, and None for a
+            missing member. With a list of extensions, the extra is a dict.
+        classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects. Labels that are
+            numbers are not changed, but must be below the number of classes.
         subset, exclude: as in :class:`FolderSource`.
         extensions: extensions of images. If a sample has several images, the first extension in this list is used.
         index: folder of the index file; None: the folder of local shards if it is writable, else
@@ -87,7 +86,7 @@ class ShardSource(ListedSource):
         remote: how to read from URLs.
 
     Raises:
-        SourceError: if a shard cannot be read, is compressed or damaged, or a member's name points outside its folder.
+        SourceError: if a shard cannot be read, is compressed or damaged, or has a name that leads outside the shard.
 
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     >>> source = ShardSource("data/scenes-{000..099}.tar", masks="seg.png", objects="json")
@@ -245,7 +244,7 @@ class ShardSource(ListedSource):
 
 
 def _member(data: list[tuple[int, bytes]], begin: int, size: int) -> bytes | None:
-    """Cut a member out of ``data``, the positions and bytes of ranges; None if the sample lacks the member."""
+    """Cut a member out of ranges, given as (first byte, bytes); None if the sample lacks the member."""
     if not size:
         return b"" if begin else None
     at, piece = next((at, piece) for at, piece in data if at <= begin and begin + size <= at + len(piece))
@@ -275,7 +274,7 @@ class _Part(NamedTuple):
     labels: Names
     dropped: int  # number of samples without image, label, mask or objects
     left_out: list[str]  # names of the first few dropped samples
-    other: list[str]  # extensions of the members of dropped samples, and of samples without an extra
+    other: list[str]  # extensions in samples that are dropped or lack an extra
 
 
 # -- the index file: a line with a checksum, then one line of JSON per shard
@@ -290,7 +289,7 @@ def _index(
     cache = files.cache_folder()
     elsewhere = str(cache) if folder is None else os.path.abspath(os.path.expanduser(os.fspath(folder)))
     paths = [os.path.join(elsewhere, _file_name(rule, root, *names))]
-    # beside the shards, the file name does not depend on the root, so the folder can be moved
+    # a file beside the shards is named without the root, because the folder may be moved
     if folder is None and not is_url(root):
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
     storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples

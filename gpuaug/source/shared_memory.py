@@ -128,7 +128,7 @@ def _open_theirs(name: str) -> int:
 
 
 def write(fd: int, data: memoryview | bytes, begin: int = 0) -> None:
-    """Write to the file. Without free memory, raise OSError; a write to a mapping would kill the process."""
+    """Write to the file, not to a mapping: if memory runs out, a write to a mapping would kill the process."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, memoryview(data)[done:], begin + done)

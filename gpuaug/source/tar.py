@@ -42,7 +42,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, path: str) -> Itera
     ``read(at, n)`` returns at most ``n`` bytes. If the tar ends without empty blocks, a warning is logged.
 
     Raises:
-        SourceError: if the file is not a tar or is cut off inside a member, or a member cannot be read.
+        SourceError: if the file is not a tar, is cut off inside a member, or has a member that cannot be read.
     """
     at, long_name, pax = 0, b"", dict[bytes, bytes]()
     try:
