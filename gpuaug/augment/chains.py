@@ -12,7 +12,7 @@ from gpuaug.augment.parameters import Chosen, Prepared
 
 
 def one_chain(op: Prepared) -> Prepared:
-    """The slots of one chain as an operation of its own. All chains of an operation have the same slots."""
+    """Make an operation from the slots of one chain. All chains have the same slots."""
     return replace(op, slots=op.slots[: len(op.slots) // op.chains], chains=0)
 
 
