@@ -180,7 +180,7 @@ def _plan(kind: str, given: dict[str, Any]) -> Plan:
         return Plan(_AUGMIX_NAMES, slots, chains=chains, free=depth == 0, **noise)
     if kind == "rand":
         weights = tuple(_WEIGHTS.values()) if "t" in given else None
-        names = tuple(_WEIGHTS) if "t" in given else _RAND_INCREASING if given.get("inc") else _RAND_NAMES
+        names = _RAND_INCREASING if weights or given.get("inc") else _RAND_NAMES
         if weights and given.get("n", 2) > len(names):
             raise ConfigError(f"`config` must have at most -n{len(names)} with -tweights. Found: -n{given['n']}.")
         return Plan(

@@ -177,7 +177,7 @@ def _base(value: Any, scales: tuple[float, float]) -> int | tuple[int, int] | No
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     sides = [] if value is None else list(value) if several else [value]
     whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST_SIDE for n in sides)
-    if not whole or len(sides) > 2 or (several and len(sides) != 2):
+    if not whole or (several and len(sides) != 2):
         raise ConfigError(
             f"`base` must be the shorter side, or [longer side, shorter side], or null. Sides: 1 to {LARGEST_SIDE}. "
             f"Found: {value!r}."
@@ -341,8 +341,8 @@ class RandomIoUCrop(Crop):
         objects, redraw = reads.objects, reads.redraw
         if objects is None:
             raise _missing(self, "boxes", "Use a source with boxes, or gpuaug.Resize.")
-        draws = u.astype(np.float32)
-        corner, canvas = self._zoomed(draws, np.stack([heights, widths], axis=1))
+        draws, sizes = u.astype(np.float32), np.stack([heights, widths], axis=1)
+        corner, canvas = self._zoomed(draws, sizes)
         crop = np.concatenate([np.zeros_like(canvas), canvas], axis=1)
         order = np.argsort(objects.sample, kind="stable")
         sample = np.asarray(objects.sample)[order]
@@ -359,7 +359,7 @@ class RandomIoUCrop(Crop):
             at, any_done = done.argmax(axis=0), done.any(axis=0)  # the first round that is done
             crop[waiting[any_done]] = found.reshape(len(stack), -1, 4)[at, np.arange(len(at))][any_done]
             waiting, start = waiting[~any_done], numbers.stop
-        return self._placed(crop, corner, np.stack([heights, widths], axis=1))
+        return self._placed(crop, corner, sizes)
 
     def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:
         """The image's position (top, left) on the canvas, and the canvas's (height, width): int64 [B, 2] each."""

@@ -172,13 +172,9 @@ class TargetStage:
             inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
             view.moves = view.moves if inverse is None else view.moves[1:]
             dtype = torch.uint8 if small else torch.int32
-            if (
-                device.type == "cpu"
-                and not view.moves
-                and not self._instances
-                and (small or self._dtype != torch.uint8)
-            ):
-                dtype = self._dtype  # this is the last step, so it writes the final dtype
+            last = device.type == "cpu" and not view.moves and not self._instances
+            if last and (small or self._dtype != torch.uint8):
+                dtype = self._dtype  # the last step writes the final dtype
             view.masks = made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
             masks.place(
                 decoded, view.windows, made.numpy(), inverse=inverse, fill=self.fill, threads=threads, each=each
@@ -354,10 +350,8 @@ class Given:
             if not listed or len(value) != count:
                 found = f"{len(value)}" if isinstance(value, Sequence) else f"{value!r:.100}"
                 raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
-        samples = []
-        for row in range(count):
-            own: dict[str, Any] = {name: _array(value[row]) for name, value in columns.items() if value is not None}
-            samples.append(Target(**own))
+        given = {name: value for name, value in columns.items() if value is not None}
+        samples = [Target(**{name: _array(value[row]) for name, value in given.items()}) for row in range(count)]
         table, _, faults = collect(samples, names, skip=(), num_keypoints=None)
         if faults:
             raise ConfigError(f"`boxes`, `labels` and `keypoints`: image {faults[0].row}: {faults[0].reason}.")
