@@ -129,7 +129,7 @@ def parse(config: str) -> Plan:
         value = read(text)
         if value is None or key in given or not allowed(value):
             reason = _BLUR if key == "t" and text.startswith("3a") else ""
-            reason = " It has this part twice." if key in given else reason
+            reason = " This part occurs twice." if key in given else reason
             raise _refused(config, f"{part!r} in {config!r}" if part else f"an empty part in {config!r}", reason)
         given[key] = value
     return _plan(kind, given)

@@ -240,7 +240,7 @@ class Resize(Crop):
         self.max_size = checks.whole_number("max_size", max_size, 1, LARGEST_SIDE, optional=True)
         if max_size is not None and not (isinstance(self.size, int) and self.size < max_size):
             raise ConfigError(
-                "`max_size` must be above `size`, which must be an int, the shorter side. "
+                "`max_size` must be above `size`, and `size` must be an int (the shorter side). "
                 f"Found: size {size!r}, max_size {max_size}."
             )
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))

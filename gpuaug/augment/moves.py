@@ -134,7 +134,7 @@ def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = 
         if op.chains:
             raise ConfigError(
                 f"`{key}` must give one image, because {' and '.join(names)} have to follow it. Found: "
-                f"{type(op.op).__name__}, which mixes an image with differently moved copies of it. Remove `{key}`."
+                f"{type(op.op).__name__}, which mixes differently moved copies of an image. Remove `{key}`."
             )
         for module in {type(module): module for modules in op.slots for module in modules}.values():
             _check_module(module, names, key)

@@ -350,8 +350,10 @@ class Given:
             if not listed or len(value) != count:
                 found = f"{len(value)}" if isinstance(value, Sequence) else f"{value!r:.100}"
                 raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
-        given = {name: value for name, value in columns.items() if value is not None}
-        samples = [Target(**{name: _array(value[row]) for name, value in given.items()}) for row in range(count)]
+        samples = []
+        for row in range(count):
+            own: dict[str, Any] = {name: _array(value[row]) for name, value in columns.items() if value is not None}
+            samples.append(Target(**own))
         table, _, faults = collect(samples, names, skip=(), num_keypoints=None)
         if faults:
             raise ConfigError(f"`boxes`, `labels` and `keypoints`: image {faults[0].row}: {faults[0].reason}.")
