@@ -23,9 +23,9 @@ from gpuaug.random.keyed import Float, Int, pick
 GEOMETRIC = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
 FACTORS = ("brightness", "color", "contrast", "sharpness")
 _OTHERS = ("posterize", "solarize", "auto_contrast", "equalize")
-MOST = 100  # largest number of operations per image, of operations per chain, and of chains
+MOST = 100  # maximum of `num_ops`, `mixture_width` and `chain_depth`
 _BINS = 1000  # largest `num_magnitude_bins`
-FREE_DEPTH = 3  # AugMix: largest number of operations in a chain whose depth is random
+FREE_DEPTH = 3  # AugMix: largest random number of operations in a chain
 
 Float64 = NDArray[np.float64]
 Fill = float | Sequence[float] | None
@@ -40,11 +40,10 @@ class Policy(RecipeOp):
         self.fill = _colour(fill)
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy as the operation ``name`` of a recipe."""
         raise NotImplementedError
 
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
-        """Make a :class:`PillowOp` for each of ``names``. Without ``interpolation``, they have that of the policy."""
+        """Make a :class:`PillowOp` for each of ``names``. ``interpolation`` replaces the policy's own setting."""
         interpolation = interpolation or self.interpolation
         return tuple(PillowOp(name, interpolation=interpolation, fill=self.fill) for name in names)
 
@@ -58,7 +57,7 @@ class RandAugment(Policy):
     Args:
         num_ops: number of operations per image.
         magnitude: magnitude of every operation, 0 to ``num_magnitude_bins - 1``.
-        num_magnitude_bins: number of magnitudes from an operation's weakest to its strongest form.
+        num_magnitude_bins: number of magnitudes. Magnitude 0 is the weakest form of an operation.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
 
@@ -88,13 +87,13 @@ class RandAugment(Policy):
 
 
 class TrivialAugmentWide(Policy):
-    """TrivialAugment with its wide ranges (arXiv:2103.10158), as torchvision's class runs it on Pillow images.
+    """TrivialAugmentWide (arXiv:2103.10158) as torchvision's class of this name runs it on Pillow images.
 
     Each image gets one of 14 operations with a random magnitude. All operations and all magnitudes are equally likely.
     Use the policy as an entry of a recipe's ``ops``.
 
     Args:
-        num_magnitude_bins: number of magnitudes from an operation's weakest to its strongest form.
+        num_magnitude_bins: number of magnitudes. Magnitude 0 is the weakest form of an operation.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
 
@@ -149,13 +148,11 @@ class AutoAugment(Policy):
 
 
 class AugMix(Policy):
-    """AugMix (arXiv:1912.02781): draws as ``torchvision.transforms.AugMix`` does and computes pixels as Pillow does.
+    """AugMix (arXiv:1912.02781) with the random draws of ``torchvision.transforms.AugMix`` and the pixels of Pillow.
 
-    Each of ``mixture_width`` copies of the image goes through its own chain of operations. The results are mixed with
-    each other and with the unchanged image, with random weights. Use the policy as an entry of a recipe's ``ops``, but
-    not with masks, boxes or keypoints.
-
-    torchvision runs the operations on tensors, so its pixels differ from gpuaug's by 0.1 of 255 levels on average.
+    ``mixture_width`` copies of the image go through separate chains of operations. The results and the unchanged image
+    are mixed with random weights. Use the policy as an entry of a recipe's ``ops``, but not with masks, boxes or
+    keypoints. torchvision runs the operations on tensors: its pixels differ by 0.1 of 255 levels on average.
 
     Args:
         severity: largest magnitude of an operation, 1 to 10.
@@ -230,7 +227,7 @@ class _Space:
     bins: int
     names: tuple[str, ...] = ("identity", *GEOMETRIC, *FACTORS, *_OTHERS)
     shear: float = 0.3
-    shift: float = 150.0 / 331.0  # largest translation: `shift * side / per` pixels; if `per` is None, `shift` pixels
+    shift: float = 150.0 / 331.0  # largest translation in pixels: `shift * side / per`, or `shift` if `per` is None
     per: float | None = 1.0
     rotate: float = 30.0
     factor: float = 0.9
@@ -238,7 +235,7 @@ class _Space:
     dropped: int = 4
 
     def magnitudes(self, bins: Int, negative: NDArray[np.bool_], size: Size) -> tuple[Alternatives, ...]:
-        """Compute the parameters of each slot and operation. ``bins`` and ``negative`` (the sign) are [slots, B]."""
+        """Compute the parameters of each slot and operation. ``bins`` and ``negative``: [slots, B]."""
         table = _table(self, size)
         params: list[Alternatives] = [()] * len(bins)
         for row, name in enumerate(self.names):
@@ -288,7 +285,7 @@ def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> 
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """The number of uniforms for :func:`chained`: one for the part of all chains, two per chain for share and depth."""
+    """:func:`chained` uses one uniform for the part of all chains, and two per chain for its share and its depth."""
     return 1 + 2 * chains
 
 
@@ -303,4 +300,4 @@ def chained(
         choice = np.where(position % FREE_DEPTH < depths[:, position // FREE_DEPTH], choice, -1)
     exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # uniforms are multiples of 2^-24
     shares = exponential / exponential.sum(axis=1, keepdims=True)  # distributed as Dirichlet(1, ..., 1)
-    return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # a uniform part: Beta(1, 1)
+    return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # Beta(1, 1) is uniform

@@ -23,7 +23,7 @@ class Table:
 
 @lru_cache(maxsize=8)
 def read(policy: str, posterize: str = "posterize") -> Table:
-    """Read the table of a policy. The operation ``posterize`` gets the given name."""
+    """Read the table of a policy, and rename its operation "posterize" to the argument ``posterize``."""
     words = [op.split() for line in _POLICIES[policy].strip().splitlines() for op in line.split(";")]
     found = [posterize if word[0] == "posterize" else word[0] for word in words]
     names = tuple(dict.fromkeys(found))
@@ -33,7 +33,7 @@ def read(policy: str, posterize: str = "posterize") -> Table:
     return Table(names, ops.reshape(-1, 2), p.reshape(-1, 2), magnitudes.reshape(-1, 2))
 
 
-_POLICIES = {  # a pair per line; an operation is its name, its probability and, if it has one, its magnitude
+_POLICIES = {  # a line is a pair of operations, each "name probability [magnitude]"
     "imagenet": """
 posterize 0.4 8; rotate 0.6 9
 solarize 0.6 5; auto_contrast 0.6

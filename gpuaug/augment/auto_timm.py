@@ -1,4 +1,4 @@
-"""timm's strings for RandAugment, AutoAugment and AugMix (timm/data/auto_augment.py), drawn for each sample.
+"""RandAugment, AutoAugment and AugMix from strings of timm (timm/data/auto_augment.py).
 
 A level is the strength of an operation, usually from 0 to 10. Each operation turns the level into its own parameter,
 such as an angle.
@@ -95,13 +95,13 @@ class Plan:
     """The settings that a string contains."""
 
     names: tuple[str, ...]  # the operations, as keys of `_ARGUMENTS`
-    slots: int = 2  # largest number of operations that an image gets; for AugMix, the sum over all chains
+    slots: int = 2  # maximum of operations per image, summed over the chains of AugMix
     magnitude: float = 10.0  # the level before noise is added
     std: float = 0.0  # standard deviation of the normal noise; infinite: the level is uniform from 0 to `magnitude`
     highest: float = _HIGHEST  # largest level
     p: float = 0.5  # probability that a chosen operation is applied
-    weights: tuple[float, ...] | None = None  # one per name, to choose without repetition; None: repetition, no weights
-    pairs: tuple[str, str] | None = None  # for AutoAugment: arguments of `read`; its table replaces `magnitude` and `p`
+    weights: tuple[float, ...] | None = None  # one per name; then no operation repeats. None: equal weights
+    pairs: tuple[str, str] | None = None  # for AutoAugment: arguments of `read`; the table replaces `magnitude` and `p`
     chains: int = 0  # number of AugMix's chains
     free: bool = False  # whether chains have a random number of operations
 
@@ -129,7 +129,7 @@ def parse(config: str) -> Plan:
         value = read(text)
         if value is None or key in given or not allowed(value):
             reason = _BLUR if key == "t" and text.startswith("3a") else ""
-            reason = " It has this part twice." if key in given else reason
+            reason = " This part occurs twice." if key in given else reason
             raise _refused(config, f"{part!r} in {config!r}" if part else f"an empty part in {config!r}", reason)
         given[key] = value
     return _plan(kind, given)
@@ -180,7 +180,7 @@ def _plan(kind: str, given: dict[str, Any]) -> Plan:
         return Plan(_AUGMIX_NAMES, slots, chains=chains, free=depth == 0, **noise)
     if kind == "rand":
         weights = tuple(_WEIGHTS.values()) if "t" in given else None
-        names = tuple(_WEIGHTS) if "t" in given else _RAND_INCREASING if given.get("inc") else _RAND_NAMES
+        names = _RAND_INCREASING if weights or given.get("inc") else _RAND_NAMES
         if weights and given.get("n", 2) > len(names):
             raise ConfigError(f"`config` must have at most -n{len(names)} with -tweights. Found: -n{given['n']}.")
         return Plan(
@@ -203,7 +203,7 @@ def _plan(kind: str, given: dict[str, Any]) -> Plan:
 
 # --- timm's operations
 
-# from level / 10, sign and the largest translation in pixels (horizontal, vertical)
+# arguments: level / 10, sign, and the largest translation in pixels (horizontal, vertical)
 _Argument = Callable[[Float64, Float64, tuple[float, float]], Any]
 
 _ARGUMENTS: dict[str, tuple[str, _Argument]] = {  # name of the PillowOp, and the function that computes its parameter
@@ -213,7 +213,7 @@ _ARGUMENTS: dict[str, tuple[str, _Argument]] = {  # name of the PillowOp, and th
     "rotate": ("rotate", lambda f, s, shift: s * (f * 30.0)),
     "shear_x": ("shear_x", lambda f, s, shift: s * (f * 0.3)),
     "shear_y": ("shear_y", lambda f, s, shift: s * (f * 0.3)),
-    # timm's positive shift moves the content to the left and up
+    # a positive shift of timm moves the content left or up
     "translate_x": ("translate_x", lambda f, s, shift: -s * f * shift[0]),
     "translate_y": ("translate_y", lambda f, s, shift: -s * f * shift[1]),
     "posterize": ("posterize", lambda f, s, shift: np.trunc(f * 4).clip(0, 8)),
@@ -250,7 +250,7 @@ def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tup
         pair = pick(u[:, 0], len(table.p))
         choice, p, magnitude = table.ops[pair], table.p[pair], table.magnitudes[pair].astype(np.float64)
     elif plan.weights:
-        # The order of exponential values, with the weights as rates, is a weighted choice without repetition.
+        # Exponential values have the weights as rates. Sorting them chooses by weight, without repetition.
         first = -np.log1p(-u[:, : plan.leading].astype(np.float64)) / np.array(plan.weights)
         choice = np.argsort(first, axis=1, kind="stable")[:, : plan.slots].astype(np.int64)
     else:
@@ -267,7 +267,7 @@ def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tup
 
 
 def _noisy(magnitude: Float64, u: Float, v: Float, plan: Plan) -> Float64:
-    """Draw levels float64 [B, slots]: uniform below ``magnitude``, or with normal noise (Box-Muller transform)."""
+    """Draw levels [B, slots]: ``magnitude`` plus normal noise (Box-Muller), or uniform below ``magnitude``."""
     if plan.std == math.inf:
         return magnitude * u
     radius = np.sqrt(-2.0 * np.log1p(-u.astype(np.float64)))

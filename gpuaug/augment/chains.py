@@ -12,7 +12,7 @@ from gpuaug.augment.parameters import Chosen, Prepared
 
 
 def one_chain(op: Prepared) -> Prepared:
-    """The slots of one chain as an operation of its own. All chains of an operation have the same slots."""
+    """Make an operation from the slots of one chain. All chains have the same slots."""
     return replace(op, slots=op.slots[: len(op.slots) // op.chains], chains=0)
 
 
@@ -27,15 +27,13 @@ def mixed(x: Tensor, op: Prepared, chosen: Chosen, run: Callable[[Tensor, Chosen
     made = (_levels(run(x, own)) for own in _each(op, chosen))
     image = _levels(x)
     # Multiply and add are separate calls, because addcmul rounds some elements of a tensor differently.
-    if op.rounds_twice:  # timm: the chains' sum is rounded down, then blended with the image
-        total = torch.zeros_like(image)
-        for share, levels in zip(shares, made, strict=True):
-            total += share * levels
-        return (image + mix * (total.clamp_(0, 255).floor_() - image)).floor_().div_(255)
-    total = (1 - mix) * image
+    total = torch.zeros_like(image) if op.rounds_twice else (1 - mix) * image
     for share, levels in zip(shares, made, strict=True):
-        total += share * mix * levels
-    return total.clamp_(0, 255).floor_().div_(255)
+        total += (share if op.rounds_twice else share * mix) * levels
+    total.clamp_(0, 255).floor_()
+    if op.rounds_twice:  # timm: the sum of the chains was rounded down, and is now blended with the image
+        total = (image + mix * (total - image)).floor_()
+    return total.div_(255)
 
 
 def _each(op: Prepared, chosen: Chosen) -> Iterator[Chosen]:

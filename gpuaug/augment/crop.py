@@ -1,4 +1,4 @@
-"""torchvision's crops, vectorized over the batch. The decoder makes views from their :class:`CropWindows`."""
+"""torchvision's crops, vectorized over the batch. The decoder makes the views from the :class:`CropWindows`."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Crop:
         Args:
             u: float32 [B, count] in [0, 1); None if the crop is not random.
             heights, widths: int64 [B] after EXIF orientation; 0 for a sample that cannot be decoded.
-            objects: the boxes of all samples in pixels after EXIF orientation, if ``needs`` has ``boxes``.
-            masks: B label arrays [h, w] after EXIF orientation, if ``needs`` has ``masks``; None for a sample that
-                cannot be decoded.
+            objects: the boxes of all samples, in pixels after EXIF orientation. Needed if ``needs`` has ``boxes``.
+            masks: B label arrays [h, w] after EXIF orientation. Needed if ``needs`` has ``masks``. A sample that cannot
+                be decoded has None.
             redraw: function of (round, rows int64 [n]) that draws further uniforms float32 [n, count] for these rows.
                 The first round is 1. None: the crop uses only ``u``.
         """
@@ -136,7 +136,7 @@ class RandomCrop(Crop):
     """Pads the image and crops a fixed size at a random position, without resizing, like torchvision's ``RandomCrop``.
 
     Args:
-        size: (H, W) of the crop; an int is a square. The padded image must not be smaller.
+        size: (H, W) of the crop, at most that of the padded image; an int is a square.
         padding: pixels around the image: one value, (left and right, top and bottom) or (left, top, right, bottom).
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
 
@@ -171,10 +171,10 @@ class RandomCrop(Crop):
                 f"{height}x{width} with padding {self.padding} (left, top, right, bottom). "
                 "Use a larger `padding`, a smaller `size`, or RandomResizedCrop, which fits every image."
             )
-        # top left corner of the crop window, which may extend beyond the image
+        # top left corner of the crop window; the window may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # If the window does not overlap the image, the box has one pixel, which lies outside the canvas.
+        # If the window does not overlap the image, the box has one pixel. Its offset is outside the output.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
@@ -208,7 +208,7 @@ class ResizeCenterCrop(Crop):
         h, w = resized_sides(self.resize, heights, widths)
         H, W = self.size
         # CenterCrop pads a smaller image with (H - h) // 2 pixels at the top and left. It crops a larger image from
-        # int(round((h - H) / 2)), which rounds half to even.
+        # int(round((h - H) / 2)). Python's round and rint round half to even.
         y = np.where(h < H, (H - h) // 2, -np.rint((h - H) / 2.0))
         x = np.where(w < W, (W - w) // 2, -np.rint((w - W) / 2.0))
         box, resized, offset = (stack_rows(len(u), *v) for v in ((0, 0, heights, widths), (h, w), (y, x)))
@@ -220,9 +220,9 @@ class Resize(Crop):
 
     Args:
         size: (H, W) is the exact size. An int is the new shorter side; the longer side follows from the aspect ratio,
-            rounded down. Then all resized images of a batch must have the same size.
-        max_size: largest longer side, above an int ``size``. If the longer side would exceed ``max_size``, the image is
-            resized to this longer side; the shorter side is rounded down. None: no limit.
+            rounded down. With an int, all resized images of a batch must have the same size.
+        max_size: maximum of the longer side, for an int ``size`` below ``max_size``. A longer side above the maximum
+            becomes ``max_size``; the shorter side shrinks in proportion, rounded down. None: no maximum.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> Resize((224, 224))
@@ -240,7 +240,7 @@ class Resize(Crop):
         self.max_size = checks.whole_number("max_size", max_size, 1, LARGEST_SIDE, optional=True)
         if max_size is not None and not (isinstance(self.size, int) and self.size < max_size):
             raise ConfigError(
-                "`max_size` must be above `size`, which must be an int, the shorter side. "
+                "`max_size` must be above `size`, and `size` must be an int (the shorter side). "
                 f"Found: size {size!r}, max_size {max_size}."
             )
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))

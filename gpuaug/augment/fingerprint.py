@@ -85,7 +85,7 @@ def settings(value: Any) -> Any:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
-    """List differences of two JSON values: (path, value in a, value in b). In a path, a list entry has its `name`."""
+    """List differences of two JSON values: (path, value in a, value in b). A path contains the name of a list entry."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = [*a, *(name for name in b if name not in a)]
         pairs = [(f"{where}.{name}" if where else name, a.get(name), b.get(name)) for name in names]
@@ -104,7 +104,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     import kornia.augmentation as K
 
     if not isinstance(op, K.AugmentationBase2D | K.RandomJigsaw):
-        magnitude = getattr(op, "magnitude", None)  # operations of a Kornia policy have one
+        magnitude = getattr(op, "magnitude", None)  # set for operations of a Kornia policy
         return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
     names = inspect.signature(kind).parameters
     order = {"order": fixed_order(op)} if "order" in names else {}

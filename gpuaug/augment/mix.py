@@ -1,4 +1,4 @@
-"""MixUp, CutMix and label smoothing. Only here, a sample's result depends on the other samples of its batch."""
+"""MixUp, CutMix and label smoothing. Only mixing makes a sample's result depend on other samples of the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
-_LARGEST_ALPHA = 1e9  # far below this value, Beta(alpha, alpha) is already almost exactly 1/2
+_LARGEST_ALPHA = 1e9  # at much smaller values, Beta(alpha, alpha) is already almost always 1/2
 _FIXED = 6  # uniforms before those of the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box's centre
 
 
@@ -27,7 +27,7 @@ class Mix:
 
     Args:
         mixup_alpha: MixUp's lambda has the distribution Beta(alpha, alpha); 0 switches MixUp off.
-        cutmix_alpha: the same for CutMix. CutMix's lambda is the fraction of the first view that is kept.
+        cutmix_alpha: the same for CutMix. The lambda of the labels is the part of the first view that keeps its pixels.
         p: probability that a batch is mixed.
         switch_p: probability of CutMix if both MixUp and CutMix are on.
         label_smoothing: epsilon. A label y with C classes becomes ``(1 - epsilon) y + epsilon / C``.
@@ -69,13 +69,13 @@ class Mix:
             valid: bool [B], on the CPU. A sample with False is not mixed and is not used as a partner.
             num_classes: C, needed for int64 labels.
             seed, epoch: seed of the random numbers, and the batch's epoch.
-            first_index: index in the source of the batch's first sample.
+            first_index: the first sample's index in the source.
 
         Returns:
             The mixed views, and soft labels float32 [B, C].
         """
         soft = self._soft(labels, num_classes)
-        stream = Stream("", -1, "mix", _FIXED + len(valid))  # no operation uses copy -1, so `mix` has its own values
+        stream = Stream("", -1, "mix", _FIXED + len(valid))  # no operation has copy -1, so none shares this stream
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
         cut = u[1] < self.switch_p if self.cutmix_alpha and self.mixup_alpha else self.cutmix_alpha > 0

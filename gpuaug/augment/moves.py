@@ -1,7 +1,7 @@
 """How a recipe's operations move the pixels of each sample, for masks, boxes and keypoints.
 
 Coordinates count from the image's edge: an image spans 0..W x 0..H, and the centre of the first pixel is 0.5. Kornia's
-matrices map pixel indices, whatever ``align_corners`` is: this flag only changes the padding by reflection.
+matrices map pixel indices. Kornia's flag ``align_corners`` only changes the padding by reflection.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Field:
     keys: Int  # [n, 2], the keys of their noise
 
     def apply(self, masks: Tensor, fill: int) -> Tensor:
-        """Return ``masks`` [B, H, W], integers up to 2**24, moved as the images. Pixels from outside get ``fill``."""
+        """Move ``masks`` [B, H, W] of integers up to 2**24 like the images. Pixels from outside get ``fill``."""
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])
-        # The images' field has at least two rows. With one row, the last bits and a few labels would differ.
+        # The field of the images has at least two rows. A field of one row would differ in the last bits.
         group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
         at, keys = (torch.from_numpy(v[group]).to(masks.device, non_blocking=True) for v in (self.rows, self.keys))
-        labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # exact; grid_sample fills with 0
+        labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # grid_sample fills with 0
         flags = self.module.flags
         settings = (flags["kernel_size"], flags["sigma"], flags["alpha"], flags["align_corners"])
         with torch.no_grad(), torch.autocast(masks.device.type, enabled=False), exact_products(masks.device):
@@ -62,10 +62,10 @@ class _Step(NamedTuple):
 
 
 def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list[Float64 | Field]:
-    """How the pixels of B samples move, in the order of the operations. The list is empty if no sample moves.
+    """List the moves of B samples, in the order of the operations. The list is empty if no pixel moves.
 
-    Matrices are float64 [B, 3, 3]. They map (x, y, 1) on the canvas to the place after the operations. Between them is
-    a :class:`Field` for each elastic transform. :func:`check_carried` must accept ``ops``.
+    A matrix float64 [B, 3, 3] maps (x, y, 1) before its operations to the place after them. An elastic transform is a
+    :class:`Field`. :func:`check_carried` must accept ``ops``.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):
@@ -82,7 +82,7 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
 
 
 def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> tuple[list[_Step], list[Field]]:
-    """The steps and fields of the alternatives of a slot. No sample takes two alternatives."""
+    """List the steps and fields of a slot. No sample takes two alternatives."""
     steps, fields = [], []
     choice = chosen.choice[:, slot]
     for alternative, module in enumerate(modules):
@@ -99,7 +99,7 @@ def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> tuple[lis
 
 
 def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float64]:
-    """For each list of steps, the product of each sample's matrices, float64 [batch, 3, 3] in pixel edges."""
+    """Multiply the matrices of each list of steps: float64 [batch, 3, 3], for coordinates from the image's edge."""
     steps = [step for product in products for step in product]
     ends = np.cumsum([0] + [len(step.rows) for step in steps])
     values = np.zeros((ends[-1], 9), dtype=np.float32)
@@ -134,7 +134,7 @@ def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = 
         if op.chains:
             raise ConfigError(
                 f"`{key}` must give one image, because {' and '.join(names)} have to follow it. Found: "
-                f"{type(op.op).__name__}, which mixes an image with differently moved copies of it. Remove `{key}`."
+                f"{type(op.op).__name__}, which mixes differently moved copies of an image. Remove `{key}`."
             )
         for module in {type(module): module for modules in op.slots for module in modules}.values():
             _check_module(module, names, key)

@@ -51,13 +51,13 @@ class Prepared:
     Attributes:
         name: the operation's key in ``ops``.
         op: the given module; never modified.
-        slots: S slots, applied one after the other. Each slot is a tuple of alternatives: private copies of modules
-            with ``p = 1``, because ``Chosen.choice`` already contains the gate's result.
+        slots: S slots, applied one after the other. Each slot is a tuple of alternatives: private copies of modules.
+            Their ``p`` is 1, because ``Chosen.choice`` already contains the gate's result.
         count: number of uniforms per sample. The first is for the gate, if there is one.
         rule: function from uniforms [B, count] and (H, W) to ``choice``, ``params`` and, with chains, ``weights``.
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
-        seeded: None, or the reason why gpuaug has no rule. The module then keeps its own ``p`` and runs on one sample
-            at a time. The global generators are seeded with the sample's key, and restored afterwards.
+        seeded: reason why gpuaug cannot draw the parameters; None: it can. With a reason, the module keeps its own
+            ``p`` and runs on one sample at a time. The sample's key seeds the global generators.
         members: the prepared operations that a OneOf chooses from; () for other operations.
         chains: number of chains, or 0. ``slots`` holds the slots of all chains, chain after chain. Each chain starts
             from the unchanged image, and the results are mixed (chains.py).
@@ -82,14 +82,14 @@ class Prepared:
 
 
 def always_applied(op: nn.Module) -> Any:
-    """Copy a Kornia operation and set ``p = 1``, so that Kornia skips its own blending; the caller applies the gate."""
+    """Copy a Kornia operation and set ``p = 1``. The caller applies the gate."""
     module = copy.deepcopy(op)
     module.p = 1.0  # type: ignore[assignment]
     return module
 
 
 def tensors(params: Params, rows: Int | None = None) -> Tensors:
-    """Parameters of the given rows (None: all) as CPU tensors, because Kornia expects them on the CPU."""
+    """Parameters of ``rows`` (None: all) as CPU tensors, because Kornia expects them on the CPU."""
     # A value shared by all samples is a read-only view of one row. It is copied, because torch warns about such views.
     return {
         k: torch.from_numpy(np.require(v if rows is None else v[rows], requirements=["C", "W"]))

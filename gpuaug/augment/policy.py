@@ -53,7 +53,6 @@ class OneOf:
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
-    """Prepare the operations of a mapping, in its order."""
     if ops is not None and not isinstance(ops, Mapping):
         raise ConfigError(
             f"`{path}` must be a mapping of names to operations, such as {{'flip': RandomHorizontalFlip(p=0.5)}}. "
@@ -222,7 +221,7 @@ def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
     """Prepare AutoAugment; slot i contains the i-th operation of each sub-policy."""
     policies = [list(child.children()) for child in op.children()]
     members = tuple(tuple(_member(operation, key) for operation in operations) for operations in policies)
-    width = 1 + max(count for path in members for count, _, _ in path)  # the gate's uniform, then the member's
+    width = 1 + max(count for path in members for count, _, _ in path)  # one uniform for the gate
     slots = tuple(
         tuple(always_applied(operations[slot].op) for operations in policies if slot < len(operations))
         for slot in range(max(map(len, policies)))
@@ -257,7 +256,7 @@ def _magnitude(op: Any, operation: Any) -> Any:
     return np.float32((m * float(high - low) + low).item())
 
 
-# Name of Kornia's class to a function: (name, op, key=configuration key) -> Prepared.
+# From the class name in Kornia to a function (name, op, key=configuration key) -> Prepared.
 _POLICIES: dict[str, Callable[..., Prepared]] = {
     "RandAugment": partial(_prepare_distinct, rand=True),
     "TrivialAugment": partial(_prepare_distinct, rand=False),
@@ -267,7 +266,7 @@ _POLICIES: dict[str, Callable[..., Prepared]] = {
 
 # --- modules that `ops` refuses
 
-# Package and class to (requirement, remedy). The first class in the module's MRO that is listed here decides.
+# From "package.class" to (requirement, remedy). The first class of the module's MRO in this table decides.
 _REFUSED = {
     name: (required, remedy)
     for names, required, remedy in (
@@ -288,7 +287,7 @@ _REFUSED = {
             "keep pixels in 0..1 for later operations",
             "Use `normalize` instead.",
         ),
-        ("kornia.RandomJigsaw", None, None),  # allowed, although for Kornia it is an operation that mixes samples
+        ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
         ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
         ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
         ("kornia.PolicyAugmentBase", None, None),  # allowed, although it is a subclass of ImageSequentialBase

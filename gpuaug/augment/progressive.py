@@ -16,7 +16,7 @@ from gpuaug.random.keyed import EPOCHS
 
 
 class Progressive(ReadOnly):
-    """Uses another recipe from certain epochs on, for example larger images, as EfficientNetV2 does (arXiv:2104.00298).
+    """Changes the recipe at certain epochs, for example to larger images, as EfficientNetV2 does (arXiv:2104.00298).
 
     All stages must have the same views: equal names, in the same order, with equal ``copies``.
 
@@ -69,12 +69,12 @@ class Progressive(ReadOnly):
 
     @property
     def stages(self) -> Mapping[int, Augment | MultiView]:
-        """Maps the first epoch of each stage to the recipe of the stage, in the order of epochs."""
+        """Maps the first epoch of each stage to the stage's recipe, in the order of epochs."""
         stages = dict(zip(self._firsts, self._recipes, strict=True))
         return MappingProxyType(stages)  # type: ignore[arg-type]
 
     def at(self, epoch: int) -> Augment | MultiView:
-        """The recipe of ``epoch``, which is at least 0."""
+        """Return the recipe of ``epoch``."""
         checks.whole_number("epoch", epoch, 0)
         stages = self.stages
         return stages[max(first for first in stages if first <= epoch)]
@@ -85,7 +85,7 @@ class Progressive(ReadOnly):
         return any(stage.main_thread for stage in self.stages.values())
 
     def check_unchanged(self, *, quick: bool = False) -> None:
-        """Raise ReadOnlyError if settings changed since a stage was created. The change would have no effect.
+        """Raise ReadOnlyError if a setting was changed after its stage was created. Such a change has no effect.
 
         ``quick`` skips a view if no attribute was assigned since the last check.
         """

@@ -1,6 +1,6 @@
 """Recipes: objects that augment images.
 
-A sample's random numbers and pixels do not depend on other samples of the batch, other views or other operations.
+A sample's random numbers and pixels do not depend on other samples or other views.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class Drawn:
 
     uniforms: Mapping[tuple[str, int, str], Float]  # (view, copy, operation or "crop") to float32 [B, n]
     keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
-    seed: int = 0  # this and the next are the arguments of `draw`, for crops that draw again
+    seed: int = 0  # the arguments of `draw`, up to `repeats`; `again` needs them
     epoch: int = 0
     indices: Int | None = None
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
-        """Draw the uniforms of round ``number`` for a view's crop: float32 [n, count], for n ``rows``."""
+        """Draw new uniforms for the crop of a view: round ``number``, float32 [n, count] for n ``rows``."""
         assert self.indices is not None
-        # operation names contain no null character
+        # no operation has this name, because names contain no null character
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
         repeats = None if self.repeats is None else self.repeats[rows]
         drawn = uniforms((stream,), seed=self.seed, epoch=self.epoch, indices=self.indices[rows], repeats=repeats)
@@ -108,7 +108,7 @@ class RecipeBase(ReadOnly):
         return {0: self}
 
     def check_unchanged(self, *, quick: bool = False, key: str = "augment") -> None:
-        """Raise ReadOnlyError if settings changed since the recipe was created. The change would have no effect.
+        """Raise ReadOnlyError if a setting was changed after the recipe was created. Such a change has no effect.
 
         Args:
             quick: skip a view if no attribute was assigned since the last check. This misses changes inside tensors.
@@ -178,7 +178,7 @@ class RecipeBase(ReadOnly):
         Args:
             drawn: the batch's random numbers.
             heights, widths: int64 [B], image sizes after EXIF orientation.
-            objects, masks: the boxes of all samples, and a label array [h, w] or None per sample, if a crop needs them.
+            objects, masks: as for the ``windows`` of a crop. None if no crop needs them.
         """
         windows = []
         for view in self.views:
@@ -201,8 +201,8 @@ class RecipeBase(ReadOnly):
     ) -> Any:
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
-        ``drawn``: the batch's random numbers; without them, this method is ``nn.Module.apply``. ``chosen``: the result
-        of :meth:`choose`, if it is known. ``memory_format``: the memory format of the result.
+        ``drawn``: the batch's random numbers; None: the call goes to ``nn.Module.apply``. ``chosen``: the result of
+        :meth:`choose`; None: computed here. ``memory_format``: the memory format of the result.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
@@ -367,7 +367,7 @@ class Augment(RecipeBase):
         return {**self._made, "ops": named(self._made["ops"]), "copies": self.copies}
 
     def replace(self, **changes: Any) -> Augment:
-        """Return a new recipe with ``changes`` of the settings, for example ``replace(normalize=None)``."""
+        """Return a new recipe with changed settings, for example ``replace(normalize=None)``."""
         kept = {name: getattr(self, name) for name in ("crop", "ops", "normalize", "copies", "backend")}
         return Augment(**kept | changes)
 
@@ -381,7 +381,7 @@ class Augment(RecipeBase):
         }
 
     def _values(self) -> list[Any]:
-        """Attribute values of crop and operations, and values inside their dictionaries, to compare by identity."""
+        """List the attributes of crop and operations, also those in dictionaries, for a comparison by identity."""
         choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
         ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
         modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
@@ -391,13 +391,13 @@ class Augment(RecipeBase):
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
         modules = {name: op for name, op in self.ops.items() if isinstance(op, nn.Module)}
-        # only Kornia's policies hold modules of modules; their repr is pages long
+        # Kornia's policies contain modules in modules; the repr of a policy has several pages
         long = {name for name, op in modules.items() if any(any(child.children()) for child in op.children())}
         ops = (f"{k}={type(op).__name__}(...)" if k in long else f"{k}={op!r}" for k, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
-        """Augment ``images``, the cropped uint8 [B, H, W, 3] of one view, and return [B, 3, H, W].
+        """Augment the cropped images of one view: uint8 [B, H, W, 3] to [B, 3, H, W].
 
         ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
         """
@@ -410,7 +410,7 @@ class Augment(RecipeBase):
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
-        # the copy makes its own executor, with its own compiled functions, and checks all settings once more
+        # a copy makes its own executor and checks all settings again
         return {
             **self.__dict__,
             "_executor": None,

@@ -133,7 +133,7 @@ class _Float64Products(TorchFunctionMode):
         return y.float() if narrow else y
 
 
-CACHED_BYTES = 4 << 20  # of images per call on the CPU; with more, temporary results do not fit into the CPU's cache
+CACHED_BYTES = 4 << 20  # limit per CPU call, so that temporary results fit into the CPU's cache
 
 
 def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: Int | None) -> Tensor:
@@ -176,7 +176,7 @@ def _apply_users(x: Tensor, op: Prepared, module: Any, rows: Int, params: Params
     given = images[some].clone() if number <= CHECKED_BATCHES else None
     y = _checked(op, module(images, *uniforms), list(images.shape)).to(x.dtype)
     if given is not None:
-        turned = module(given.flip(0), *(u[some].flip(0) for u in uniforms)).to(x.dtype)  # as another batch
+        turned = module(given.flip(0), *(u[some].flip(0) for u in uniforms)).to(x.dtype)
         _check_pixels(op, given, y[some], turned.flip(0), batched=True)
     at = torch.from_numpy(rows).to(x.device, non_blocking=True)
     return x.index_copy_(0, at, y[: len(rows)])
@@ -213,7 +213,7 @@ def _seeded(op: Prepared, image: Tensor, seed: int) -> Tensor:
 
 
 def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
-    """Return ``y``, the result of a user's module, if it has this shape and is floating-point."""
+    """Check that ``y``, the result of a user's module, has ``shape`` and is floating-point."""
     if not isinstance(y, Tensor) or list(y.shape) != shape or not y.is_floating_point():
         given = f"{y.dtype} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
         raise ConfigError(
@@ -223,9 +223,9 @@ def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
     return y
 
 
-CHECKED_BATCHES = 3  # only an operation's first batches in each process, because a check waits for the device
-# Number of samples that run twice in each checked batch. This finds 99 of 100 operations that change a sample with
-# probability 0.1 and do not repeat their random numbers.
+CHECKED_BATCHES = 3  # checked batches per operation and process; not more, because a check waits for the device
+# Samples per checked batch that run twice. Suppose that an operation changes a sample with probability 0.1, and that
+# its random numbers do not repeat. The check finds 99 of 100 such operations.
 CHECKED_SAMPLES = 8
 _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str, str]] = set()

@@ -1,6 +1,6 @@
 """Crops for segmentation and detection: random scale, letterbox, and the IoU crop of SSD.
 
-torchvision's formulas are computed in float32, as in torchvision. So the same uniforms give the same integers.
+torchvision's formulas are computed in float32, so that the same uniforms give the same integers as in torchvision.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class RandomScaleCrop(Crop):
 
     - torchvision's segmentation references: ``RandomScaleCrop(480, base=520)``. The shorter side is a random whole
       number from ``int(scale[0] * base)`` to ``int(scale[1] * base)``; the longer side is rounded down.
-    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. Both numbers of ``base`` are
-      multiplied by the same random factor and rounded down. They limit the longer and the shorter side. The image gets
-      the largest size within these limits; its sides are rounded to nearest.
+    - mmsegmentation: ``RandomScaleCrop(512, base=(2048, 512), cat_max_ratio=0.75)``. The limits of the longer and the
+      shorter side are ``base`` times one random factor, rounded down. The image gets the largest size within the
+      limits; its sides are rounded to nearest.
     - large scale jitter (arXiv:2012.07177; torchvision's ``ScaleJitter`` and ``FixedSizeCrop``):
       ``RandomScaleCrop(1024, scale=(0.1, 2.0), base=None, anchor="diagonal")``. The image is fitted into ``size`` and
       multiplied by a random factor; its sides are rounded down.
 
     Args:
         size: output (H, W); an int is a square.
-        scale: smallest and largest random factor, 0 < min <= max <= 100; its distribution is uniform.
+        scale: smallest and largest random factor, 0 < min <= max <= 100. The factor is uniform.
         base: size at a factor of 1. An int: the shorter side. Two ints: limits of the longer and the shorter side.
             None: the largest size that fits into ``size``.
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
@@ -167,7 +167,7 @@ class RandomScaleCrop(Crop):
 def _labels(part: NDArray[Any]) -> tuple[NDArray[Any], Int64]:
     """The labels that occur in a part of a mask, and the number of pixels of each label."""
     flat = part.reshape(-1)
-    # starts of the runs of equal labels, because counting every pixel takes longer
+    # starts of the runs of equal labels: counting runs is faster than counting pixels
     start = np.concatenate([[0], np.flatnonzero(flat[1:] != flat[:-1]) + 1])
     labels, which = np.unique(flat[start], return_inverse=True)
     return labels, np.bincount(which, weights=np.diff(start, append=len(flat))).astype(np.int64)
@@ -177,7 +177,7 @@ def _base(value: Any, scales: tuple[float, float]) -> int | tuple[int, int] | No
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     sides = [] if value is None else list(value) if several else [value]
     whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST_SIDE for n in sides)
-    if not whole or len(sides) > 2 or (several and len(sides) != 2):
+    if not whole or (several and len(sides) != 2):
         raise ConfigError(
             f"`base` must be the shorter side, or [longer side, shorter side], or null. Sides: 1 to {LARGEST_SIDE}. "
             f"Found: {value!r}."
@@ -195,8 +195,8 @@ def _base(value: Any, scales: tuple[float, float]) -> int | tuple[int, int] | No
 class Letterbox(Crop):
     """Fits the whole image into ``size``, keeps its aspect ratio and pads the rest, as YOLO does.
 
-    The image is resized by ``r = min(H / h, W / w)``. Its sides are rounded half to even. If the image is centred and
-    the number of added rows or columns is odd, the extra row is at the bottom, and the extra column at the right.
+    The image is resized by ``r = min(H / h, W / w)``. Its sides are rounded half to even. If an odd number of rows is
+    added to a centred image, the extra row is at the bottom. An extra column is at the right.
 
     With ``shorter``, ``r = min(shorter / min(h, w), H / h, W / w)``, and both sides are rounded down. This equals the
     resizing inside torchvision's detectors.
@@ -206,8 +206,8 @@ class Letterbox(Crop):
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
         centre: True: the image lies in the middle of the output. False: the image lies at the top left.
         upscale: whether an image that is smaller than ``size`` is enlarged.
-        shorter: length of the shorter side after resizing, if the image then fits into ``size``. A list: one of its
-            values is drawn for each sample. None: the image is made as large as ``size`` allows.
+        shorter: length of the shorter side after resizing, or less, to fit into ``size``. A list: one of its values is
+            drawn for each sample. None: the image is made as large as ``size`` allows.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> Letterbox(640)
@@ -268,26 +268,25 @@ class RandomIoUCrop(Crop):
     """Zooms out, crops a part that overlaps an object, and resizes the crop, as SSD does (arXiv:1512.02325).
 
     Equals torchvision's ``RandomZoomOut``, ``RandomIoUCrop`` and ``Resize(size)``, applied in this order. Zooming out
-    places the image on a larger canvas, whose border has the value ``fill``; otherwise the canvas is the image. Objects
-    whose centre is outside the crop are removed.
+    places the image on a larger canvas with a border of value ``fill``. Without zooming out, the canvas is the image.
+    Objects whose centre is outside the crop are removed.
 
-    torchvision repeats until it finds a crop. Here, a sample has at most 16 rounds of ``trials`` crops. If no crop fits
-    (0.03 % of images), the image is not cropped. An image without boxes is not cropped either.
+    torchvision repeats until it finds a crop. In gpuaug, a sample has at most 16 rounds of ``trials`` crops. If no crop
+    fits (0.03 % of images), the image is not cropped. An image without boxes is not cropped either.
 
     If the crop contains a part of the border, the edges of the image in the output are rounded to whole pixels. These
     edges differ from torchvision's by at most one pixel.
 
     Args:
         size: output (H, W); an int is a square.
-        min_scale: smallest height and width of the crop as fractions of the canvas's, 0 < min_scale <= max_scale.
-        max_scale: largest height and width of the crop as fractions of the canvas's, at most 1.
+        min_scale: minimum of crop side / canvas side, for height and width, 0 < min_scale <= max_scale.
+        max_scale: maximum of crop side / canvas side, for height and width, at most 1.
         min_aspect_ratio: smallest width / height of the crop in pixels.
         max_aspect_ratio: largest width / height of the crop in pixels.
-        sampler_options: list of minimum IoUs. Each round draws one of them, and the IoU of the crop and at least one
-            object must reach it. If 1 or more is drawn, the image is not cropped. None: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
+        sampler_options: list of minimum IoUs. Each round draws one minimum, which at least one object's IoU with the
+            crop must reach. If 1 or more is drawn, the image is not cropped. None: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops per round, 1..1000.
-        zoom_out: smallest and largest factor from the image's sides to the canvas's, 1 <= min <= max <= 100. None: no
-            zooming out.
+        zoom_out: range of canvas side / image side, 1 <= min <= max <= 100. None: no zooming out.
         zoom_p: probability of zooming out.
         fill: value of the border, 0..255; a list of three is (red, green, blue).
         p: probability of the IoU crop.
@@ -342,8 +341,8 @@ class RandomIoUCrop(Crop):
         objects, redraw = reads.objects, reads.redraw
         if objects is None:
             raise _missing(self, "boxes", "Use a source with boxes, or gpuaug.Resize.")
-        draws = u.astype(np.float32)
-        corner, canvas = self._zoomed(draws, np.stack([heights, widths], axis=1))
+        draws, sizes = u.astype(np.float32), np.stack([heights, widths], axis=1)
+        corner, canvas = self._zoomed(draws, sizes)
         crop = np.concatenate([np.zeros_like(canvas), canvas], axis=1)
         order = np.argsort(objects.sample, kind="stable")
         sample = np.asarray(objects.sample)[order]
@@ -352,7 +351,7 @@ class RandomIoUCrop(Crop):
         waiting = np.flatnonzero(known & (np.diff(first) > 0) & (draws[:, 0] < np.float32(self.p)))
         start, rounds = 0, 1 if redraw is None else self.ROUNDS
         while len(waiting) and start < rounds:
-            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once: few rows are left
+            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once, for fewer and fewer rows
             stack = [draws[waiting] if redraw is None or not n else redraw(n, waiting) for n in numbers]
             rows = np.tile(waiting, len(stack))
             done, found = self._rounds(np.concatenate(stack)[:, 5:], canvas[rows], boxes, first[rows], first[rows + 1])
@@ -360,7 +359,7 @@ class RandomIoUCrop(Crop):
             at, any_done = done.argmax(axis=0), done.any(axis=0)  # the first round that is done
             crop[waiting[any_done]] = found.reshape(len(stack), -1, 4)[at, np.arange(len(at))][any_done]
             waiting, start = waiting[~any_done], numbers.stop
-        return self._placed(crop, corner, np.stack([heights, widths], axis=1))
+        return self._placed(crop, corner, sizes)
 
     def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:
         """The image's position (top, left) on the canvas, and the canvas's (height, width): int64 [B, 2] each."""
@@ -377,7 +376,7 @@ class RandomIoUCrop(Crop):
     ) -> tuple[NDArray[np.bool_], Int64]:
         """Call :meth:`_round` for a few rows at a time, to limit memory. Row i has the boxes ``first[i]:last[i]``."""
         counts = last - first
-        group = np.cumsum(counts) * self.trials // 2**18  # 2 MB per matrix [boxes, trials], or a single row
+        group = np.cumsum(counts) * self.trials // 2**18  # about 2 MB per matrix [boxes, trials]
         edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(counts)]
         made = []
         for part in itertools.starmap(slice, itertools.pairwise(edges)):
@@ -388,9 +387,9 @@ class RandomIoUCrop(Crop):
         return np.concatenate(done), np.concatenate(crops)
 
     def _round(self, u: Float, canvas: Int64, boxes: Float64, counts: Int64) -> tuple[NDArray[np.bool_], Int64]:
-        """Run one round: whether each row is done, bool [n], and its crop (top, left, height, width), int64 [n, 4].
+        """Run one round. Return which rows are done, bool [n], and crops (top, left, height, width), int64 [n, 4].
 
-        ``u`` is float32 [n, 1 + 4 * trials], ``boxes`` [m, 4] are on the canvas, and each row has ``counts >= 1``.
+        ``u`` is float32 [n, 1 + 4 * trials]. ``boxes`` [m, 4] are on the canvas. Each row has ``counts >= 1`` boxes.
         """
         options = np.array(self.sampler_options)
         least = options[pick(u[:, 0], len(options))]
@@ -411,7 +410,7 @@ class RandomIoUCrop(Crop):
         return whole | good.any(axis=1), crop
 
     def _placed(self, crop: Int64, corner: Int64, sizes: Int64) -> CropWindows:
-        """Windows from crops (top, left, height, width) of canvases whose image begins at ``corner``."""
+        """Turn crops (top, left, height, width) of canvases into windows. ``corner``: where the image begins."""
         origin, extent, size = crop[:, :2] - corner, crop[:, 2:], np.array(self.size)
         start = np.clip(origin, 0, sizes - 1)
         stop = np.clip(origin + extent, start + 1, sizes)

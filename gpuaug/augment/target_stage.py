@@ -1,4 +1,4 @@
-"""Moves the targets of a batch with its images: objects on the host, masks on the host and then on the device."""
+"""Moves the targets of a batch like its images. Objects move on the host, masks also on the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Upright:
     boxed: Objects  # the same objects in pixels of the upright images, for crops
     matrices: Float64  # [B, 3, 3], from the annotated to the upright image
     sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
-    masks: list[NDArray[Any] | None] | None  # decoded, with None for a row with a fault; None if no crop needs masks
+    masks: list[NDArray[Any] | None] | None  # None: no crop needs masks. In the list: None for a row without a mask
     faults: list[Fault]
 
 
@@ -57,7 +57,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class TargetBatch:
-    """Targets of a batch between two stages: one :class:`Placed` per view."""
+    """Targets of a batch, with one :class:`Placed` per view."""
 
     upright: Upright
     views: list[Placed]
@@ -68,7 +68,7 @@ class TargetStage:
 
     Args:
         rules: which targets the run has, and how they are made.
-        recipe: an Augment, MultiView or Progressive; Any, because recipe.py imports this module.
+        recipe: an Augment, MultiView or Progressive. Its type is Any, because recipe.py imports this module.
         flip: for each keypoint, the index of its mirror image; None: keypoints keep their index.
         panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
     """
@@ -163,7 +163,7 @@ class TargetStage:
     ) -> None:
         """Crop and resize upright masks for every view of ``batch``.
 
-        For a CPU device, and for masks of object numbers, this also applies the view's first move, if it is a matrix.
+        On a CPU, and for masks of object numbers, the same step applies a matrix that is the view's first move.
         """
         small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances
@@ -172,13 +172,9 @@ class TargetStage:
             inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
             view.moves = view.moves if inverse is None else view.moves[1:]
             dtype = torch.uint8 if small else torch.int32
-            if (
-                device.type == "cpu"
-                and not view.moves
-                and not self._instances
-                and (small or self._dtype != torch.uint8)
-            ):
-                dtype = self._dtype  # this is the last step, so it writes the final dtype
+            last = device.type == "cpu" and not view.moves and not self._instances
+            if last and (small or self._dtype != torch.uint8):
+                dtype = self._dtype  # the last step writes the final dtype
             view.masks = made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
             masks.place(
                 decoded, view.windows, made.numpy(), inverse=inverse, fill=self.fill, threads=threads, each=each
@@ -189,7 +185,7 @@ class TargetStage:
     def finish(
         self, batch: TargetBatch, indices: Tensor, *, bad: Sequence[int], keep: Tensor | None, device: torch.device
     ) -> list[BatchTargets]:
-        """Upload the decoded targets of every view to the device of the images, and apply the other moves of masks.
+        """Upload the targets of every view to the device of the images. Apply the remaining moves to the masks.
 
         ``bad``: rows with a fault; their masks become ``fill``, and their objects are dropped. ``keep``: int64 [n], the
         rows to keep; None: all.
@@ -248,14 +244,14 @@ class TargetStage:
             made = made.index_fill(0, buffers.to_device(torch.tensor(list(bad)), device), self.fill)
         if len(rows) < len(made):
             made = made.index_select(0, buffers.to_device(torch.from_numpy(rows), device))
-        if made.dtype != self._dtype and device.type == "cpu":  # reuse memory: new memory takes longer than converting
+        if made.dtype != self._dtype and device.type == "cpu":  # new memory would take longer than the conversion
             return buffers.outputs.take((len(made), 1, *made.shape[1:]), self._dtype, False)[:, 0].copy_(made)
         return made.to(self._dtype)
 
     def _decode(
         self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Upright masks [h, w] per sample, with the values that ``map`` gives; None for a sample with a fault."""
+        """Decode upright masks [h, w] and apply ``map``. A sample without a mask or with a fault gets None."""
         data = encoded.masks
         found: list[NDArray[Any] | None] = [None] * len(data)
         faults: list[Fault] = []
@@ -277,7 +273,7 @@ class TargetStage:
         decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
         if self.panoptic and encoded.targets is not None:
             _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-            if self._table is not None:  # applied now, because `map` names classes and not annotation ids
+            if self._table is not None:  # not applied earlier, because `map` is for classes, not for annotation ids
                 found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
         for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
             largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
@@ -299,7 +295,7 @@ def augment_targets(
 ) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
     """Move the targets of decoded images. Returns crop windows, choices and targets of every view.
 
-    ``recipe``, ``size`` (H, W), ``indices`` and ``device`` are those of the images; ``drawn`` are their random numbers.
+    ``drawn``: the random numbers; ``size``: (H, W) of the images; ``indices``: sample numbers.
     """
     for view in (view for view in recipe.views if view.copy == 0):
         check_carried(view.augment.prepared, given.rules.names)
@@ -343,7 +339,7 @@ class Given:
         )
 
     def encoded(self, count: int, size: tuple[int, int]) -> tuple[EncodedTargets, list[NDArray[Any] | None] | None]:
-        """The objects of ``count`` images as one table, and their masks as arrays; None if there are no masks."""
+        """Convert the objects of ``count`` images to one table, and the masks to arrays. Without masks: None."""
         names = [name for name in self.rules.names if name != "masks"]
         columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}
         for name in dict.fromkeys([*self.rules.names, *columns]):
@@ -386,7 +382,7 @@ class Given:
 
 def _array(value: Any) -> NDArray[Any]:
     try:
-        # an array of objects, which numpy may make from nested lists, is refused by a later check
+        # numpy may make an array of objects from nested lists; a later check refuses such an array
         return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
     except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors
         raise ConfigError(f"`masks`, `boxes`, `labels` and `keypoints` must be arrays. Found: {error}.") from error
