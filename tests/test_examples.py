@@ -86,7 +86,8 @@ def test_a_plain_loop_goes_on_with_the_next_sample(overrides: list[str], consume
 
 
 def test_accelerate(overrides: list[str], consumed: list[int], tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
+    state = pytest.importorskip("accelerate.state")
+    state.AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier test in this process
     loop = example("accelerate_loop")
     loop.train(overrides, epochs=1, checkpoint=tmp_path / "c", cpu=True, mixed_precision="bf16")
     assert sorted(consumed) == list(range(65))
