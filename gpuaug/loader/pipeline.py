@@ -54,9 +54,9 @@ class Streams:
             yield stream
 
     def follow_consumer(self) -> None:
-        """Let both streams wait for work that the consumer has queued, for example on the recipe's tensors.
+        """Let both streams wait for the consumer's earlier work, such as changes of the recipe's tensors.
 
-        One call per pass is enough, because torch's allocator frees a batch only after its last use on any stream.
+        One call per pass is enough: torch's allocator already protects the memory of each batch.
         """
         for stream in self._pair:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -81,7 +81,7 @@ class Pipeline:
     num_classes: int | None = None
     key_of: Callable[[int], str] = str
     look_at: Callable[[int], Any] = lambda _: None  # maps an epoch to `Batch.look`
-    # `numbers(epoch)(*task)` returns the numbers to read from the source; None: read the sample numbers of the task
+    # `numbers(epoch)(*task)` gives the numbers that the reader asks its source for; None: the task's sample numbers
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
 
     @property
@@ -128,7 +128,7 @@ class Pipeline:
         extra = encoded.extra or [None] * len(encoded)
         if bad:
             valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
-        if bad and self.faults.policy != "blank":  # with `raise`, only padding is bad here
+        if bad and self.faults.policy != "blank":  # under `raise`, `handle` raised unless only padding is bad
             keep = torch.tensor([row for row in range(len(encoded)) if row not in bad], device="cpu")
             if not len(keep):
                 return None
@@ -227,7 +227,7 @@ class Pass(Iterator[Batch]):
         self._closed = self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # A buffer needs copies, because views of mapped files are read only when they are decoded.
+        # A view of a mapped file is not read before decoding. So a buffer needs copies.
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
         if buffer_bytes is not None:
             encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
@@ -239,7 +239,7 @@ class Pass(Iterator[Batch]):
         main_thread = pipeline.stage.main_thread
         if prefetch and not main_thread:
             decoded = self._thread(decoded, "decoding", 1)
-        # If augmentation must run on the iterating thread, `__next__` does it.
+        # With `main_thread`, `__next__` augments in the consumer's thread.
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
@@ -275,7 +275,7 @@ class Pass(Iterator[Batch]):
                 self.close()
                 raise
             if item is END:
-                self._exhausted = not self._closed  # after a close by another thread, the loop raises PassEndedError
+                self._exhausted = not self._closed  # closed by another thread: the loop raises PassEndedError
                 self.close()
                 continue
             self.waited += time.perf_counter() - began
@@ -291,7 +291,7 @@ class Pass(Iterator[Batch]):
         self._closed = True
         for producer in self._producers:
             producer.close()
-        with suppress(ValueError):  # the generator is running in another thread; there it ends at its next batch
+        with suppress(ValueError):  # the generator runs in another thread, and ends there at the next batch
             self._items.close()
         if not self._join():
             self._pipeline.reader.close()  # a hanging read blocks a thread until the workers are stopped
@@ -341,13 +341,12 @@ class Resources:
             raise GpuaugError("this loader is closed. Build a new one.")
 
     def stop(self) -> None:
-        """Stop the running pass."""
         if (running := self.running()) is not None:
             self.running = lambda: None
             running.close()
 
     def close(self, *, keep_cache: bool = False) -> None:
-        """Close everything, but with ``keep_cache`` not the cache."""
+        """Close everything. ``keep_cache`` leaves the cache open."""
         if not self.closed:
             self.closed = True
             self.stop()

@@ -21,7 +21,7 @@ VERSION = 2
 class State:
     """The state that ``Loader.state_dict`` returns.
 
-    At the same step the states of all ranks are equal, so a state can be loaded with any number of ranks.
+    All ranks return the same state at the same step. Any number of ranks can load the state.
     """
 
     epoch: int
@@ -80,7 +80,7 @@ def _short(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to JSON and back: tuples become lists, and a description equals its stored form."""
+    """Convert ``value`` to JSON and back, so that ``value`` can be compared with stored JSON."""
     return json.loads(json.dumps(value))
 
 
@@ -96,9 +96,9 @@ def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
     position = getattr(order, "position", None)
     if position is None:
         raise StateError(
-            f"this state was taken inside epoch {state.epoch} of another order: here {describe(order)} "
-            "gives other samples. Restore source and order to finish the epoch, or start the next epoch with "
-            f"`set_epoch({state.epoch + 1})`."
+            f"this state was taken inside epoch {state.epoch} of another order. The order "
+            f"{describe(order)} gives other samples here. Restore source and order to finish the epoch, or start the "
+            f"next epoch with `set_epoch({state.epoch + 1})`."
         )
     assert state.after is not None
     at = int(position(seed, state.epoch, ordered.indices, state.after))

@@ -14,7 +14,7 @@ from gpuaug.errors import SourceError
 
 _FIELDS = {field.name for field in fields(Target)}
 _NO_MASK = memoryview(b"")
-# name, dtype, shape of one object's value (-1: any size), default if the source has no such column (None: no default)
+# name, dtype, shape per object (-1: any size), default for a missing column (None: no default)
 _COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
     ("boxes", np.float32, (4,), None),
     ("labels", np.int64, (), 0),
@@ -44,8 +44,8 @@ def collect(
     """Join the targets of a batch, one per sample. Rows ``skip`` already have a fault, and get no objects.
 
     Returns:
-        The table of all objects; the encoded masks, one per sample, or [] if ``names`` lacks masks; and one fault for
-        each row with bad targets.
+        The table of all objects, the encoded mask of each sample ([] if ``names`` lacks masks), and one fault for each
+        row with bad targets.
     """
     faults: dict[int, str] = {}
     masks = [_NO_MASK] * len(targets)
@@ -126,7 +126,7 @@ def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | N
             columns[name] = array.astype(kind)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the columns of its objects differ in length: {lengths}")
+        raise ValueError(f"the columns of the sample's objects differ in length: {lengths}")
     if target.size is not None:
         sides = np.asarray(target.size)
         if sides.shape != (2,) or sides.dtype.kind not in "iuf" or not ((sides > 0) & (sides < 2**31)).all():
