@@ -45,12 +45,11 @@ def whole_numbers(name: str, values: Any) -> Tensor:
 
 
 def none_if_empty(value: Any) -> Any:
-    """Return None for an empty mapping, else ``value``. A configuration with ``mix=none`` gives an empty mapping."""
+    # A configuration with `mix=none` gives an empty mapping.
     return None if isinstance(value, Mapping) and not value else value
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
-    """Combine ``order`` and ``shuffle`` into one order."""
     if checks.flag("shuffle", shuffle, optional=True) is None:
         return "shuffle" if order is None else order
     named = "shuffle" if shuffle else "sequential"
@@ -121,7 +120,6 @@ def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict
 
 
 def choose_workers(num_workers: int | None, source: Any) -> int:
-    """Return ``num_workers``, or the default if ``num_workers`` is None."""
     if num_workers is not None:
         return num_workers
     if getattr(source, "mapped", False):

@@ -86,12 +86,10 @@ class Pipeline:
 
     @property
     def cache(self) -> CachedSource | None:
-        """The opened cache, or None."""
         source = self.reader.source
         return source if isinstance(source, CachedSource) else None
 
     def read(self, tasks: Iterable[Task], epoch: int, *, zero_copy: bool = True) -> Iterator[EncodedBatch]:
-        """Read one encoded batch per task, as :meth:`Reader.batches` does."""
         numbers = None if self.numbers is None else self.numbers(epoch)
         return self.reader.batches(tasks, numbers=numbers, zero_copy=zero_copy)
 
@@ -106,7 +104,6 @@ class Pipeline:
         return DecodedBatch(encoded, images, batch.drawn, found, ready, batch.chosen, batch.targets)
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> DecodedBatch:
-        """Read the headers and decode the pixels."""
         return self.decode_pixels(self.stage.read_headers(encoded, epoch))
 
     def finish(self, decoded: DecodedBatch, epoch: int, *, mix: bool = True) -> Ready | None:
@@ -254,11 +251,6 @@ class Pass(Iterator[Batch]):
         """Number of prefetched batches."""
         return self._items.waiting if isinstance(self._items, Producer) else 0
 
-    @property
-    def bytes_waiting(self) -> int:
-        """Bytes in the buffer of encoded batches."""
-        return sum(producer.bytes_waiting for producer in self._producers)
-
     def __next__(self) -> Batch:
         while not self._exhausted:
             if self._closed:
@@ -336,7 +328,6 @@ class Resources:
         self.running: Callable[[], Pass | None] = lambda: None  # a weak reference, so that an unused pass is freed
 
     def check_open(self) -> None:
-        """Raise GpuaugError if the loader was closed."""
         if self.closed:
             raise GpuaugError("this loader is closed. Build a new one.")
 

@@ -31,7 +31,6 @@ class State:
     fingerprint: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary of JSON values."""
         return {"version": VERSION, "draw": draw.VERSION, **asdict(self)}
 
     @classmethod

@@ -50,7 +50,6 @@ class Producer(Iterator[T]):
 
     @property
     def waiting(self) -> int:
-        """Number of waiting items."""
         return len(self._buffer.items)
 
     @property

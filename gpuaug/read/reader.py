@@ -95,7 +95,6 @@ class Reader:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running workers."""
         return [] if self._workers is None else self._workers.pids
 
     def batches(
@@ -400,34 +399,26 @@ def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
 def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
     """Fields of an EncodedBatch. Images and offsets are views into the block."""
     begin = 8 * (rows + 1)
-    labels, faults, targets, *extra = pickle.loads(blob[begin : begin + size].numpy().tobytes())
     return {
         "data": blob[begin + size :],
         "offsets": blob[:begin].view(torch.int64),
-        "labels": None if labels is None else torch.from_numpy(labels),
-        "faults": faults,
-        "targets": targets,
-        "extra": extra[0] if extra else None,
+        **_rest(*pickle.loads(blob[begin : begin + size].numpy().tobytes())),
     }
 
 
-def _views(
-    encoded: list[memoryview],
-    labels: NDArray[Any] | None,
-    faults: tuple[Fault, ...],
-    targets: EncodedTargets | None,
-    extra: list[Any] | None,
-) -> dict[str, Any]:
+def _views(encoded: list[memoryview], *rest_of: Any) -> dict[str, Any]:
     """Fields of an EncodedBatch whose images stay in the memory of the source."""
     return {
         "data": torch.empty(0, dtype=torch.uint8, device="cpu"),
         "offsets": torch.from_numpy(_offsets(encoded)),
-        "labels": None if labels is None else torch.from_numpy(labels),
-        "faults": faults,
-        "targets": targets,
-        "extra": extra,
         "views": tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded),
+        **_rest(*rest_of),
     }
+
+
+def _rest(labels: NDArray[Any] | None, faults: Any, targets: Any, extra: Any = None) -> dict[str, Any]:
+    tensor = None if labels is None else torch.from_numpy(labels)
+    return {"labels": tensor, "faults": faults, "targets": targets, "extra": extra}
 
 
 def _offsets(encoded: list[memoryview]) -> NDArray[np.int64]:

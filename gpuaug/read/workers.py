@@ -87,11 +87,9 @@ class Workers(_MultiProcessingDataLoaderIter):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers."""
         return [int(worker.pid) for worker in self._workers if worker.pid is not None]
 
     def restart(self, requests: Iterator[Request], ended: Callable[[], bool]) -> None:
-        """Continue with new requests."""
         self.ended, self._index_sampler = ended, requests
         self._reset(self.loader)
 
