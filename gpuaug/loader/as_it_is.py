@@ -1,4 +1,4 @@
-"""Clear errors for a loader that is given to a DataLoader as a dataset."""
+"""Raises an error if a loader is used as the dataset of a DataLoader."""
 
 from __future__ import annotations
 

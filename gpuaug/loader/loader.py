@@ -52,10 +52,10 @@ class Loader(AsItIs):
             torch Sampler.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. ``shuffle`` replaces an ``order``
             that is a :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
-        last: what to do with samples that do not fill a batch on every rank. ``pad`` gives all ranks the same number of
-            batches. For this, ``pad`` repeats samples and sets their ``valid`` to False. ``drop`` leaves samples out.
-            ``uneven`` yields every sample once. Then a rank may have one batch less than another rank, and DDP hangs.
-            None: ``pad`` with several ranks, ``uneven`` with one rank.
+        last: what to do with samples that do not fill a batch on every rank. ``pad`` adds repeated samples, whose
+            ``valid`` is False, until all ranks have equally many full batches. ``drop`` leaves samples out. ``uneven``
+            yields every sample once. Then a rank may have one batch less than another rank, and DDP hangs. None:
+            ``pad`` with several ranks, ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
         targets: a :class:`~gpuaug.Targets`, which selects the masks, boxes and keypoints that are transformed with the
             images; None: the loader yields only images and labels.

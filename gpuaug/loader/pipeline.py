@@ -188,7 +188,7 @@ class Pipeline:
         return batch
 
     def close(self) -> None:
-        """Stop the workers and close the decoder. The next use starts them again."""
+        """Stop the workers and close the decoder. The next use starts both again."""
         self.reader.close()
         self.stage.close()
 

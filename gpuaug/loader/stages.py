@@ -1,4 +1,4 @@
-"""The stages between reading and mixing: they decode and augment a batch, or load its stored pixels."""
+"""Decodes and augments batches, or loads stored pixels in place of both."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class LiveStage:
 
     @property
     def main_thread(self) -> bool:
-        """Whether :meth:`augment` must run on the iterating thread."""
+        """Whether :meth:`augment` must run on the thread that iterates over the loader."""
         return self.recipe.main_thread
 
     @property
@@ -218,7 +218,7 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Return the order of ``epoch``, int64 [M]. If that order was not stored, return the shown epoch's order."""
+    """Return the order of a stored epoch, int64 [M]: of ``epoch``, or of the stored epoch that is shown instead."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

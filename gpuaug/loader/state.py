@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
-    """Return the position at which ``state`` continues in ``ordered``, the order of the state's epoch."""
+    """Return the position at which ``state`` continues. ``ordered`` is the order of the state's epoch."""
     if ordered.digest == state.order:
         if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
             raise StateError(
