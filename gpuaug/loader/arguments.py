@@ -45,16 +45,15 @@ def whole_numbers(name: str, values: Any) -> Tensor:
 
 
 def none_if_empty(value: Any) -> Any:
-    """Return None for an empty mapping, else ``value``. A configuration with ``mix=none`` gives an empty mapping."""
+    # A configuration with `mix=none` gives an empty mapping.
     return None if isinstance(value, Mapping) and not value else value
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
-    """Combine ``order`` and ``shuffle`` into one order."""
     if checks.flag("shuffle", shuffle, optional=True) is None:
         return "shuffle" if order is None else order
     named = "shuffle" if shuffle else "sequential"
-    # In a configuration the order is always an object, so `shuffle` must be able to replace an object.
+    # A configuration always has an order object, such as its default `Shuffle()`. `shuffle` may replace this object.
     default = order is None or isinstance(order, Shuffle | Sequential)
     if not default and not (isinstance(order, str) and order == named):
         raise ConfigError(f"`shuffle={str(shuffle).lower()}` means `order={named}`, but `order` is {order!r}. Set one.")
@@ -71,7 +70,7 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
 
 
 def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Targets | None:
-    """Return ``targets``. Raise ConfigError if the source lacks a target, or if a crop or operation cannot move it."""
+    """Return ``targets``. Raise ConfigError if the source, the recipe or ``mix`` does not fit the targets."""
     names = getattr(targets, "names", ())
     for key, view in views_of(recipe):
         missing = sorted(set(getattr(view.augment.crop, "needs", ())) - set(names))
@@ -115,13 +114,12 @@ def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict
     if targets is None:
         return {}
     digest = getattr(source, "objects_digest", None)
-    # Objects change the images only if a crop depends on objects.
+    # Only a crop can make images depend on the source's boxes, masks and keypoints.
     reads = any(getattr(view.augment.crop, "needs", ()) for _, view in views_of(recipe))
     return {"targets": {"rules": repr(targets), "objects": digest() if reads and callable(digest) else None}}
 
 
 def choose_workers(num_workers: int | None, source: Any) -> int:
-    """Return ``num_workers``, or the default if ``num_workers`` is None."""
     if num_workers is not None:
         return num_workers
     if getattr(source, "mapped", False):

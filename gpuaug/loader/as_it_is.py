@@ -1,4 +1,4 @@
-"""Raises an error if a loader is given to a DataLoader, which would index the loader or send it to workers."""
+"""Raises an error if a loader is used as the dataset of a DataLoader."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DATALOADERS = ("torch.utils.data.", "torchdata.")  # modules whose loaders read 
 
 
 class NoDatasetError(ConfigError, AttributeError):
-    """``loader.dataset`` was read. An AttributeError, because ``hasattr(loader, "dataset")`` must be False."""
+    """``loader.dataset`` was read. The base class AttributeError makes ``hasattr(loader, "dataset")`` False."""
 
 
 class AsItIs:
-    """Base class of the loader: raises ConfigError if the loader is used as the dataset of a DataLoader."""
+    """Base class of the loader."""
 
     __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
 

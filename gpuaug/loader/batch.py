@@ -27,7 +27,7 @@ class Batch:
 
     Attributes:
         images: float ``[B, 3, H, W]``; a list of such tensors if the recipe has several views. The list has the order
-            of the recipe's ``views``. The copies of a view are next to each other.
+            of the recipe's ``views``. A view with several copies has several list items, one after the other.
         labels: int64 ``[B]`` (class numbers), float ``[B]`` (other numbers), float ``[B, K]`` (multi-label) or float
             ``[B, C]`` (after mix); None if there are no labels.
         indices: int64 ``[B]``, CPU: the samples' numbers in the source.
@@ -37,8 +37,7 @@ class Batch:
             loader has no targets.
         extra: a list of B values, such as captions, as the source gave them. The value is None if the sample has no
             extra or could not be read. ``mix`` does not mix the values.
-        look: what ``show`` needs to know: normalization, names of views and classes. None: ``show`` takes the pixels
-            as values from 0 to 1.
+        look: normalization and names for ``show``. None: ``show`` takes the pixels as values from 0 to 1.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
     >>> images = torch.zeros(2, 3, 8, 8)

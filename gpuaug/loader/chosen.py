@@ -54,12 +54,11 @@ def fetch(
 
 
 def uncounted(faults: Faults, policy: Policy) -> Faults:
-    """Return Faults that have no budget and no file, for a user who only looks at samples."""
+    """Return Faults without ``max`` and without a file, for a user who only looks at samples."""
     return Faults(policy=policy, truncated=faults.truncated)
 
 
 def sample(loader: Any, index: Any) -> tuple[Any, Any]:
-    """Return ``loader[index]``."""
     try:
         number = operator.index(index)
     except TypeError as error:
@@ -73,7 +72,7 @@ def sample(loader: Any, index: Any) -> tuple[Any, Any]:
         raise IndexError(f"the source has {count} samples. Found: number {number}. Use one from 0 to {count - 1}.")
     if number < 0:
         number = count + number if source.indices is None else int(source.indices[number])
-    source.key(number)  # raises IndexError if the number is too large for a source with a subset
+    source.key(number)  # raises IndexError for an unknown number
     batch = fetch(loader, [number], epoch=loader.epoch, faults=uncounted(loader.faults, loader.faults.policy))
     images, second = batch
     if isinstance(second, Tensor) and second.ndim == 1 and not second.is_floating_point():

@@ -27,7 +27,7 @@ def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int
 
 
 def facts(loader: Any) -> dict[str, str]:
-    """Return the rows of the description, from title to text."""
+    """Return the titles and texts of the description."""
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
@@ -55,7 +55,6 @@ def _sizes(loader: Any) -> str:
 
 
 def text(loader: Any) -> str:
-    """The description as text."""
     made = facts(loader)
     width = max(map(len, made)) + 2
     below = "\n" + " " * (width + 2)  # aligns further lines of a value with its first line
@@ -64,5 +63,4 @@ def text(loader: Any) -> str:
 
 
 def html(loader: Any) -> str:
-    """The description as a table."""
     return table(list(facts(loader).items()))

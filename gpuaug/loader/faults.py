@@ -66,7 +66,7 @@ class Faults:
     def handle(
         self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, samples: int, key_of: Callable[[int], str]
     ) -> None:
-        """Record the ``faults`` of a batch in ``epoch``, and apply the policy ``raise`` and the budget.
+        """Record the ``faults`` of a batch in ``epoch``.
 
         ``indices`` are the sample numbers of the ``samples`` rows. ``key_of`` maps a sample number to a path or name.
 
@@ -107,7 +107,7 @@ class Faults:
         line = {"key": key, "index": index, "epoch": epoch, "stage": fault.stage, "reason": fault.reason}
         line |= {"bytes": fault.size, "head": fault.head.hex()}
         with open(self.file, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, because others may write too
+            fcntl.flock(file, fcntl.LOCK_EX)  # other ranks may write; closing unlocks the file
             self._read_up(file)
             if key not in self._recorded:
                 self._recorded.add(key)
@@ -130,7 +130,7 @@ class Faults:
                 old_samples, old_bad = self._recent.popleft()
                 self._recent_samples -= old_samples
                 self._recent_bad -= old_bad
-            # A whole window at least: otherwise the first bad sample of a run could exceed the rate.
+            # The rate is over at least a whole window. Otherwise the first bad sample could exceed the rate.
             if self._recent_bad <= self.max * max(self.window, self._recent_samples):
                 return
             bad_ones = f"{self._recent_bad} of the last {self._recent_samples} samples"

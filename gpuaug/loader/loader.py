@@ -1,4 +1,4 @@
-"""The loader: it runs epochs through a pipeline."""
+"""The loader."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Loader(AsItIs):
             torch Sampler.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. ``shuffle`` replaces an ``order``
             that is a :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
-        last: what to do with samples that do not fill a batch on every rank. ``pad`` repeats samples, with ``valid``
-            False, so that all ranks have the same number of batches. ``drop`` leaves samples out. ``uneven`` yields
-            every sample once. Then a rank may have one batch less than another rank, and DDP hangs. None: ``pad`` with
-            several ranks, ``uneven`` with one rank.
+        last: what to do with samples that do not fill a batch on every rank. ``pad`` adds repeated samples, whose
+            ``valid`` is False, until all ranks have equally many full batches. ``drop`` leaves samples out. ``uneven``
+            yields every sample once. Then a rank may have one batch less than another rank, and DDP hangs. None:
+            ``pad`` with several ranks, ``uneven`` with one rank.
         drop_last: True means ``last="drop"``.
         targets: a :class:`~gpuaug.Targets`, which selects the masks, boxes and keypoints that are transformed with the
             images; None: the loader yields only images and labels.
@@ -113,7 +113,7 @@ class Loader(AsItIs):
     waited = 0.0
     _epoch = _position = 0
     # "here": the next pass begins at `_epoch` and `_position`. "left": the last pass stopped inside `_epoch`.
-    # "finished": the last pass handed out the last batch of `_epoch`. In the last two cases the epoch after it is next.
+    # "finished": the last pass handed out the last batch of `_epoch`. "left" and "finished" lead to the next epoch.
     _next_pass: Literal["here", "left", "finished"] = "here"
     _last_logged = False
     _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
@@ -176,7 +176,7 @@ class Loader(AsItIs):
         self.augment.to(self.device)
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
-        rows: Any = getattr(self.source, "by_epoch", None)  # set if samples differ from epoch to epoch
+        rows: Any = getattr(self.source, "by_epoch", None)  # set if the source's bytes depend on the epoch
         encoded: Any = self.source if rows is None else rows
         stage: Stage
         if (stored := getattr(self.source, "stored", None)) is not None:  # stored epochs are already augmented
@@ -239,7 +239,7 @@ class Loader(AsItIs):
         super().__setattr__(name, value)
 
     def replace(self, **changes: Any) -> Loader:
-        """Return a new loader with other settings at the position of this loader, and close this loader.
+        """Return a new loader with other settings and the same position, and close this loader.
 
         Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs. The new loader takes over the
         content of ``cache``.
@@ -249,7 +249,7 @@ class Loader(AsItIs):
 
         Raises:
             ConfigError: if the constructor refuses the arguments; this loader stays unchanged.
-            StateError: if this loader would continue inside an epoch, and the changes alter its samples or pixels.
+            StateError: if the next pass begins inside an epoch, and the changes alter the samples or pixels.
         """
         self._resources.check_open()
         if "source" in changes:
@@ -271,12 +271,12 @@ class Loader(AsItIs):
                 made.set_epoch(self._epoch)
             closed = self
         finally:
-            closed._resources.close(keep_cache=made.pipeline.cache is cache)  # the open loader owns the cache
+            closed._resources.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache
         return made
 
     @property
     def epoch(self) -> int:
-        """The current epoch: the next epoch after a complete pass, the same epoch after a ``break``."""
+        """The current epoch. A complete pass ends by adding 1. After a ``break``, the next pass begins by adding 1."""
         return self._epoch
 
     @property
@@ -336,7 +336,7 @@ class Loader(AsItIs):
         return _Epoch(self, plan, self._count(plan))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, stay at its position."""
+        """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, the loaded position stays."""
         _check_epoch(epoch)
         if self._next_pass == "finished":
             self._advance()
@@ -426,8 +426,8 @@ class Loader(AsItIs):
         """One augmented sample of the current epoch, with the same pixels as in a batch: ``(image, label)``.
 
         ``image`` is [3, H, W], or a list of such tensors if the recipe has several views. ``label`` is an int, a float
-        tensor ([] or, for multi-label, [K]) or None. With targets, the second value is a mask [H, W] if masks are the
-        only target, else a :class:`~gpuaug.BatchTargets`. With several views, this value is a list, too.
+        tensor [], a multi-label tensor [K], or None. With targets, a mask [H, W] takes the place of the label if masks
+        are the only target, else a :class:`~gpuaug.BatchTargets`; with several views, a list of these.
 
         Args:
             index: number of the sample in the source; -1 is the last of the samples that the loader uses.
@@ -512,7 +512,7 @@ class Loader(AsItIs):
         self._last_logged = True
 
     def _count(self, plan: EpochOrder) -> int:
-        """Number of batches of a plan, with ``limit_batches``."""
+        """Number of batches of the plan that ``limit_batches`` allows."""
         if self.limit_batches is None:
             return len(plan)
         behind = -(-plan.start // (plan.batch_size * plan.world_size))
@@ -560,7 +560,6 @@ class _Epoch(Pass):
         raise StopIteration
 
     def _note(self) -> None:
-        """Store the progress in the loader."""
         loader = self._loader
         loader.waited = self.waited
         if self.done:

@@ -54,9 +54,9 @@ class Streams:
             yield stream
 
     def follow_consumer(self) -> None:
-        """Let both streams wait for work that the consumer has queued, for example on the recipe's tensors.
+        """Let both streams wait for the consumer's earlier work, such as changes of the recipe's tensors.
 
-        One call per pass is enough, because torch's allocator frees a batch only after its last use on any stream.
+        One call per pass is enough: torch's allocator already protects the memory of each batch.
         """
         for stream in self._pair:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -81,17 +81,15 @@ class Pipeline:
     num_classes: int | None = None
     key_of: Callable[[int], str] = str
     look_at: Callable[[int], Any] = lambda _: None  # maps an epoch to `Batch.look`
-    # `numbers(epoch)(*task)` returns the numbers to read from the source; None: read the sample numbers of the task
+    # `numbers(epoch)(*task)` gives the numbers that the reader asks its source for; None: the task's sample numbers
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
 
     @property
     def cache(self) -> CachedSource | None:
-        """The opened cache, or None."""
         source = self.reader.source
         return source if isinstance(source, CachedSource) else None
 
     def read(self, tasks: Iterable[Task], epoch: int, *, zero_copy: bool = True) -> Iterator[EncodedBatch]:
-        """Read one encoded batch per task, as :meth:`Reader.batches` does."""
         numbers = None if self.numbers is None else self.numbers(epoch)
         return self.reader.batches(tasks, numbers=numbers, zero_copy=zero_copy)
 
@@ -106,7 +104,6 @@ class Pipeline:
         return DecodedBatch(encoded, images, batch.drawn, found, ready, batch.chosen, batch.targets)
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> DecodedBatch:
-        """Read the headers and decode the pixels."""
         return self.decode_pixels(self.stage.read_headers(encoded, epoch))
 
     def finish(self, decoded: DecodedBatch, epoch: int, *, mix: bool = True) -> Ready | None:
@@ -128,7 +125,7 @@ class Pipeline:
         extra = encoded.extra or [None] * len(encoded)
         if bad:
             valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
-        if bad and self.faults.policy != "blank":  # with `raise`, only padding is bad here
+        if bad and self.faults.policy != "blank":  # under `raise`, `handle` raised unless only padding is bad
             keep = torch.tensor([row for row in range(len(encoded)) if row not in bad], device="cpu")
             if not len(keep):
                 return None
@@ -191,7 +188,7 @@ class Pipeline:
         return batch
 
     def close(self) -> None:
-        """Stop the workers and close the decoder. The next use starts them again."""
+        """Stop the workers and close the decoder. The next use starts both again."""
         self.reader.close()
         self.stage.close()
 
@@ -227,7 +224,7 @@ class Pass(Iterator[Batch]):
         self._closed = self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # A buffer needs copies, because views of mapped files are read only when they are decoded.
+        # A view of a mapped file is not read before decoding. So a buffer needs copies.
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
         if buffer_bytes is not None:
             encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
@@ -239,7 +236,7 @@ class Pass(Iterator[Batch]):
         main_thread = pipeline.stage.main_thread
         if prefetch and not main_thread:
             decoded = self._thread(decoded, "decoding", 1)
-        # If augmentation must run on the iterating thread, `__next__` does it.
+        # With `main_thread`, `__next__` augments in the consumer's thread.
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
@@ -253,11 +250,6 @@ class Pass(Iterator[Batch]):
     def waiting(self) -> int:
         """Number of prefetched batches."""
         return self._items.waiting if isinstance(self._items, Producer) else 0
-
-    @property
-    def bytes_waiting(self) -> int:
-        """Bytes in the buffer of encoded batches."""
-        return sum(producer.bytes_waiting for producer in self._producers)
 
     def __next__(self) -> Batch:
         while not self._exhausted:
@@ -275,7 +267,7 @@ class Pass(Iterator[Batch]):
                 self.close()
                 raise
             if item is END:
-                self._exhausted = not self._closed  # after a close by another thread, the loop raises PassEndedError
+                self._exhausted = not self._closed  # closed by another thread: the loop raises PassEndedError
                 self.close()
                 continue
             self.waited += time.perf_counter() - began
@@ -291,7 +283,7 @@ class Pass(Iterator[Batch]):
         self._closed = True
         for producer in self._producers:
             producer.close()
-        with suppress(ValueError):  # the generator is running in another thread; there it ends at its next batch
+        with suppress(ValueError):  # the generator runs in another thread, and ends there at the next batch
             self._items.close()
         if not self._join():
             self._pipeline.reader.close()  # a hanging read blocks a thread until the workers are stopped
@@ -336,18 +328,16 @@ class Resources:
         self.running: Callable[[], Pass | None] = lambda: None  # a weak reference, so that an unused pass is freed
 
     def check_open(self) -> None:
-        """Raise GpuaugError if the loader was closed."""
         if self.closed:
             raise GpuaugError("this loader is closed. Build a new one.")
 
     def stop(self) -> None:
-        """Stop the running pass."""
         if (running := self.running()) is not None:
             self.running = lambda: None
             running.close()
 
     def close(self, *, keep_cache: bool = False) -> None:
-        """Close everything, but with ``keep_cache`` not the cache."""
+        """Close everything. ``keep_cache`` leaves the cache open."""
         if not self.closed:
             self.closed = True
             self.stop()

@@ -1,4 +1,4 @@
-"""The stages between reading and mixing: they decode and augment a batch, or load its stored pixels."""
+"""Decodes and augments batches, or loads stored pixels in place of both."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class LiveStage:
 
     @property
     def main_thread(self) -> bool:
-        """Whether :meth:`augment` must run on the iterating thread."""
+        """Whether :meth:`augment` must run on the thread that iterates over the loader."""
         return self.recipe.main_thread
 
     @property
     def second_chances(self) -> tuple[int, int]:
-        """Number of samples that Pillow decoded after DALI had refused them, and of accepted truncated samples."""
+        """Number of samples that DALI refused and Pillow decoded, and number of accepted truncated samples."""
         return (0, 0) if self._decoder is None else (self._decoder.rescued, self._decoder.truncated)
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
@@ -126,7 +126,7 @@ class LiveStage:
     def finish_targets(
         self, batch: DecodedBatch, *, bad: Sequence[int], keep: Tensor | None
     ) -> list[BatchTargets] | None:
-        """Return the targets of every view, on the device. Rows ``bad`` have a fault. ``keep``: None keeps all rows."""
+        """Return the targets per view, on the device. Rows ``bad`` have a fault. ``keep``: rows to keep; None: all."""
         if self.targets is None or batch.targets is None:
             return None
         return self.targets.finish(batch.targets, batch.encoded.indices, bad=bad, keep=keep, device=self.device)
@@ -218,7 +218,7 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Return the order of ``epoch``, int64 [M], or of the stored epoch that is shown in its place."""
+    """Return the order of a stored epoch, int64 [M]: of ``epoch``, or of the stored epoch that is shown instead."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

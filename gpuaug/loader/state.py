@@ -21,7 +21,7 @@ VERSION = 2
 class State:
     """The state that ``Loader.state_dict`` returns.
 
-    At the same step the states of all ranks are equal, so a state can be loaded with any number of ranks.
+    All ranks return the same state at the same step. Any number of ranks can load the state.
     """
 
     epoch: int
@@ -31,7 +31,6 @@ class State:
     fingerprint: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary of JSON values."""
         return {"version": VERSION, "draw": draw.VERSION, **asdict(self)}
 
     @classmethod
@@ -80,12 +79,12 @@ def _short(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to JSON and back: tuples become lists, and a description equals its stored form."""
+    """Convert ``value`` to JSON and back, so that ``value`` can be compared with stored JSON."""
     return json.loads(json.dumps(value))
 
 
 def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
-    """Return the position at which ``state`` continues in ``ordered``, the order of the state's epoch."""
+    """Return the position at which ``state`` continues. ``ordered`` is the order of the state's epoch."""
     if ordered.digest == state.order:
         if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
             raise StateError(
@@ -96,9 +95,9 @@ def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
     position = getattr(order, "position", None)
     if position is None:
         raise StateError(
-            f"this state was taken inside epoch {state.epoch} of another order: here {describe(order)} "
-            "gives other samples. Restore source and order to finish the epoch, or start the next epoch with "
-            f"`set_epoch({state.epoch + 1})`."
+            f"this state was taken inside epoch {state.epoch} of another order. The order "
+            f"{describe(order)} gives other samples here. Restore source and order to finish the epoch, or start the "
+            f"next epoch with `set_epoch({state.epoch + 1})`."
         )
     assert state.after is not None
     at = int(position(seed, state.epoch, ordered.indices, state.after))

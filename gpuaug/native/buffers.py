@@ -38,7 +38,7 @@ class Outputs:
         memory, kept, room = None, list[tuple[int, Tensor]](), self.most
         while self._free:
             try:
-                freed, candidate = self._free.pop()  # the newest first, because more of it may be in the CPU cache
+                freed, candidate = self._free.pop()  # the CPU cache may still hold the newest memory
             except IndexError:  # another thread took the last one
                 break
             if memory is None and candidate.numel() == size:
@@ -58,7 +58,7 @@ class Outputs:
 
 
 def mapped(size: int) -> Tensor:
-    """A uint8 tensor [size] in its own memory mapping, which returns to the system as soon as the tensor is freed.
+    """A uint8 tensor [size] in its own memory mapping. Freeing the tensor returns the memory to the system.
 
     malloc takes blocks below 32 MiB from the heap of the calling thread, and a heap keeps freed memory.
     """

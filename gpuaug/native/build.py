@@ -58,7 +58,7 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
 
 
 def cache() -> Path | None:
-    """The cache folder; None if the folder is unusable or if other users can write to it, because its files are run."""
+    """The cache folder; None if it is unusable, or unsafe because other users can write to it."""
     root = files.cache_folder()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def cache() -> Path | None:
 
 
 def _kept(folder: Path, stem: str) -> Path | None:
-    """Return a cached library that is complete and that only this user can write; delete libraries that are not.
+    """Return a cached library that is complete and that only this user can write. Delete bad files.
 
     The file name ends with a digest of the content, because loading a truncated file kills the process.
     """

@@ -58,7 +58,7 @@ def _hash(text: str) -> int:
 def seed_of_call() -> int:
     """Draw a seed from torch's default CPU generator.
 
-    The seed includes the rank and the DataLoader worker's number, because their generators may have the same state.
+    The generators of ranks and DataLoader workers may have the same state. So their numbers are part of the seed.
     """
     value = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else os.environ.get("RANK", 0)
@@ -67,7 +67,7 @@ def seed_of_call() -> int:
 
 
 def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
-    """Philox 4x32-10: four 32-bit words from four counter words and two key words. All can be broadcast.
+    """Philox 4x32-10: four 32-bit words from four counter words and two key words, which are broadcast.
 
     Words are uint64 in numpy and int64 in torch. Products of int64 wrap modulo 2**64, so their 32-bit halves are exact.
     """
@@ -84,14 +84,14 @@ def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
-    """Two key words and the number of each block in its stream; [3, blocks]."""
+    """Each block's two key words and its number within the stream; [3, blocks]."""
     rows = [(*_key(seed, s), number) for s in streams for number in range(-(-s.count // 4))]
     return np.array(rows, dtype=np.uint32).reshape(-1, 3).T.copy()
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled keyed.cpp, or None if it cannot be compiled. numpy and torch then give the same bits."""
+    """The compiled keyed.cpp, or None if it cannot be compiled. numpy and torch give the same bits."""
     native = build.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="runs in numpy, ten times slower")
     if native is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -139,7 +139,7 @@ def uniforms(
 
 
 def _counted(index: NDArray[np.uint64], epoch: int, extra: Any, key: Sequence[Any]) -> list[NDArray[np.uint64]]:
-    """Four words per index; ``extra``: the repeat and the block."""
+    """Four words per index. ``extra`` holds the repeat and the block."""
     return philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), key)
 
 
@@ -169,11 +169,11 @@ def sample_keys(
     return np.stack(_counted(index, epoch, extra, _key(seed, stream))[:2], axis=1).astype(np.int64)
 
 
-_AT_ONCE = 2**21  # values per call: temporaries, mostly 64-bit words, take about 40 bytes per value
+_AT_ONCE = 2**21  # values per call; each value needs about 40 bytes of temporary memory
 
 
 def field(keys: Tensor, count: int) -> Tensor:
-    """Uniform values in (0, 1), float32 [B, count] on the device of ``keys``, from :func:`sample_keys`."""
+    """Uniform values in (0, 1), float32 [B, count], on the device of ``keys``. :func:`sample_keys` makes ``keys``."""
     if keys.device.type == "cpu" and (native := library()) is not None:
         keys, values = keys.contiguous(), torch.empty((len(keys), count), dtype=torch.float32)
         threads = torch.get_num_threads() if values.numel() >= 100_000 else 1

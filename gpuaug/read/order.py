@@ -1,7 +1,7 @@
 """The sample order of an epoch, and the share of each rank.
 
 All ranks hold the same order. Rank r of R takes the positions ``start + r``, ``start + r + R``, ... After each
-step the ranks together have consumed a first part of the order. So any number of ranks can continue at its end.
+step, the ranks together have consumed all samples up to a position. Any number of ranks can continue there.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """The position after sample ``after`` in ``order``, int64 ``[n]``, the order of ``seed`` and ``epoch``.
+        """The position after sample ``after`` in ``order``, int64 ``[n]``, even if ``order`` lacks the sample.
 
-        ``order`` may lack sample ``after``.
+        ``seed`` and ``epoch`` decided ``order``.
         """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
@@ -79,9 +79,9 @@ class Sequential:
         return torch.from_numpy(active_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """The position after sample ``after`` in ``order``, int64 ``[n]``; ``seed`` and ``epoch`` have no effect.
+        """The position after sample ``after`` in ``order``, int64 ``[n]``, even if ``order`` lacks the sample.
 
-        ``order`` may lack sample ``after``.
+        ``seed`` and ``epoch`` have no effect.
         """
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
@@ -127,7 +127,7 @@ class Weighted:
         if not bounds.size or bounds[-1] <= 0:
             raise ConfigError("`order.weights` must be above 0 for at least one sample. Found: all are 0.")
         u = (_values("weighted", seed, epoch, len(numbers)) >> np.uint64(11)) * 2.0**-53
-        # side="right": weight 0 gives an empty interval. `minimum`: the product may round up to the last bound.
+        # `side="right"` skips weight 0. `minimum` is needed if the product rounds up to the last bound.
         last = np.searchsorted(bounds, bounds[-1], side="left")
         return torch.from_numpy(numbers[np.minimum(np.searchsorted(bounds, u * bounds[-1], side="right"), last)])
 
@@ -157,8 +157,8 @@ class Weighted:
 class Repeated:
     """Repeated augmentation (arXiv:1901.09335, arXiv:1902.05509), as in DeiT and timm.
 
-    Each epoch has a new permutation with each sample ``repeats`` times in a row, cut to ``len(source)``. So an epoch
-    shows ``1 / repeats`` of the samples, and neighbouring ranks get copies of the same sample.
+    Each epoch shows ``1 / repeats`` of the samples, in a new permutation, each sample ``repeats`` times in a row.
+    Neighbouring ranks get copies of the same sample. The length of an epoch stays ``len(source)``.
 
     >>> Repeated(repeats=2).order(seed=0, epoch=0, source=range(6))
     tensor([2, 2, 5, 5, 0, 0])
@@ -178,8 +178,8 @@ class Repeated:
 class Sampler:
     """The order of a torch Sampler, or of any iterable of positions 0 .. len(source) - 1.
 
-    The global generators of torch, numpy and Python are seeded before the sampler runs, so that a resumed epoch has
-    the same order. They are restored afterwards.
+    While the sampler runs, the global generators of torch, numpy and Python have a seed of this epoch. So a resumed
+    epoch has the same order.
     """
 
     def __init__(self, sampler: Iterable[int]) -> None:
@@ -312,7 +312,7 @@ class EpochOrder(Sequence[Task]):
         again = positions // total
         positions %= total
         indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
-        if again[-1]:  # padding gets higher repeat numbers than the epoch has, so that it is augmented differently
+        if again[-1]:  # padding gets new repeat numbers, and so other random parameters
             repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 

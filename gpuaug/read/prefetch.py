@@ -30,8 +30,8 @@ class Producer(Iterator[T]):
         items: the iterator. At the end the thread calls ``items.close()``, if the iterator has this method.
         name: name of the thread.
         count: number of items that may wait while the next item is produced; None: no limit.
-        max_bytes: limit of waiting bytes, for :class:`EncodedBatch` objects, which are copied to private memory. A
-            batch larger than the limit is added when no other batch waits. None: no limit and no copies.
+        max_bytes: limit of waiting bytes; None: no limit. The items must then be :class:`EncodedBatch` objects. They
+            are copied to private memory. A batch larger than the limit waits alone.
         device: the device of the thread, if it is a CUDA device.
     """
 
@@ -50,7 +50,6 @@ class Producer(Iterator[T]):
 
     @property
     def waiting(self) -> int:
-        """Number of waiting items."""
         return len(self._buffer.items)
 
     @property
@@ -93,7 +92,7 @@ class _Buffer:
         self._changed = threading.Condition()
 
     def fill(self, items: Iterator[Any], device: torch.device | None) -> None:
-        """Produce the items, without a reference to an item that is in the buffer."""
+        """Produce the items. Items in the buffer are referenced only there."""
         try:
             if device is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -125,7 +124,7 @@ class _Buffer:
             return not self.stopped
 
     def _reserve(self, size: int, limit: int) -> None:
-        """Wait until ``size`` bytes are free, and count them before the copy, so that the limit always holds."""
+        """Wait until ``size`` more bytes fit, and reserve ``size`` bytes for the copy."""
         with self._changed:
             self._filling = not self.bytes or self.bytes + size <= limit
             self._wait(lambda: self._filling or not self.bytes)

@@ -51,8 +51,8 @@ _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], Encod
 class Reader:
     """Reads batches in a given order, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault. An image above 16 MiB is also a fault if with it the images above 16 MiB of the
-    batch take more than 2 GiB. Memory-mapped sources have no limits.
+    An image above 512 MiB is a fault. All images above 16 MiB of a batch share 2 GiB. An image that does not fit into
+    the 2 GiB is a fault, too. Memory-mapped sources have no limits.
 
     Args:
         source: see :mod:`gpuaug.source`. With a start method other than fork, every worker gets a pickled copy.
@@ -95,7 +95,6 @@ class Reader:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running workers."""
         return [] if self._workers is None else self._workers.pids
 
     def batches(
@@ -167,7 +166,7 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # frees the epoch's tasks: the workers' DataLoader keeps the first generator
+            todo.close()  # frees the epoch's tasks, although the workers' DataLoader keeps its first generator
             if not ended():
                 _advance(self._generation)  # the workers then skip the batches that were requested ahead
 
@@ -221,12 +220,11 @@ class Reader:
 
 
 def _advance(generation: Tensor) -> None:
-    generation.numpy()[0] += 1  # numpy can change it inside and outside torch.inference_mode
+    generation.numpy()[0] += 1  # torch may refuse the change, depending on torch.inference_mode
 
 
 def _is_over(present: Tensor, generation: int) -> bool:
-    # numpy, because torch would release the GIL. The process aborts if a daemon thread reacquires the GIL while the
-    # interpreter ends.
+    # torch would release the GIL. A daemon thread that reacquires the GIL while Python ends aborts the process.
     return int(present.numpy()[0]) != generation
 
 
@@ -298,7 +296,7 @@ class _Encode:
             return _MISSING
 
     def _example(self, failed: list[int], stale: Callable[[], bool]) -> Any:
-        """Return the label of a sample that is not in ``failed``, to learn the type of labels; else 0."""
+        """Return the label of a sample outside ``failed``, to learn the type of labels; 0 if none can be read."""
         active = self.source.indices
         numbers = np.arange(len(self.source)) if active is None else active.numpy()
         others = np.setdiff1d(numbers, failed)
@@ -375,7 +373,7 @@ _Raised = tuple[bytes, str]  # a pickled exception and its traceback
 
 
 def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
-    """Copy a batch into one memory block, and empty ``encoded``, which has the images and masks.
+    """Move a batch into one memory block. ``encoded`` (images and masks) is empty afterwards.
 
     The block holds the offsets, then ``rest_of`` (labels, faults, targets and extras, pickled), then ``encoded``.
     """
@@ -401,34 +399,26 @@ def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
 def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
     """Fields of an EncodedBatch. Images and offsets are views into the block."""
     begin = 8 * (rows + 1)
-    labels, faults, targets, *extra = pickle.loads(blob[begin : begin + size].numpy().tobytes())
     return {
         "data": blob[begin + size :],
         "offsets": blob[:begin].view(torch.int64),
-        "labels": None if labels is None else torch.from_numpy(labels),
-        "faults": faults,
-        "targets": targets,
-        "extra": extra[0] if extra else None,
+        **_rest(*pickle.loads(blob[begin : begin + size].numpy().tobytes())),
     }
 
 
-def _views(
-    encoded: list[memoryview],
-    labels: NDArray[Any] | None,
-    faults: tuple[Fault, ...],
-    targets: EncodedTargets | None,
-    extra: list[Any] | None,
-) -> dict[str, Any]:
+def _views(encoded: list[memoryview], *rest_of: Any) -> dict[str, Any]:
     """Fields of an EncodedBatch whose images stay in the memory of the source."""
     return {
         "data": torch.empty(0, dtype=torch.uint8, device="cpu"),
         "offsets": torch.from_numpy(_offsets(encoded)),
-        "labels": None if labels is None else torch.from_numpy(labels),
-        "faults": faults,
-        "targets": targets,
-        "extra": extra,
         "views": tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded),
+        **_rest(*rest_of),
     }
+
+
+def _rest(labels: NDArray[Any] | None, faults: Any, targets: Any, extra: Any = None) -> dict[str, Any]:
+    tensor = None if labels is None else torch.from_numpy(labels)
+    return {"labels": tensor, "faults": faults, "targets": targets, "extra": extra}
 
 
 def _offsets(encoded: list[memoryview]) -> NDArray[np.int64]:

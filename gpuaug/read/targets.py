@@ -14,7 +14,7 @@ from gpuaug.errors import SourceError
 
 _FIELDS = {field.name for field in fields(Target)}
 _NO_MASK = memoryview(b"")
-# name, dtype, shape of one object's value (-1: any size), default if the source has no such column (None: no default)
+# name, dtype, shape per object (-1: any size), default for a missing column (None: no default)
 _COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
     ("boxes", np.float32, (4,), None),
     ("labels", np.int64, (), 0),
@@ -44,8 +44,8 @@ def collect(
     """Join the targets of a batch, one per sample. Rows ``skip`` already have a fault, and get no objects.
 
     Returns:
-        The table of all objects; the encoded masks, one per sample, or [] if ``names`` lacks masks; and one fault for
-        each row with bad targets.
+        The table of all objects, the encoded mask of each sample ([] if ``names`` lacks masks), and one fault for each
+        row with bad targets.
     """
     faults: dict[int, str] = {}
     masks = [_NO_MASK] * len(targets)
@@ -55,11 +55,14 @@ def collect(
         if row in skip:
             continue
         try:
+            if target is None:
+                raise ValueError("the source gave no target for this sample")
             columns = _columns(target, names, num_keypoints)
-            mask = _mask(target) if "masks" in names else _NO_MASK
-            if target is not None and target.size is not None:
+            if "masks" in names:
+                masks[row] = _mask(target)
+            if target.size is not None:
                 sizes[row] = target.size
-            rows[row], masks[row] = columns, mask
+            rows[row] = columns
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
             faults[row] = str(error)
     fractions = np.array([target is not None and bool(target.fractions) for target in targets], dtype=np.bool_)
@@ -87,23 +90,20 @@ def collect(
     return encoded, masks if encoded.masks else [], [Fault(row, "read", reason) for row, reason in faults.items()]
 
 
-def _mask(target: Target | None) -> memoryview:
-    given = None if target is None else target.mask
-    if given is None:
+def _mask(target: Target) -> memoryview:
+    if target.mask is None:
         raise ValueError("the source gave no mask for this sample")
     try:
-        mask = memoryview(given).cast("B")
+        mask = memoryview(target.mask).cast("B")
     except TypeError:
-        raise ValueError(f"mask must be the bytes of a file. Found: a {type(given).__name__}") from None
+        raise ValueError(f"mask must be the bytes of a file. Found: a {type(target.mask).__name__}") from None
     if not len(mask):
         raise ValueError("the source gave an empty mask for this sample")
     return mask
 
 
-def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | None) -> dict[str, NDArray[Any]]:
+def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) -> dict[str, NDArray[Any]]:
     """The columns of the target, with checked shapes and dtypes. Raise ValueError if a value is wrong."""
-    if target is None:
-        raise ValueError("the source gave no target for this sample")
     columns: dict[str, NDArray[Any]] = {}
     for name, kind, shape, missing in _COLUMNS:
         value = getattr(target, name)
@@ -126,7 +126,7 @@ def _columns(target: Target | None, names: Sequence[str], num_keypoints: int | N
             columns[name] = array.astype(kind)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the columns of its objects differ in length: {lengths}")
+        raise ValueError(f"the columns of the sample's objects differ in length: {lengths}")
     if target.size is not None:
         sides = np.asarray(target.size)
         if sides.shape != (2,) or sides.dtype.kind not in "iuf" or not ((sides > 0) & (sides < 2**31)).all():

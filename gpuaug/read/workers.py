@@ -23,8 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from gpuaug import machine
 from gpuaug.errors import ReadError, SourceError
 
-# iterator number, sample numbers of a batch, and those of the worker's next batch (None: no next batch, or the source
-# has no `prefetch`)
+# number of the iterator, sample numbers of a batch, sample numbers to give to `source.prefetch` (None: none)
 Request = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
 TIMEOUT_S = 2.0  # for a worker to end, before it is killed
@@ -39,9 +38,9 @@ class SilentError(BaseException):
 
 
 class Workers(_MultiProcessingDataLoaderIter):
-    """DataLoader's workers. Waiting for a batch ends soon after a worker has died or the iterator has ended.
+    """DataLoader's workers. A wait for a batch ends soon after a worker has died or the iterator has ended.
 
-    DataLoader itself notices a dead worker only after 5 s, or, with a timeout, only after the timeout. Its signal
+    DataLoader itself notices a dead worker only after its timeout (without a timeout after 5 s). DataLoader's signal
     handler may raise an error anywhere in the main thread.
 
     Workers return ``dataset[request]`` for each of the ``requests``, in order. ``ended()`` is True if nobody waits for
@@ -78,8 +77,8 @@ class Workers(_MultiProcessingDataLoaderIter):
                 super().__init__(self.loader)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise SourceError(
-                f"the source cannot be sent to worker processes: {error}. Define its class in a module, and keep open "
-                "files and functions out of it. Or set `num_workers=0`, or `start_method=fork` if the system has fork."
+                f"the source cannot be sent to worker processes: {error}. Define its class in a module. Keep no open "
+                "file or function in the source. Or set `num_workers=0`, or `start_method=fork` if the system has fork."
             ) from error
         except OSError as error:
             raise ReadError(f"{num_workers} worker processes could not be started: {error}. {remedy(error)}") from error
@@ -88,11 +87,9 @@ class Workers(_MultiProcessingDataLoaderIter):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers."""
         return [int(worker.pid) for worker in self._workers if worker.pid is not None]
 
     def restart(self, requests: Iterator[Request], ended: Callable[[], bool]) -> None:
-        """Continue with new requests."""
         self.ended, self._index_sampler = ended, requests
         self._reset(self.loader)
 
@@ -128,7 +125,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         """End all workers within seconds."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
         if not kill and all(worker.is_alive() for worker in self._workers):
-            self._workers_done_event.set()  # not after a kill: a killed worker may hold the event's lock forever
+            self._workers_done_event.set()  # a dead worker may hold the event's lock forever
             for queue in self._index_queues:
                 queue.put(None)
             deadline = time.monotonic() + TIMEOUT_S

@@ -209,10 +209,10 @@ def test_the_level_can_be_read_and_a_state_counts_only_what_was_handed_out(photo
         assert loader.ahead == 1 << 30
         batches = iter(loader)
         next(batches)
-        deadline = time.monotonic() + 60
-        while not batches.bytes_waiting and time.monotonic() < deadline:
+        buffer, deadline = batches._producers[0], time.monotonic() + 60
+        while not buffer.bytes_waiting and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert batches.bytes_waiting > 0
+        assert buffer.bytes_waiting > 0
         assert loader.state_dict()["position"] == 8
         state = loader.state_dict()
         iter(loader)  # ends the pass
