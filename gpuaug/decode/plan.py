@@ -17,8 +17,8 @@ from gpuaug.errors import ConfigError
 Pixels = NDArray[np.uint8]
 
 # Chunk size per thread on the CPU. DALI allocates the pixels of a chunk in one block, and malloc keeps several old
-# blocks. With 64 files of 700 x 525 (30 MiB per batch), whole batches hold 450 MiB after 300 batches. Chunks hold 60 to
-# 90 MiB, and take the same CPU time.
+# blocks. With 64 files of 700 x 525 (30 MiB per batch), the process holds 450 MiB after 300 whole batches. With chunks,
+# it holds 60 to 90 MiB. The CPU time is the same.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
 # A JPEG is decoded at 1/2, 1/4 or 1/8 if every window is at least this many times as high and as wide as its view.
 # Photographs then differ from full decoding by 0.6 levels of 255 on average. With 2, 4 and 8, they would differ by 1.1
@@ -32,7 +32,7 @@ class Route(IntEnum):
     BAD = 0  # no decoder: the row has a fault
     DALI = 1
     PILLOW = 2
-    REFUSED = 3  # Pillow, because DALI refused it
+    REFUSED = 3  # Pillow, because DALI refused the image
     RAW = 4  # no decoder: the bytes are the pixels
 
 
@@ -87,7 +87,7 @@ class Plan:
 
     @classmethod
     def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> Plan:
-        """Plan all rows that can be decoded. ``windows``: one entry per view, at least one, with B rows each."""
+        """Plan all rows that can be decoded. ``windows``: B rows for each view. There is at least one view."""
         rows = np.flatnonzero(headers.route != Route.BAD)
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
@@ -140,7 +140,7 @@ class Plan:
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
-        """For the first row and each view: window and resized size, before orientation, and resize filter."""
+        """Window and resized size before orientation, and resize filter, of the first row in each view."""
         turn = -1 if self.swapped[0] else 1
         views = zip(self.parts, self.windows, strict=True)
         return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]
@@ -177,7 +177,6 @@ def split_by_bytes(rows: Int64, sizes: Int64, max_bytes: int) -> list[Int64]:
 
 
 def decode_fault(row: int, encoded: Pixels, reason: str) -> Fault:
-    """A fault of the stage ``decode``."""
     return Fault(row, "decode", reason, len(encoded), encoded[:16].tobytes())
 
 

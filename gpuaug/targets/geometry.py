@@ -63,11 +63,11 @@ def from_indices(m: Float64) -> Float64:
 def points(m: Float64, xy: Float64) -> tuple[Float64, Bool]:
     """Map points ``xy`` [N, K, 2] by matrices ``m`` [N, 3, 3].
 
-    Also return whether each point is in front of the viewer, bool [N, K]. A perspective can put a point behind the
-    viewer: its homogeneous coordinate w is <= 0. Such a point becomes NaN.
+    Also return whether each point is in front of the viewer, bool [N, K]. A perspective puts a point behind the viewer
+    if the homogeneous coordinate w is not positive. Such a point becomes NaN.
     """
     x, y, in_front = _mapped(m, xy[..., 0].T, xy[..., 1].T)
-    return np.array([x, y]).T, in_front.T  # [2, K, N] in memory, which is faster for the next call
+    return np.array([x, y]).T, in_front.T  # the next call is faster with [2, K, N] in memory
 
 
 def hulls(m: Float64, boxes: Float64) -> Float64:
@@ -82,7 +82,7 @@ def hulls(m: Float64, boxes: Float64) -> Float64:
 
 def mirrored(m: Float64) -> Bool:
     """Whether matrices [.., 3, 3] mirror an image, bool [..]."""
-    # under a perspective, the determinant of the upper left 2 x 2 matrix would depend on the position of the origin
+    # with a perspective, the upper left 2 x 2 matrix alone is not enough
     return np.asarray(np.linalg.det(m) < 0)
 
 

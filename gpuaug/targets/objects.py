@@ -38,7 +38,7 @@ class Objects:
 
     @classmethod
     def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
-        """The objects of a batch as the source gave them, without those that the rules leave out."""
+        """The objects of a batch. Objects and values that the rules leave out are dropped."""
         boxes, keypoints = encoded.boxes, encoded.keypoints
         objects = cls(
             sample=np.repeat(np.arange(len(encoded.offsets) - 1, dtype=np.int64), np.diff(encoded.offsets)),
@@ -57,7 +57,6 @@ class Objects:
         return objects
 
     def __len__(self) -> int:
-        """Number of objects."""
         return len(self.sample)
 
     def counts(self, batch_size: int) -> Int64:
@@ -70,7 +69,7 @@ class Objects:
         return replace(self, **{name: column[keep] for name, column in columns if column is not None})
 
     def rows(self, keep_rows: Int64) -> Objects:
-        """Return the objects of some images: image ``keep_rows[i]`` becomes image i. Each image at most once."""
+        """Return the objects of some images. Image ``keep_rows[i]`` becomes image i. No image may occur twice."""
         number = np.full(1 + max(self.sample.max(initial=-1), np.max(keep_rows, initial=-1)), -1, dtype=np.int64)
         number[keep_rows] = np.arange(len(keep_rows))
         sample = number[self.sample]
@@ -99,7 +98,7 @@ def carry(
 ) -> Objects:
     """Move the objects of a batch through the crop and the operations, and drop those that the rules leave out.
 
-    Boxes are clipped after the crop, because no operation can bring back what the crop removed, and again at the end.
+    Boxes are clipped after the crop, and again at the end. No operation can bring back what the crop removed.
     A keypoint stays visible if it is inside the image after the crop, and inside the output at the end. If there are no
     boxes, all objects stay.
 
@@ -147,7 +146,7 @@ def _half(rules: Targets) -> float:
 
 
 def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
-    """Boxes [B, 4]: the part of the canvas that each resized window covers. For no part, x2 <= x1 or y2 <= y1."""
+    """Boxes [B, 4]: the part of the canvas that each resized window covers. An empty box has x2 <= x1 or y2 <= y1."""
     start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
     return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
 
