@@ -182,8 +182,8 @@ def decode_fault(row: int, encoded: Pixels, reason: str) -> Fault:
 
 # -- orientation: flip the stored image; if the EXIF number is above 4, also transpose the result --
 
-_FLIP_Y = np.array([0, 0, 0, 1, 1, 0, 1, 1, 0], dtype=bool)  # index: EXIF number 1..8
-_FLIP_X = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=bool)
+# FLIPPED[k]: whether EXIF number k, from 1 to 8, flips (y, x)
+FLIPPED = np.array([(0, 0), (0, 0), (0, 1), (1, 1), (1, 0), (0, 0), (1, 0), (1, 1), (0, 1)], dtype=bool)
 
 
 def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
@@ -191,20 +191,21 @@ def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
     swap = (orientation > 4)[:, None]
     corner = np.where(swap, box[:, 1::-1], box[:, :2])
     extent = np.where(swap, box[:, :1:-1], box[:, 2:])
-    flip = np.stack([_FLIP_Y[orientation], _FLIP_X[orientation]], axis=1)
-    return np.concatenate([np.where(flip, size - corner - extent, corner), extent], axis=1).astype(np.int32)
+    corner = np.where(FLIPPED[orientation], size - corner - extent, corner)
+    return np.concatenate([corner, extent], axis=1).astype(np.int32)
 
 
 def oriented(image: Pixels, orientation: int) -> Pixels:
     """An upright view of a stored image or region, uint8 [h, w, 3]."""
     if orientation == 1:
         return image
-    image = image[:: -1 if _FLIP_Y[orientation] else 1, :: -1 if _FLIP_X[orientation] else 1]
+    y, x = FLIPPED[orientation].tolist()
+    image = image[:: -1 if y else 1, :: -1 if x else 1]
     return image.transpose(1, 0, 2) if orientation > 4 else image
 
 
 def oriented_batch(images: Tensor, orientation: int) -> Tensor:
     """Upright images, from stored images uint8 [n, h, w, 3] of the same EXIF orientation."""
-    dims = [d for d, flip in ((1, _FLIP_Y), (2, _FLIP_X)) if flip[orientation]]
+    dims = (1 + np.flatnonzero(FLIPPED[orientation])).tolist()
     images = images.flip(dims) if dims else images
     return images.transpose(1, 2) if orientation > 4 else images

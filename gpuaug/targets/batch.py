@@ -70,7 +70,7 @@ class BatchTargets:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchTargets:
         """Move masks, boxes, labels, keypoints and sample to ``device``, as ``Tensor.to`` does."""
-        moved: dict[str, Any] = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
+        moved = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
 
     @property

@@ -9,33 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.batch import CropWindows, Int64
+from gpuaug.decode.plan import FLIPPED
 
 Bool = NDArray[np.bool_]
 Float64 = NDArray[np.float64]
-
-# _UPRIGHT[k] is the matrix of EXIF orientation k, from 1 to 8
-_UPRIGHT = np.array(
-    [
-        [[1, 0], [0, 1]],
-        [[1, 0], [0, 1]],
-        [[-1, 0], [0, 1]],
-        [[-1, 0], [0, -1]],
-        [[1, 0], [0, -1]],
-        [[0, 1], [1, 0]],
-        [[0, -1], [1, 0]],
-        [[0, -1], [-1, 0]],
-        [[0, 1], [-1, 0]],
-    ],
-    dtype=np.float64,
-)
 
 
 def orientation(exif: Int64, stored: Int64) -> Float64:
     """Matrices [B, 3, 3] from stored images to upright images. ``stored``: [B, 2], (height, width)."""
     m = _identities(len(exif))
-    m[:, :2, :2] = _UPRIGHT[exif]
-    # mirroring maps x to width - x, and y to height - y
-    m[:, :2, 2] = (np.maximum(-m[:, :2, :2], 0) * np.asarray(stored)[:, None, ::-1]).sum(axis=2)
+    flip = FLIPPED[exif, ::-1]  # (x, y); a flip maps x to width - x, or y to height - y
+    m[:, (0, 1), (0, 1)] -= 2 * flip
+    m[:, :2, 2] = flip * stored[:, ::-1]
+    swap = exif > 4
+    m[swap, :2] = m[swap, 1::-1]
     return m
 
 
@@ -95,9 +82,7 @@ def inverse(m: Float64) -> Float64:
     adjugate = np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-1)
     determinant = (c * adjugate[..., :, 2]).sum(axis=-1)
     with np.errstate(all="ignore"):
-        return np.asarray(
-            np.where(determinant == 0, np.nan, 1)[..., None, None] * adjugate / determinant[..., None, None]
-        )
+        return np.asarray(adjugate / np.where(determinant == 0, np.nan, determinant)[..., None, None])
 
 
 def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64, Bool]:

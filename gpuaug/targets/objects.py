@@ -93,8 +93,8 @@ def carry(
     size: tuple[int, int],
     rules: Targets,
     flip: tuple[int, ...] | None,
+    windows: CropWindows,
     centres: bool = False,
-    windows: CropWindows | None = None,
 ) -> Objects:
     """Move the objects of a batch through the crop and the operations, and drop those that the rules leave out.
 
@@ -111,11 +111,13 @@ def carry(
         rules: limits of boxes.
         flip: for each keypoint, the index of its mirror image. If the crop and the operations together mirror the
             image, these keypoints are exchanged.
+        windows: the crop's windows.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
-        windows: the crop's windows; None: the image covers the whole canvas.
     """
     canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
-    covered = canvas.repeat(len(crop), axis=0) if windows is None else _covered(windows, size)
+    # the part of the canvas that the image covers; empty if x2 <= x1 or y2 <= y1
+    start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
+    covered = np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
     if objects.boxes is not None:
         to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
         cut = geometry.hulls(to_canvas, objects.boxes)
@@ -143,12 +145,6 @@ def carry(
 def _half(rules: Targets) -> float:
     """What to add to the coordinates of the source's keypoints to get pixel edges."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
-
-
-def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
-    """Boxes [B, 4]: the part of the canvas that each resized window covers. An empty box has x2 <= x1 or y2 <= y1."""
-    start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
-    return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
 
 
 def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
