@@ -98,7 +98,7 @@ class EncodedTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
-    """The encoded images of a batch, packed into one buffer by a worker. All tensors are on the CPU.
+    """The encoded images of a batch. All tensors are on the CPU.
 
     Attributes:
         data: uint8 ``[bytes of all images]``.

@@ -60,8 +60,7 @@ class Decode:
             8. On CUDA, each thread uses a CPU core while it waits for the GPU.
         backend: ``auto`` is DALI if it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. The engine's pixels differ slightly from those of
-            the CUDA cores, and the batch decides which JPEGs the engine gets. So with a value above 0, results are not
-            bit-identical.
+            the CUDA cores, and the batch decides which JPEGs the engine gets.
         max_pixels: if the header of an image claims more pixels, the image is a fault. A large image is also a fault if
             its file has less than one byte per 64 pixels.
         max_bytes: memory limit for decoding, in bytes. If a batch needs more, it is decoded in chunks. If an image

@@ -96,21 +96,21 @@ def carry(
     windows: CropWindows,
     centres: bool = False,
 ) -> Objects:
-    """Move the objects of a batch through the crop and the operations, and drop those that the rules leave out.
+    """Move the objects of a batch through the crop and the operations, and drop objects that the rules leave out.
 
-    Boxes are clipped after the crop, and again at the end. No operation can bring back what the crop removed.
-    A keypoint stays visible if it is inside the image after the crop, and inside the output at the end. If there are no
+    Boxes are clipped after the crop, and again at the end. No operation can bring back what the crop removed. A
+    keypoint stays visible if it is inside the image after the crop, and inside the output at the end. If there are no
     boxes, all objects stay.
 
     Args:
         objects: in pixels of their images.
-        crop: matrices [B, 3, 3] from the annotated image to the canvas, which is the output before the operations. They
-            can only scale, move, mirror and transpose.
+        crop: matrices [B, 3, 3] from the annotated image to the canvas, which is the output before the operations. A
+            crop can only scale, move, mirror and transpose.
         ops: matrices [B, 3, 3] from the canvas to the output.
         size: (H, W) of the canvas, and of the output.
         rules: limits of boxes.
         flip: for each keypoint, the index of its mirror image. If the crop and the operations together mirror the
-            image, these keypoints are exchanged.
+            image, the keypoints of each pair are exchanged.
         windows: the crop's windows.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
     """

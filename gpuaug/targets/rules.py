@@ -63,7 +63,7 @@ class Boxes:
     """Rules for boxes.
 
     A box becomes the smallest upright box around its moved corners. The box is clipped after the crop, and again after
-    the operations. If the clipped box is smaller than one of the limits, its object is dropped with all its values.
+    the operations. If the clipped box is below one of the limits, the whole object is dropped.
 
     Args:
         min_size: smallest width and height in pixels of the output.
@@ -92,8 +92,8 @@ class Keypoints:
 
     Args:
         flip: for each point, the index of its mirror image. For example, the left eye has the index of the right eye.
-            If an image is mirrored, such points are exchanged. None: use the pairs of the source, such as COCO's. If
-            the source has no pairs, no points are exchanged.
+            If an image is mirrored, the points of each pair are exchanged. None: use the pairs of the source, such as
+            COCO's. If the source has no pairs, no points are exchanged.
         pixel_centers: True: whole-number coordinates are the centres of pixels, as in COCO. False: they are the edges
             of pixels, as in boxes.
 
