@@ -69,7 +69,7 @@ class BatchTargets:
         return len(self.counts)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchTargets:
-        """Move masks, boxes, labels, keypoints and sample to ``device``, as ``Tensor.to`` does."""
+        """Move masks, boxes, labels, keypoints and sample to ``device``. For ``non_blocking`` see ``Tensor.to``."""
         moved = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
 
