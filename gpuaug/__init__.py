@@ -1,7 +1,7 @@
 """Turns encoded images into augmented batches on the training device.
 
 Names are imported on first use, so ``import gpuaug`` is fast. Every constructor and method raises :class:`ConfigError`
-for an invalid argument. Docstrings name the other errors, which are also subclasses of :class:`GpuaugError`.
+for an invalid argument. All other errors are named in docstrings. Every error is a :class:`GpuaugError`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Target:
         ids: [n], id of each annotation in its file.
         size: (height, width) of the image that the annotations were made for; None: not known.
         fractions: True: boxes and keypoints are fractions of the upright image's width and height, as in YOLO's files.
-        label: label of the whole image, as in a source without targets.
+        label: label of the whole image.
 
     >>> Target(boxes=[[10, 20, 30, 60]], labels=[3], size=(100, 80)).labels
     [3]
@@ -80,7 +80,7 @@ class EncodedTargets:
         area: [N]; NaN: not known.
         ids: [N]; -1: not known.
         sizes: [B, 2], (height, width) of the image that the annotations were made for; 0: not known.
-        masks: whether ``EncodedBatch.data`` also holds a mask for each image.
+        masks: whether the batch also holds an encoded mask for each image.
         fractions: [B]; None: False for all samples.
     """
 
@@ -98,7 +98,7 @@ class EncodedTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
-    """The encoded images of a batch, packed into one buffer by a worker. All tensors are on the CPU.
+    """The encoded images of a batch. All tensors are on the CPU.
 
     Attributes:
         data: uint8 ``[bytes of all images]``.
@@ -163,7 +163,7 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class CropWindows:
-    """The window that one view cuts from each image, and the window's place on the canvas, which is the view's output.
+    """For one view: the window of each image, and the place of each window on the canvas.
 
     Attributes:
         window: [B, 4], (top, left, height, width) in the image after EXIF orientation. The window is inside the image,
@@ -171,7 +171,7 @@ class CropWindows:
         resized: [B, 2], (h, w) of the window after resizing.
         offset: [B, 2], (y, x) of the resized window's top left corner on the canvas. Pixels outside the canvas are cut
             off.
-        size: (H, W) of the canvas.
+        size: (H, W) of the canvas, and of the view.
         interpolation: ``bilinear`` or ``bicubic``, with antialiasing.
         fill: value of canvas pixels that the resized window does not cover.
     """

@@ -1,8 +1,8 @@
 """:func:`compose` makes a configuration from YAML and override strings; :func:`build` makes objects from it.
 
 Hydra is imported inside functions, because every Hydra application imports this file through our search-path plugin.
-:func:`build` does not use ``hydra.utils.instantiate``, because ``instantiate`` copies the objects passed in, does not
-name the full key of an unknown argument, and imports any module that a target names.
+:func:`build` does not use ``hydra.utils.instantiate``. That function copies existing objects, and imports any module.
+Its errors do not name the full key of an unknown argument.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRUSTED = ("kornia.augmentation.",)
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
-# `augment=timm:rand-m9-mstd0.5-inc1`: the recipe and the string of its operation
+# for example, `augment=timm:rand-m9-mstd0.5-inc1`
 _TIMM = re.compile(r"^(\+{0,2}augment)=(['\"]?)timm:(.*)\2$")
 
 
@@ -56,8 +56,8 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         name: ``train``, ``eval``, or the name of a file in ``config_dir``.
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
             ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
-        config_dir: folder with your own configurations, and with your own recipes in ``gpuaug/augment/``. Your files
-            replace gpuaug's files of the same name.
+        config_dir: folder with your own configurations. Its subfolder ``gpuaug/augment/`` holds your own recipes. Your
+            files replace gpuaug's files of the same name.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment=simclr", "augment.crop.size=96"])
@@ -100,7 +100,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
     try:
         with initialize_config_dir(str(first), version_base="1.3", job_name="gpuaug"):
             loader: Any = GlobalHydra.instance().config_loader()
-            if first != ours:  # not by `hydra.searchpath`: it finds no primary configuration
+            if first != ours:  # `hydra.searchpath` would not find the configuration `name`
                 path = loader.get_search_path()
                 for folder in (first / "gpuaug", ours):  # the first folder holds the application's own recipes
                     path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
@@ -189,7 +189,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
 
 
 def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
-    """A sentence that says where the key ``word`` belongs if not in ``node``; "" if not known."""
+    """A sentence that says where to set ``word`` instead of in ``node``; "" if this is not known."""
     if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
         return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
     for name in ("views", "stages"):
@@ -211,7 +211,7 @@ def _takes(target: Any, argument: str) -> bool:
 
 
 def _refuse_stale(name: str, overrides: list[Override]) -> None:
-    """Refuse ``key={_target_: Other, ...}`` if arguments of the previous target stay, because Hydra merges mappings."""
+    """Refuse ``key={_target_: Other, ...}`` if old arguments stay. Hydra merges the old and the new mapping."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
@@ -231,10 +231,9 @@ def _refuse_stale(name: str, overrides: list[Override]) -> None:
         given = {*map(str, value), *(o.key_or_group[len(key) + 1 :].split(".")[0] for o in below)}
         if stale := [str(k) for k in before if str(k) not in given]:
             raise ConfigError(
-                f"`{key}` changes from {before['_target_']} to {value['_target_']}, but the old arguments stay "
-                f"(Hydra merges mappings): {', '.join(stale)}. Remove the whole entry first: '~{key}' "
-                f"'+{key}={{_target_: ...}}' (an operation then runs last). Or remove the old arguments: "
-                f"'~{key}.{stale[0]}'."
+                f"`{key}` changes from {before['_target_']} to {value['_target_']}, but the old arguments stay: "
+                f"{', '.join(stale)}. Remove the whole entry first: '~{key}' '+{key}={{_target_: ...}}'. An operation "
+                f"then runs last. Or remove only the old arguments: '~{key}.{stale[0]}'."
             )
 
 
@@ -329,7 +328,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
         return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    plain = [k for k in value if k != "_convert_"]  # `build` always makes plain containers, as this key asks
+    plain = [k for k in value if k != "_convert_"]  # Hydra's key for plain containers, which `build` always makes
     if special := [k for k in plain if k in ("_args_", "_partial_", "_recursive_")]:
         raise ConfigError(
             f"`{_join(key, special[0])}` is not supported: objects are built from named arguments. Remove this key."
@@ -395,7 +394,7 @@ def _full_name(name: str) -> str:
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a module is below or above an allowed prefix. Other modules are not imported: their code would run."""
+    """Whether a module is below or above an allowed prefix. An import of any other module could run harmful code."""
     return any(f"{module}.".startswith(p) or p.startswith(f"{module}.") for p in prefixes)
 
 
@@ -455,7 +454,7 @@ def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, tar
         if parameter.default is parameter.empty and name not in kwargs:
             raise ConfigError(f"`{_join(key, name)}` must be given: {target} needs it.")
     for name, hint in _hints(called).items():
-        # only bools are checked here: constructors check other types, but text such as `no` would count as true
+        # constructors check other types; without this check, text such as `no` could count as true
         if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
             raise ConfigError(f"`{_join(key, name)}` must be {_words(hint)}. Found: {kwargs[name]!r}.")
 
@@ -473,7 +472,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value matches an annotation; True if this cannot be checked. A list matches any sequence."""
+    """Whether a value matches an annotation; True if this cannot be checked. A list also matches ``tuple``."""
     members = _members(hint)
     if len(members) > 1:
         return any(_fits(value, member) for member in members)
@@ -526,7 +525,7 @@ def _make(plan: Any) -> Any:
         raise
     except Exception as error:
         hints = _hints(plan.target)
-        for name, value in kwargs.items():  # the error may not name the argument: find a wrong type
+        for name, value in kwargs.items():  # the constructor's error may not name the argument
             if name in hints and not _fits(value, hints[name]):
                 wrong = f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
                 raise ConfigError(wrong + _as_number(wrong)) from error
@@ -535,20 +534,20 @@ def _make(plan: Any) -> Any:
 
 
 def _as_number(message: str) -> str:
-    """A remedy if the message ends with a number in quotes, which may come from an environment variable; else ""."""
+    """A remedy if the message is about a number in quotes; "" for other messages."""
     if not re.search(r"number|int|true or false", message) or not re.search(r"Found: '[-+.\deE]+'\.$", message):
         return ""
     return " In quotes it is text. For an environment variable, write '${oc.decode:${oc.env:NAME}}'."
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:
-    """Replace the key at the start of a constructor's message, such as `augment.ops.jitter.p`, by the full key."""
+    """Put the full key of the argument at the start of a constructor's message."""
     named = re.match(r"`([\w.]+)`", message)
     if not key or not named:
         return f"`{key}`: {message}" if key else message
     place, path = key.split("."), named[1].split(".")
     rest = path if of_loader or len(path) == 1 else path[1:]
-    # the class may be at another place, such as `train_data.augment`: join the two paths at their common part
+    # for `augment.crop.size` of a recipe at `train_data.augment`, the common part `augment` must appear once
     for start, length in ((s, n) for s in range(len(path)) for n in range(len(path) - s, 0, -1)):
         if not of_loader and place[-length:] == path[start : start + length]:
             rest = path[start + length :]

@@ -1,4 +1,4 @@
-"""All exceptions of gpuaug. Each message gives the fact, the value found and the remedy."""
+"""All exceptions of gpuaug. Each message says what is wrong, which value was found, and what to do."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ConfigError(GpuaugError, ValueError):
 
 
 class ReadOnlyError(ConfigError, AttributeError):
-    """A setting that can no longer be changed was changed."""
+    """A setting was changed too late."""
 
 
 class SourceError(GpuaugError, ValueError):
-    """The whole source cannot be used. For example, its root is missing, or it has no images.
+    """A source cannot be used. For example, its root is missing, or it has no images.
 
     >>> import gpuaug
     >>> try:

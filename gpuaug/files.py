@@ -50,11 +50,11 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
     old content.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    # The cache folder gets mode 0o700, because compiled code is loaded from it only if no other user can write there.
+    # Compiled code is loaded from the cache folder only if no other user can write there.
     os.makedirs(folder, 0o700 if Path(folder) == cache_folder() else 0o777, exist_ok=True)
     part = os.path.join(folder, f".gpuaug-{uuid.uuid4().hex}.part")
     try:
-        with open(part, "xb") as file:  # not tempfile: only the owner could read its files
+        with open(part, "xb") as file:  # only the owner could read a file of `tempfile`
             yield file
             file.flush()
             if sync:

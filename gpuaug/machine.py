@@ -53,7 +53,6 @@ def usable_cpus() -> int:
 
 
 def cpu_model() -> str:
-    """The processor's model name."""
     match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", read("/proc/cpuinfo") or "", re.MULTILINE)
     return match[1] if match else platform.machine()
 
@@ -89,7 +88,7 @@ def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: huge if there is no limit
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: no limit is a huge number
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
                 yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
 
@@ -121,7 +120,7 @@ def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
         while here != base and base in here.parents:
             yield here
             here = here.parent
-        yield base  # holds the files of a container if /proc names a path of the host
+        yield base  # in a container, /proc may name a path that only the host has
 
 
 def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
@@ -153,7 +152,7 @@ def driver(root: str = NVIDIA) -> str | None:
 
 
 def _smi(root: str) -> list[str]:
-    """One line "model, driver version" per device, from nvidia-smi, because some systems have no /proc/driver."""
+    """One line "model, driver version" per device, from nvidia-smi. Some systems have no /proc/driver."""
     program = shutil.which("nvidia-smi")
     if program is None or root != NVIDIA or not Path("/dev/nvidia0").exists():
         return []
@@ -167,7 +166,7 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-# The checks, and what is true if a check passed. A verdict is the stored result of a check.
+# What is true if a check passed. A verdict is the stored result of a check.
 VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
@@ -175,7 +174,7 @@ VERDICTS = {
     "stream": "decoding stays in order with a consumer's busy stream",
     "fused_cuda": "the compiled augmentations on the GPU equal Kornia's",
 }
-VERDICTS_VERSION = 3  # of the file format; increase it when a check becomes stricter
+VERDICTS_VERSION = 3  # files of other versions are ignored; increase it when a check becomes stricter
 PACKAGES = (
     "torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13",
     "hydra-core", "triton", "pillow", "numpy",
@@ -248,7 +247,7 @@ def local_world_size() -> int:
     if "LOCAL_WORLD_SIZE" in env:
         return max(1, int(env["LOCAL_WORLD_SIZE"]))
     if "SLURM_PROCID" in env and "SLURM_LOCALID" in env:
-        # tasks per node, such as "4(x2),3"; the value of the step comes first, because a step may use a part of its job
+        # tasks per node, such as "4(x2),3"; a Slurm step may use only a part of its job
         text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "")
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
         tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
@@ -291,7 +290,7 @@ def exit_with_parent() -> None:
     import threading
     from multiprocessing import connection
 
-    parent = multiprocessing.parent_process()  # not the forkserver, which lives as long as its workers
+    parent = multiprocessing.parent_process()  # not the forkserver
     if parent is None:
         return
 

@@ -1,1 +1,1 @@
-"""Decodes images to uint8 views on the device: headers, DALI, Pillow, resizing."""
+"""Decodes images to uint8 views on the device."""

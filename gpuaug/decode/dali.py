@@ -31,13 +31,13 @@ log = logging.getLogger("gpuaug")
 
 Backend = Literal["auto", "dali", "pillow"]
 
-# Pillow decodes PNG, because DALI decompresses all data in the file: 1 MB can become 1 GiB, and decoding takes 3 GiB of
-# memory. Pillow stops when the image is complete. Pillow takes 1.5 times the CPU time of DALI (500 x 375, crop to 224).
+# Pillow decodes PNG, and stops when the image is complete. DALI would decompress all data in the file. A file of 1 MB
+# can then take 3 GiB of memory. Pillow takes 1.5 times the CPU time of DALI (500 x 375, crop to 224).
 CODECS = frozenset({"jpeg", "webp", "bmp"})
-# bytes of nvJPEG's buffers, DALI's defaults; each thread has two pinned buffers
+# initial size of nvJPEG's buffers in bytes, as DALI sets it; each thread has two pinned buffers
 DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
-_loading = threading.Lock()  # held while codecs load, because an environment variable selects them
+_loading = threading.Lock()  # held while codecs load: an environment variable selects the codecs
 
 
 def choose_backend(wanted: Backend) -> str:
@@ -79,7 +79,7 @@ def failed_sample(message: str) -> tuple[bool, int | None]:
 
 
 class CpuPipeline:
-    """DALI on the CPU: decodes one box of each image. DALI's resize is not used, because it is several times slower."""
+    """DALI on the CPU: decodes one box of each image. DALI's resize would be several times slower."""
 
     bytes_per_pixel = 12  # peak memory while decoding, per pixel of the whole image
 
@@ -150,8 +150,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        # With DLPack, a thread of DALI would free the memory after a cudaDeviceSynchronize. This keeps a CPU core busy
-        # while the device trains.
+        # With DLPack, a thread of DALI would call cudaDeviceSynchronize before it frees memory. This call keeps a CPU
+        # core busy while the device trains.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)

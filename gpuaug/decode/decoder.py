@@ -1,4 +1,4 @@
-"""Encoded images to uint8 views on the device.
+"""Decodes batches to uint8 views on the device.
 
 Each image is decoded once for all its views. If ``hardware_load`` is 0, a sample's pixels do not depend on the other
 samples of its batch.
@@ -45,9 +45,9 @@ _MAX_REBUILDS = 3  # new pipelines per batch; if the device itself is broken, ev
 
 _END_OF_JPEG = b"\xff\xd9"
 # A small file can claim many pixels. So an image with more than max(2**25, `max_pixels` / 4) pixels must have at least
-# one byte per 64 pixels, as even a JPEG of one colour has. Then no file below 1 MiB takes more than 2 s of a core.
+# one byte per 64 pixels. Even a JPEG of one colour has that. Then no file below 1 MiB takes more than 2 s of a core.
 _SPARSE_PIXELS, _PIXELS_PER_BYTE = 2**25, 64
-_MAX_SCANS = 12  # limit for an image of `max_pixels`; smaller images may have more. A scan costs 0.6 ns per pixel
+_MAX_SCANS = 12  # for an image of `max_pixels`; half the pixels allow twice the scans. A scan costs 0.6 ns per pixel
 _ANCILLARY_BYTES = 65_536  # above this, PNG chunks that do not affect pixels are removed before decoding
 
 
@@ -60,18 +60,16 @@ class Decode:
             8. On CUDA, each thread uses a CPU core while it waits for the GPU.
         backend: ``auto`` is DALI if it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. The engine's pixels differ slightly from those of
-            the CUDA cores, and the batch decides which JPEGs the engine gets. So with a value above 0, results are not
-            bit-identical.
+            the CUDA cores, and the batch decides which JPEGs the engine gets.
         max_pixels: if the header of an image claims more pixels, the image is a fault. A large image is also a fault if
             its file has less than one byte per 64 pixels.
         max_bytes: memory limit for decoding, in bytes. If a batch needs more, it is decoded in chunks. If an image
             needs more, it is decoded alone.
         codecs: names from jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw. Images of other codecs are faults.
             `gpuaug pack` writes `raw`.
-        reduced: decode large JPEGs at a fraction of their size: at 1/2 if every view's crop is at least 2 times as high
-            and as wide as the view, at 1/4 from 5 times on, and at 1/8 from 12 times on. Pillow decodes these images on
-            the CPU, also with ``device=cuda``. Pixels differ from decoding at full size by 0.6 levels of 255 on
-            average, and by up to 2 levels on average over one image.
+        reduced: decode large JPEGs at 1/2, 1/4 or 1/8 of their size, if every view's crop is at least 2, 5 or 12 times
+            as high and as wide as the view. Pillow decodes these images on the CPU, also with ``device=cuda``. Pixels
+            change by 0.6 levels of 255 on average. In a single image, the average change is at most 2 levels.
 
     >>> with_pillow = Decode(backend="pillow", num_threads=2, codecs=["jpeg", "png"])
     >>> decoder = with_pillow.open("cpu")
@@ -280,7 +278,7 @@ class Decoder:
             return images, [*too_large, *faults]
 
     def _too_large(self, plan: Plan) -> list[Fault]:
-        """Faults of rows that resizing makes too large, such as a thin image that is resized by its shorter side."""
+        """Faults of images that would be too large after resizing, such as a very thin image."""
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.windows], axis=0)
         faults = []
@@ -338,7 +336,7 @@ class Decoder:
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
 
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
-        """Make all views of the ``plan.union`` boxes in ``regions``. ``alone``: use only the calling thread."""
+        """Make all views from the pixels of the ``plan.union`` boxes. ``alone``: use only the calling thread."""
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)

@@ -1,7 +1,4 @@
-"""Reads codec, stored size and orientation from image headers, in pure Python. A JPEG takes about 5 µs.
-
-So sizes are known before a decoder allocates memory.
-"""
+"""Reads codec, stored size and orientation from image headers, in pure Python. A JPEG takes about 5 µs."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _SIGNATURES = re.compile(
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _JUNK = 65_536  # limit of the bytes outside segments before a JPEG's first scan
-_CHUNKS = 131_072  # limit of the number of chunks: a PNG of 1 GB in chunks of 8 kB, as libpng writes them
+_CHUNKS = 131_072  # limit of the number of chunks: libpng writes 1 GB in chunks of 8 kB
 _BLOCKS = 64  # rows; a multiple of the height of a JPEG's blocks (8, 16 or 32 rows, depending on subsampling)
 _SCANS = 256  # limit of the scans of a JPEG; encoders write about ten
 _PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
@@ -43,7 +40,7 @@ class HeaderError(ValueError):
 
 
 class TruncatedError(HeaderError):
-    """A JPEG with a complete header but no end marker. After a marker is added, decoders decode what exists."""
+    """A JPEG has a complete header, but no end marker. If a marker is added, decoders decode what exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +173,7 @@ def _jpeg(data: bytes) -> Header:
     if frame is None:
         raise HeaderError("jpeg without a frame header")
     marker, bits, height, width, parts = frame
-    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the crop would not notice
+    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the crop would miss this
         raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
     scans = 1
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time
@@ -192,10 +189,10 @@ def _jpeg(data: bytes) -> Header:
 
 
 def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
-    """A copy of a JPEG with its first ``rows`` rows and a few more, and the height of the copy.
+    """Cut a JPEG below row ``rows``. Return the new JPEG and its height.
 
-    Only the height in the header changes. The copy has at least one more row of blocks than needed, because decoders
-    interpolate colours from it. A JPEG with several scans is not cut.
+    Only the height in the header changes. At least one more row of blocks stays, because decoders interpolate colours
+    across blocks. A JPEG with several scans is not cut.
     """
     info, rows = read(jpeg), (rows + 2 * _BLOCKS - 1) // _BLOCKS * _BLOCKS
     if not info.height_at or rows >= info.height:
@@ -259,7 +256,7 @@ def _inflated(data: bytes) -> bytes:
 
 
 def _unhexed(profile: bytes) -> bytes | None:
-    """The EXIF block of a raw profile: a line with its kind, a line with its length, then hexadecimal lines."""
+    """Convert a raw profile to an EXIF block. Lines with kind and length precede the hexadecimal lines."""
     text = b"".join(profile[:_PROFILE_BYTES].split(b"\n")[3:])
     try:
         return bytes.fromhex(text[: len(text) // 2 * 2].decode("ascii"))

@@ -19,7 +19,7 @@ from gpuaug.decode.plan import Pixels
 # box (top, left, height, width), size (height, width) after resizing, and filter of one view
 View = tuple[list[int], list[int], Interpolation]
 
-# names of Pillow's plugins that are not the capitalised codec
+# Pillow's plugin has the name of the codec, capitalised; these are the exceptions
 _PLUGINS = {"webp": "WebP", "jpeg2000": "Jpeg2K"}
 
 
@@ -71,7 +71,7 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
         upper, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
         try:
             image = _load(upper, "jpeg", np.array([height, size[1]]), max_pixels, scale)
-        except Exception:  # for example, there is a marker below the boxes, which only decoding all rows can skip
+        except Exception:  # for example, a marker below the boxes stops Pillow
             if upper is data:
                 raise
             image = _load(data, "jpeg", size, max_pixels, scale)
@@ -86,10 +86,10 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
 
 
 def values(png: bytes) -> tuple[NDArray[Any], str]:
-    """The stored values of a PNG, [h, w] or [h, w, channels], and Pillow's mode, before EXIF orientation is applied.
+    """The stored values of a PNG, [h, w] or [h, w, channels], and Pillow's mode. EXIF orientation is ignored.
 
-    A palette image gives the indices of its colours. Pillow scales gray values of 2 and 4 bits to 0..255. The caller
-    must check the image's size first.
+    The values of a palette image are indices of colours. Pillow scales gray values of 2 and 4 bits to 0..255. The
+    caller must check the image's size first.
     """
     with _faults("png"):
         image = _open(png, "png")

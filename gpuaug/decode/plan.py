@@ -17,8 +17,8 @@ from gpuaug.errors import ConfigError
 Pixels = NDArray[np.uint8]
 
 # Chunk size per thread on the CPU. DALI allocates the pixels of a chunk in one block, and malloc keeps several old
-# blocks. With 64 files of 700 x 525 (30 MiB per batch), whole batches hold 450 MiB after 300 batches. Chunks hold 60 to
-# 90 MiB, and take the same CPU time.
+# blocks. With 64 files of 700 x 525 (30 MiB per batch), the process holds 450 MiB after 300 whole batches. With chunks,
+# it holds 60 to 90 MiB. The CPU time is the same.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
 # A JPEG is decoded at 1/2, 1/4 or 1/8 if every window is at least this many times as high and as wide as its view.
 # Photographs then differ from full decoding by 0.6 levels of 255 on average. With 2, 4 and 8, they would differ by 1.1
@@ -32,7 +32,7 @@ class Route(IntEnum):
     BAD = 0  # no decoder: the row has a fault
     DALI = 1
     PILLOW = 2
-    REFUSED = 3  # Pillow, because DALI refused it
+    REFUSED = 3  # Pillow, because DALI refused the image
     RAW = 4  # no decoder: the bytes are the pixels
 
 
@@ -87,7 +87,7 @@ class Plan:
 
     @classmethod
     def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> Plan:
-        """Plan all rows that can be decoded. ``windows``: one entry per view, at least one, with B rows each."""
+        """Plan all rows that can be decoded. ``windows``: B rows for each view. There is at least one view."""
         rows = np.flatnonzero(headers.route != Route.BAD)
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
@@ -140,7 +140,7 @@ class Plan:
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
-        """For the first row and each view: window and resized size, before orientation, and resize filter."""
+        """Window and resized size before orientation, and resize filter, of the first row in each view."""
         turn = -1 if self.swapped[0] else 1
         views = zip(self.parts, self.windows, strict=True)
         return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]
@@ -177,14 +177,13 @@ def split_by_bytes(rows: Int64, sizes: Int64, max_bytes: int) -> list[Int64]:
 
 
 def decode_fault(row: int, encoded: Pixels, reason: str) -> Fault:
-    """A fault of the stage ``decode``."""
     return Fault(row, "decode", reason, len(encoded), encoded[:16].tobytes())
 
 
 # -- orientation: flip the stored image; if the EXIF number is above 4, also transpose the result --
 
-_FLIP_Y = np.array([0, 0, 0, 1, 1, 0, 1, 1, 0], dtype=bool)  # index: EXIF number 1..8
-_FLIP_X = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=bool)
+# FLIPPED[k]: whether EXIF number k, from 1 to 8, flips (y, x)
+FLIPPED = np.array([(0, 0), (0, 0), (0, 1), (1, 1), (1, 0), (0, 0), (1, 0), (1, 1), (0, 1)], dtype=bool)
 
 
 def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
@@ -192,20 +191,21 @@ def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
     swap = (orientation > 4)[:, None]
     corner = np.where(swap, box[:, 1::-1], box[:, :2])
     extent = np.where(swap, box[:, :1:-1], box[:, 2:])
-    flip = np.stack([_FLIP_Y[orientation], _FLIP_X[orientation]], axis=1)
-    return np.concatenate([np.where(flip, size - corner - extent, corner), extent], axis=1).astype(np.int32)
+    corner = np.where(FLIPPED[orientation], size - corner - extent, corner)
+    return np.concatenate([corner, extent], axis=1).astype(np.int32)
 
 
 def oriented(image: Pixels, orientation: int) -> Pixels:
     """An upright view of a stored image or region, uint8 [h, w, 3]."""
     if orientation == 1:
         return image
-    image = image[:: -1 if _FLIP_Y[orientation] else 1, :: -1 if _FLIP_X[orientation] else 1]
+    y, x = FLIPPED[orientation].tolist()
+    image = image[:: -1 if y else 1, :: -1 if x else 1]
     return image.transpose(1, 0, 2) if orientation > 4 else image
 
 
 def oriented_batch(images: Tensor, orientation: int) -> Tensor:
     """Upright images, from stored images uint8 [n, h, w, 3] of the same EXIF orientation."""
-    dims = [d for d, flip in ((1, _FLIP_Y), (2, _FLIP_X)) if flip[orientation]]
+    dims = (1 + np.flatnonzero(FLIPPED[orientation])).tolist()
     images = images.flip(dims) if dims else images
     return images.transpose(1, 2) if orientation > 4 else images

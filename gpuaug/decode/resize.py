@@ -1,6 +1,6 @@
 """Resizes regions of uint8 images onto canvases: with resize.cpp if the CPU has AVX-512 VBMI, else with torch.
 
-Both are bit-identical to ``F.interpolate(antialias=True)`` on uint8, and so to Pillow's resize.
+Both give the same bits as ``F.interpolate(antialias=True)`` on uint8, and as Pillow's resize.
 """
 
 from __future__ import annotations

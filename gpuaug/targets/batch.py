@@ -36,11 +36,11 @@ class BatchTargets:
         sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
         covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers after the
             crop, before the operations.
-        matrices: float64 ``[B, 3, 3]``, from positions in the annotated image to positions in the output, where pixel i
+        matrices: float64 ``[B, 3, 3]``, from positions in the annotated image to positions in the output. Pixel i
             covers i..i+1. The inverse matrices map predictions back.
         size: (height, width) of the output.
-        instances: True: masks hold object numbers: 0 is no object, and k + 1 is object k of the image. False: masks
-            hold class numbers.
+        instances: True: masks hold k + 1 for object k of the image, and 0 for no object. False: masks hold class
+            numbers.
 
     >>> import gpuaug
     >>> def total_loss(loader: gpuaug.Loader, detector: torch.nn.Module) -> float:
@@ -69,11 +69,8 @@ class BatchTargets:
         return len(self.counts)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchTargets:
-        """Return the targets with masks, boxes, labels, keypoints and sample on ``device``.
-
-        ``non_blocking``: see ``Tensor.to``.
-        """
-        moved: dict[str, Any] = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
+        """Move masks, boxes, labels, keypoints and sample to ``device``. For ``non_blocking`` see ``Tensor.to``."""
+        moved = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
 
     @property

@@ -9,33 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.batch import CropWindows, Int64
+from gpuaug.decode.plan import FLIPPED
 
 Bool = NDArray[np.bool_]
 Float64 = NDArray[np.float64]
-
-# _UPRIGHT[k] is the matrix of EXIF orientation k, from 1 to 8
-_UPRIGHT = np.array(
-    [
-        [[1, 0], [0, 1]],
-        [[1, 0], [0, 1]],
-        [[-1, 0], [0, 1]],
-        [[-1, 0], [0, -1]],
-        [[1, 0], [0, -1]],
-        [[0, 1], [1, 0]],
-        [[0, -1], [1, 0]],
-        [[0, -1], [-1, 0]],
-        [[0, 1], [-1, 0]],
-    ],
-    dtype=np.float64,
-)
 
 
 def orientation(exif: Int64, stored: Int64) -> Float64:
     """Matrices [B, 3, 3] from stored images to upright images. ``stored``: [B, 2], (height, width)."""
     m = _identities(len(exif))
-    m[:, :2, :2] = _UPRIGHT[exif]
-    # mirroring maps x to width - x, and y to height - y
-    m[:, :2, 2] = (np.maximum(-m[:, :2, :2], 0) * np.asarray(stored)[:, None, ::-1]).sum(axis=2)
+    flip = FLIPPED[exif, ::-1]  # (x, y); a flip maps x to width - x, or y to height - y
+    m[:, (0, 1), (0, 1)] -= 2 * flip
+    m[:, :2, 2] = flip * stored[:, ::-1]
+    swap = exif > 4
+    m[swap, :2] = m[swap, 1::-1]
     return m
 
 
@@ -63,11 +50,11 @@ def from_indices(m: Float64) -> Float64:
 def points(m: Float64, xy: Float64) -> tuple[Float64, Bool]:
     """Map points ``xy`` [N, K, 2] by matrices ``m`` [N, 3, 3].
 
-    Also return whether each point is in front of the viewer, bool [N, K]. A perspective can put a point behind the
-    viewer: its homogeneous coordinate w is <= 0. Such a point becomes NaN.
+    Also return whether each point is in front of the viewer, bool [N, K]. A perspective puts a point behind the viewer
+    if the homogeneous coordinate w is not positive. Such a point becomes NaN.
     """
     x, y, in_front = _mapped(m, xy[..., 0].T, xy[..., 1].T)
-    return np.array([x, y]).T, in_front.T  # [2, K, N] in memory, which is faster for the next call
+    return np.array([x, y]).T, in_front.T  # the next call is faster with [2, K, N] in memory
 
 
 def hulls(m: Float64, boxes: Float64) -> Float64:
@@ -82,7 +69,7 @@ def hulls(m: Float64, boxes: Float64) -> Float64:
 
 def mirrored(m: Float64) -> Bool:
     """Whether matrices [.., 3, 3] mirror an image, bool [..]."""
-    # under a perspective, the determinant of the upper left 2 x 2 matrix would depend on the position of the origin
+    # with a perspective, the upper left 2 x 2 matrix alone is not enough
     return np.asarray(np.linalg.det(m) < 0)
 
 
@@ -95,9 +82,7 @@ def inverse(m: Float64) -> Float64:
     adjugate = np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-1)
     determinant = (c * adjugate[..., :, 2]).sum(axis=-1)
     with np.errstate(all="ignore"):
-        return np.asarray(
-            np.where(determinant == 0, np.nan, 1)[..., None, None] * adjugate / determinant[..., None, None]
-        )
+        return np.asarray(adjugate / np.where(determinant == 0, np.nan, determinant)[..., None, None])
 
 
 def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64, Bool]:

@@ -2,11 +2,11 @@
 
 The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
 ``top + (2 i + 1) * height // (2 h)`` of the mask. ``height`` is the height of the window, and ``h`` its height after
-resizing. Columns are computed in the same way. So resizing is Pillow's NEAREST and torch's ``nearest-exact``, without
+resizing. Columns are computed in the same way. Resizing is Pillow's NEAREST and torch's ``nearest-exact``, without
 rounding errors.
 
 The inverse matrix ``m`` of the operations maps the centre of output pixel (i, j), row i and column j, to the canvas.
-The numbers are float64. The order of the steps is fixed, so that C++, and torch on CPU and CUDA, give the same bits::
+The numbers are float64. The order of the steps is fixed. So masks.cpp and torch on every device give the same bits::
 
     x = (m[0, 0] * (j + .5) + m[0, 1] * (i + .5)) + m[0, 2]
     y = (m[1, 0] * (j + .5) + m[1, 1] * (i + .5)) + m[1, 2]
@@ -108,7 +108,7 @@ def _key(key: Any, map: Any) -> int:
 
 
 def mapped(mask: Mask, table: Int32) -> Mask:
-    """Replace the values of a mask, which are not negative, by a table of :func:`lookup`."""
+    """Replace the values of a mask by a table of :func:`lookup`. No value of the mask is negative."""
     small = table.max() <= 255
     if mask.dtype == np.uint8:
         return np.take(table[:256].astype(np.uint8) if small else table[:256], mask)
@@ -133,8 +133,8 @@ def decode(
     Args:
         data: a PNG, or run lengths of object numbers (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: EXIF orientation of the image, 1..8. If the mask has the size of the stored image, but not of the upright
-            image, the mask is turned like the image. The mask's own EXIF data are ignored.
+        exif: EXIF orientation of the image, 1..8. The mask is turned like the image only if its size fits the stored
+            but not the upright image. The mask's own EXIF data are ignored.
         max_pixels: limit of the number of pixels of the mask.
         table: from :func:`lookup`.
         ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: a mask in colour is
@@ -185,12 +185,12 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
         return values.astype(np.int32)
     values = values.astype(np.uint8, copy=False)
     if data[25] == _GRAY and bits in (2, 4):
-        values = values // np.uint8(255 // ((1 << bits) - 1))  # Pillow has scaled them to 0..255
+        values = values // np.uint8(255 // ((1 << bits) - 1))  # Pillow has scaled the values to 0..255
     return values
 
 
 def _checked(png: bytes) -> bytes:
-    """Return the PNG without texts and profiles, which may inflate to 1,000 times their size. Check its checksums."""
+    """Remove texts and profiles, which may inflate to 1,000 times their size. Check the other chunks."""
     pieces, at, kind = [png[:8]], 8, b""
     while kind != b"IEND":
         length, kind = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
@@ -198,7 +198,7 @@ def _checked(png: bytes) -> bytes:
         if end > len(png):
             raise HeaderError(f"png truncated: {len(png)} bytes")
         if kind in (b"PLTE", b"IDAT", b"IEND") or at == 8:
-            # Pillow does not check pixels, and a damaged mask can look like a valid mask
+            # Pillow does not check the checksums of pixels, and a damaged mask can look like a valid mask
             if zlib.crc32(memoryview(png)[at + 4 : end - 4]) != int.from_bytes(png[end - 4 : end], "big"):
                 raise HeaderError(f"png is damaged: the checksum of its {kind.decode()} chunk is wrong")
             pieces.append(png[at:end])
@@ -260,7 +260,7 @@ def place(
         inverse: matrices [n, 3, 3] from the output to the canvas, in pixel edges; None: no operation moves the masks.
         fill: value of output pixels that no mask pixel covers.
         threads: number of threads of masks.cpp.
-        each: a function that calls ``work(k)`` for every k. It is used only if masks.cpp is not.
+        each: a function that calls ``work(k)`` for every k. It is used only without masks.cpp.
 
     Raises:
         ValueError: if shapes or types do not fit, or a window is not inside its mask.
@@ -329,7 +329,7 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
 
 
 def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
-    """The first canvas row inside the resized window, and the mask rows that the window shows; or columns."""
+    """For rows or columns: the first canvas row inside the resized window, and the mask row for each canvas row."""
     first, last = max(at, 0), min(at + to, size)
     i = np.arange(first - at, max(last, first) - at, dtype=np.int64)
     return first, start + (2 * i + 1) * extent // (2 * to)
@@ -353,7 +353,7 @@ def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
 
 
 def _gather(masks: Tensor, inverse: Tensor, first: int, out: Tensor, fill: int, affine: bool) -> None:
-    """Write the rows of the warped masks from row ``first`` on to ``out``."""
+    """Fill ``out`` with rows of the warped masks. The first of these rows is ``first``."""
     _, H, W = masks.shape
     m = inverse[:, :, :, None, None]
     u = torch.arange(W, dtype=torch.float64, device=masks.device) + 0.5

@@ -38,7 +38,7 @@ class Objects:
 
     @classmethod
     def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
-        """The objects of a batch as the source gave them, without those that the rules leave out."""
+        """The objects of a batch. Objects and values that the rules leave out are dropped."""
         boxes, keypoints = encoded.boxes, encoded.keypoints
         objects = cls(
             sample=np.repeat(np.arange(len(encoded.offsets) - 1, dtype=np.int64), np.diff(encoded.offsets)),
@@ -57,7 +57,6 @@ class Objects:
         return objects
 
     def __len__(self) -> int:
-        """Number of objects."""
         return len(self.sample)
 
     def counts(self, batch_size: int) -> Int64:
@@ -70,7 +69,7 @@ class Objects:
         return replace(self, **{name: column[keep] for name, column in columns if column is not None})
 
     def rows(self, keep_rows: Int64) -> Objects:
-        """Return the objects of some images: image ``keep_rows[i]`` becomes image i. Each image at most once."""
+        """Return the objects of some images. Image ``keep_rows[i]`` becomes image i. No image may occur twice."""
         number = np.full(1 + max(self.sample.max(initial=-1), np.max(keep_rows, initial=-1)), -1, dtype=np.int64)
         number[keep_rows] = np.arange(len(keep_rows))
         sample = number[self.sample]
@@ -94,29 +93,31 @@ def carry(
     size: tuple[int, int],
     rules: Targets,
     flip: tuple[int, ...] | None,
+    windows: CropWindows,
     centres: bool = False,
-    windows: CropWindows | None = None,
 ) -> Objects:
-    """Move the objects of a batch through the crop and the operations, and drop those that the rules leave out.
+    """Move the objects of a batch through the crop and the operations, and drop objects that the rules leave out.
 
-    Boxes are clipped after the crop, because no operation can bring back what the crop removed, and again at the end.
-    A keypoint stays visible if it is inside the image after the crop, and inside the output at the end. If there are no
+    Boxes are clipped after the crop, and again at the end. No operation can bring back what the crop removed. A
+    keypoint stays visible if it is inside the image after the crop, and inside the output at the end. If there are no
     boxes, all objects stay.
 
     Args:
         objects: in pixels of their images.
-        crop: matrices [B, 3, 3] from the annotated image to the canvas, which is the output before the operations. They
-            can only scale, move, mirror and transpose.
+        crop: matrices [B, 3, 3] from the annotated image to the canvas, which is the output before the operations. A
+            crop can only scale, move, mirror and transpose.
         ops: matrices [B, 3, 3] from the canvas to the output.
         size: (H, W) of the canvas, and of the output.
         rules: limits of boxes.
         flip: for each keypoint, the index of its mirror image. If the crop and the operations together mirror the
-            image, these keypoints are exchanged.
+            image, the keypoints of each pair are exchanged.
+        windows: the crop's windows.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
-        windows: the crop's windows; None: the image covers the whole canvas.
     """
     canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
-    covered = canvas.repeat(len(crop), axis=0) if windows is None else _covered(windows, size)
+    # the part of the canvas that the image covers; empty if x2 <= x1 or y2 <= y1
+    start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
+    covered = np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
     if objects.boxes is not None:
         to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
         cut = geometry.hulls(to_canvas, objects.boxes)
@@ -144,12 +145,6 @@ def carry(
 def _half(rules: Targets) -> float:
     """What to add to the coordinates of the source's keypoints to get pixel edges."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
-
-
-def _covered(windows: CropWindows, size: tuple[int, int]) -> Float64:
-    """Boxes [B, 4]: the part of the canvas that each resized window covers. For no part, x2 <= x1 or y2 <= y1."""
-    start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
-    return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
 
 
 def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:

@@ -16,7 +16,7 @@ Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
 def _largest(table: Any) -> int:
-    """The largest new value of a table. Values that are not numbers are refused when the table is made."""
+    """The largest new value of a table. ``lookup`` refuses values that are not numbers."""
     values = table.values() if isinstance(table, Mapping) else () if table is None or isinstance(table, str) else table
     return max((value for value in values if isinstance(value, int)), default=0)
 
@@ -26,7 +26,7 @@ class Masks:
 
     Args:
         fill: value of pixels outside the image, and of all pixels of a sample that cannot be decoded. None: 255, which
-            is the usual ``ignore_index`` of losses. With ``kind="instances"``, None means 0, no object.
+            is the usual ``ignore_index`` of losses. With ``kind="instances"``, None means 0.
         map: table of new values: ``cityscapes``, ``ade20k``, a list (the new values of 0, 1, ...), or a mapping such as
             {7: 0, 8: 1}. Values that ``map`` does not name become ``fill``. None: values stay.
         dtype: int64 (which cross_entropy takes), int32 or uint8.
@@ -63,7 +63,7 @@ class Boxes:
     """Rules for boxes.
 
     A box becomes the smallest upright box around its moved corners. The box is clipped after the crop, and again after
-    the operations. If the clipped box is smaller than one of the limits, its object is dropped with all its values.
+    the operations. If the clipped box is below one of the limits, the whole object is dropped.
 
     Args:
         min_size: smallest width and height in pixels of the output.
@@ -92,8 +92,8 @@ class Keypoints:
 
     Args:
         flip: for each point, the index of its mirror image. For example, the left eye has the index of the right eye.
-            If an image is mirrored, such points are exchanged. None: use the pairs of the source, such as COCO's. If
-            the source has no pairs, no points are exchanged.
+            If an image is mirrored, the points of each pair are exchanged. None: use the pairs of the source, such as
+            COCO's. If the source has no pairs, no points are exchanged.
         pixel_centers: True: whole-number coordinates are the centres of pixels, as in COCO. False: they are the edges
             of pixels, as in boxes.
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from gpuaug.batch import CropWindows, EncodedTargets
 from gpuaug.targets import geometry
-from gpuaug.targets.objects import Objects, carry
+from gpuaug.targets import objects as objects_module
+from gpuaug.targets.objects import Objects
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -55,6 +56,13 @@ def of(boxes: Any, rules: Targets = ALL, *, keypoints: Any = None, samples: int 
         sizes=np.full((samples, 2), 0, dtype=np.int32),
     )
     return Objects.of(encoded, rules)
+
+
+def carry(objects: Objects, *, crop: Any, windows: CropWindows | None = None, **more: Any) -> Objects:
+    """Without ``windows``, the image covers the whole canvas."""
+    box = np.tile([0, 0, H, W], (len(crop), 1))
+    whole = CropWindows(box, box[:, 2:], box[:, :2], (H, W))
+    return objects_module.carry(objects, crop=crop, windows=windows or whole, **more)
 
 
 def moved(objects: Objects, m: Any = None, *, crop: Any = None, rules: Targets = ALL, **more: Any) -> Objects:
