@@ -53,7 +53,7 @@ FEW = 16  # images for testing changes of a recipe
 
 
 class Notes(list[Any]):
-    """The rounds of one stage: float64 [3] each, seconds per image on the clocks of :func:`now`."""
+    """The rounds of one stage. A round is float64 [3]: seconds per image on each clock of :func:`now`."""
 
     def measure(
         self,
@@ -68,8 +68,8 @@ class Notes(list[Any]):
     ) -> Any:
         """Measure a round and add it: call ``work`` for ``seconds``, and at least ``least`` times.
 
-        ``work`` returns its number of images. The first ``skip`` calls are not measured. A round that takes longer than
-        ``longest_s`` and ``seconds`` ends early, but after ``skip`` measured calls. The CPU time of ``reader``'s
+        ``work`` returns its number of images. The first ``skip`` calls are not measured. After ``longest_s``, or
+        ``seconds`` if longer, the round ends with fewer calls, but at least ``skip``. The CPU time of ``reader``'s
         workers is included. Returns the seconds of all images.
         """
         started = time.perf_counter()
@@ -98,7 +98,7 @@ class Notes(list[Any]):
 
 
 class Profiler(contextlib.ExitStack):
-    """Measures a loader, which is not changed. Do not iterate the loader at the same time.
+    """Measures a loader without changing it. Do not iterate the loader at the same time.
 
     Of the first ``tried`` images, ``faults`` could not be read or decoded. These faults are recorded nowhere else.
 
@@ -122,7 +122,7 @@ class Profiler(contextlib.ExitStack):
         super().__init__()
         self.sync = partial(sync, loader.device)
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
-        self.batches, self.cores = batches, machine.usable_cpus()  # `cores`: for workers and threads
+        self.batches, self.cores = batches, machine.usable_cpus()
         self.pipeline = lenient(loader)
         self.stage: Any = self.pipeline.stage
         self.reader = self.pipeline.reader
@@ -214,7 +214,7 @@ class Profiler(contextlib.ExitStack):
     # -- a short measurement of each stage --
 
     def read_samples(self, notes: Notes) -> float:
-        """Read samples in this process. Returns the share of computing in the time without waiting for a core."""
+        """Read samples in this process. Returns computing time / (wall time - time waiting for a core)."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
 
@@ -287,7 +287,7 @@ class Profiler(contextlib.ExitStack):
             return self.stage.augment(item, dtype=self.loader.dtype, memory_format=self.loader.memory_format)
 
     def _again(self, notes: Notes, do: Callable[[Any], Any], items: Iterable[tuple[Any, int]]) -> None:
-        """Measure ``do`` on ``items``, which are repeated: pairs of an item and its number of images."""
+        """Measure ``do`` on items that are repeated. Each item comes with its number of images."""
         numbered = enumerate(itertools.cycle(items), start=1)
 
         def one() -> int:
@@ -331,7 +331,6 @@ class Profiler(contextlib.ExitStack):
 
     @property
     def kornia(self) -> bool:
-        """Whether Kornia's modules augment any view."""
         return any(view.augment.backend == "kornia" for view in self._views)
 
     @property
@@ -351,7 +350,6 @@ class Profiler(contextlib.ExitStack):
         return bool((Plan.of(batch, headers, windows).scale > 1).any())
 
     def with_workers(self, m: Measured, count: int) -> Measured:
-        """The measurements with ``count`` workers."""
         before, then = Notes(), Notes()
         with (
             warnings.catch_warnings(),
@@ -411,7 +409,6 @@ class Profiler(contextlib.ExitStack):
         return (side, (side / shorter) ** 2) if side < 0.67 * shorter else None
 
     def with_fused(self, m: Measured) -> Measured:
-        """The measurements with ``backend="fused"``."""
         fused = self._recipe_seconds(lambda augment: augment.replace(backend="fused"))
         ratio = min(1.5, fused / self._recipe_seconds())
         return replace(m, augment=m.augment.scaled(ratio, ratio))
@@ -487,7 +484,7 @@ def _without(name: str, augment: Augment) -> Augment:
 
 
 def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
-    """Ratios ``then`` / ``before`` of wall time and CPU time. Alternate the rounds, so that other load cancels."""
+    """Ratios ``then`` / ``before`` of wall time and CPU time. If the rounds alternate, other load cancels."""
     new, old = then.cost(), before.cost()
     return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
 
@@ -501,7 +498,6 @@ def lenient(loader: Loader) -> Pipeline:
 
 
 def sync(device: torch.device) -> None:
-    """Wait for a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
