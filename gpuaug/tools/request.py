@@ -6,18 +6,16 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from gpuaug import checks, config
 from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from omegaconf import DictConfig
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
 # keys that the held-out loader (`val.`) takes from the training loader if overrides do not set them
@@ -66,8 +64,6 @@ class Request:
 
     @cached_property
     def _keys(self) -> list[str]:
-        from omegaconf import OmegaConf
-
         return [str(key) for key in OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml")]
 
     @cached_property
@@ -86,8 +82,6 @@ class Request:
 
     def settings(self) -> dict[str, Any]:
         """The values of the command's own keys."""
-        from omegaconf import OmegaConf
-
         try:
             composed = config.compose(f"command/{self.command}", [text for _, text in self._overrides["command"]])
         except ConfigError as error:
@@ -96,8 +90,6 @@ class Request:
 
     def loader(self, *, at: str | None = None) -> DictConfig:
         """The part of the configuration at the path ``at`` or ``--at``. Without a path: the whole configuration."""
-        from omegaconf import OmegaConf
-
         self._check_roots()
         overrides = [text for _, text in self.others()]
         composed = config.compose(self.config_name or "train", overrides, config_dir=self.config_dir)
@@ -141,8 +133,6 @@ class Request:
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
         """Build the held-out loader. If its source sets no classes, the source gets ``classes``."""
-        from omegaconf import OmegaConf
-
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)

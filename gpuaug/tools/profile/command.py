@@ -6,9 +6,10 @@ import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -28,9 +29,6 @@ from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.training import Settings as TrainingSettings
 from gpuaug.tools.train.training import Training
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 log = logging.getLogger("gpuaug")
 

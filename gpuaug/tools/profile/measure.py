@@ -68,9 +68,9 @@ class Notes(list[Any]):
     ) -> Any:
         """Measure a round and add it: call ``work`` for ``seconds``, and at least ``least`` times.
 
-        ``work`` returns its number of images. The first ``skip`` calls are not measured. After ``longest_s``, or
-        ``seconds`` if longer, the round ends with fewer calls, but at least ``skip``. The CPU time of ``reader``'s
-        workers is included. Returns the seconds of all images.
+        ``work`` returns its number of images. The first ``skip`` calls are not measured. After the longer of
+        ``seconds`` and ``longest_s``, ``skip`` measured calls are enough. The CPU time of ``reader``'s workers is
+        included. Returns the seconds of all images.
         """
         started = time.perf_counter()
         for _ in range(skip):
@@ -207,8 +207,7 @@ class Profiler(contextlib.ExitStack):
             stages["mix"] = self._mix
         if step is not None:
             stages["step"] = lambda notes: self._again(notes, step, ready)
-        seconds, batches = 2 * self.seconds, self.batches and -(-self.batches // self.repeats)
-        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, step, seconds=seconds, batches=batches)
+        stages["whole"] = self.run_whole
         return stages
 
     # -- a short measurement of each stage --
@@ -312,6 +311,29 @@ class Profiler(contextlib.ExitStack):
             return len(encoded)
 
         notes.measure(one, seconds=self.seconds, sync=self.sync)
+
+    def run_whole(self, notes: Notes) -> None:
+        """Measure loader and training steps together."""
+        loader, workers = self.loader, self.loader.num_workers
+        run = Pass(self.pipeline, self.tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
+        batches = self.batches and -(-self.batches // self.repeats)
+
+        def one() -> int:
+            batch = next(run)
+            if self.step is not None:
+                self.step(batch)
+            return len(batch)
+
+        with contextlib.closing(run):
+            notes.measure(
+                one,
+                seconds=0.0 if batches else 2 * self.seconds,
+                skip=max(1, workers),
+                least=batches or max(3, 2 * workers),
+                longest_s=2 * LONGEST_S,
+                reader=self.reader,
+                sync=self.sync,
+            )
 
     def _reader(self, source: Any, workers: int, targets: Sequence[str] = ()) -> Reader:
         how: dict[str, Any] = {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
@@ -443,40 +465,6 @@ class Profiler(contextlib.ExitStack):
         """The configuration keys of an operation, one for each view that uses the operation."""
         views = views_of(self.loader.augment)
         return [f"{key}.ops.{name}" for key, view in views if view.copy == 0 and name in view.augment.ops]
-
-
-def run_whole(
-    notes: Notes,
-    loader: Loader,
-    tasks: Iterator[Task],
-    step: Step | None,
-    *,
-    seconds: float,
-    batches: int | None = None,
-) -> None:
-    """Measure loader and training steps together.
-
-    ``batches``: number of batches to measure. None: as many as are done in ``seconds``.
-    """
-    pipeline, workers = lenient(loader), loader.num_workers
-    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
-
-    def one() -> int:
-        batch = next(run)
-        if step is not None:
-            step(batch)
-        return len(batch)
-
-    with contextlib.closing(run):
-        notes.measure(
-            one,
-            seconds=0.0 if batches else seconds,
-            skip=max(1, workers),
-            least=batches or max(3, 2 * workers),
-            longest_s=2 * LONGEST_S,
-            reader=pipeline.reader,
-            sync=partial(sync, loader.device),
-        )
 
 
 def _without(name: str, augment: Augment) -> Augment:
