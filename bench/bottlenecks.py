@@ -209,10 +209,13 @@ def side_by_side(
     loaders: list[Loader], step: profiling.Step | None, *, rounds: int, seconds: float
 ) -> list[profiling.Notes]:
     """Measure several loaders in turns. The first round is a warm-up."""
-    notes, tasks = [profiling.Notes() for _ in loaders], [profiling.endless(loader) for loader in loaders]
+    notes = [profiling.Notes() for _ in loaders]
+    profilers = [profiling.Profiler(loader, step=step, seconds=seconds / 2) for loader in loaders]
+    for loader, profiler in zip(loaders, profilers, strict=True):
+        profiler.tasks = profiling.endless(loader)  # all samples, also from a cache
     for n in range(-1, rounds):
-        for loader, note, task in zip(loaders, notes, tasks, strict=True):
-            profiling.run_whole(note if n >= 0 else profiling.Notes(), loader, task, step, seconds=seconds)
+        for profiler, note in zip(profilers, notes, strict=True):
+            profiler.run_whole(note if n >= 0 else profiling.Notes())
     return notes
 
 

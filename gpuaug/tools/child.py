@@ -1,4 +1,4 @@
-"""Runs parts of a command that may crash or hang in child processes."""
+"""Runs a part of a command in a child process, because the part may crash or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of batches of an epoch, for the commands that need at least one."""
+"""The number of batches of an epoch on this rank. ConfigError if the number is 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from gpuaug.loader.loader import Loader
 
 
 def count_batches(loader: Loader) -> int:
-    """The number of batches of an epoch on this rank. ConfigError if there are none."""
     if count := len(loader):
         return count
     ranks = loader.epoch_order.world_size

@@ -99,7 +99,7 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if given.help:
         print(_help(name, parser))
         return 0
-    # Set before torch is imported. Waiting OpenMP threads then sleep, so the loader gets their CPU time.
+    # Must be set before torch is imported. PASSIVE: waiting OpenMP threads sleep, so the loader gets their CPU time.
     # `gpuaug train` on two busy cores: 46 images/s if threads spin, 348 images/s if threads sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from gpuaug.tools.request import Request
@@ -114,7 +114,7 @@ def _reader_is_gone() -> bool:
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
-    except (AttributeError, OSError, ValueError):  # stdout is closed (AttributeError: it is None)
+    except (AttributeError, OSError, ValueError):  # stdout is closed or None
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         action="append",
         default=[],
-        help="allow `_target_` in modules whose name begins with PREFIX; finds modules in the current folder too",
+        help="allow `_target_` in modules whose name begins with PREFIX; the current folder is searched too",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks (like GPUAUG_DEBUG=1)")
     return parser

@@ -16,10 +16,10 @@ from gpuaug import machine
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes of memory that a process and its workers use and that the system cannot take back.
+    """Bytes of memory that a process and its workers use.
 
-    Pages of libraries and of files on disk do not count. Shared memory is counted by open file, because a batch on its
-    way between two processes is in the address space of neither process.
+    Pages of libraries and of files on disk do not count, because the system can take these pages back. Shared memory
+    is found through open files, because a batch in transit is in the address space of no process.
     """
 
     main: int = 0  # anonymous pages of this process, including those shared with forked workers
@@ -29,7 +29,6 @@ class Usage:
 
     @property
     def host(self) -> int:
-        """The sum of all parts."""
         return self.main + self.workers + self.shared + self.files
 
 

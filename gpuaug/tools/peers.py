@@ -1,4 +1,4 @@
-"""Imports torchvision and timm, which some commands need, but gpuaug does not install."""
+"""Imports torchvision and timm. Some commands need these packages, but gpuaug does not install them."""
 
 from __future__ import annotations
 

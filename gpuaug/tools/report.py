@@ -21,7 +21,7 @@ class Report:
 
     Args:
         file: JSON file to write, or None.
-        quiet: print and write nothing, for all ranks except the first.
+        quiet: print and write nothing.
     """
 
     def __init__(self, *, file: str | None = None, quiet: bool = False) -> None:
@@ -47,7 +47,7 @@ def save(file: Path, key: str, data: bytes | str) -> None:
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and a paragraph, wrapped at the terminal's width or at ``width``, whichever is smaller.
+    """``first`` and a paragraph, wrapped at the smaller of ``width`` and the terminal's width.
 
     The other lines are indented by ``indent`` spaces. Text with line breaks, such as a table, is not wrapped.
     """
@@ -70,7 +70,7 @@ def written(file: Path, key: str) -> Iterator[None]:
 
 
 def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
-    """Like :func:`output`, for a file without ending, or with the ending .png or one of ``also``."""
+    """Like :func:`output`. The ending of the file must be .png, one of ``also``, or missing."""
     endings = (".png", *also)
     if Path(file).suffix.lower() not in ("", *endings):
         raise ConfigError(f"`{key}` must end in {' or '.join(endings)}. Found: {file!r}.")

@@ -6,18 +6,16 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from gpuaug import checks, config
 from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from omegaconf import DictConfig
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
 # keys that the held-out loader (`val.`) takes from the training loader if overrides do not set them
@@ -26,7 +24,7 @@ SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "time
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Checks types of texts and flags."""
+    """A command's keys, explained in ``conf/gpuaug/command/<name>.yaml``. Checks the types of str and bool keys."""
 
     json: str | None = None
 
@@ -66,13 +64,11 @@ class Request:
 
     @cached_property
     def _keys(self) -> list[str]:
-        from omegaconf import OmegaConf
-
         return [str(key) for key in OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml")]
 
     @cached_property
     def _overrides(self) -> dict[str, list[tuple[str, str]]]:
-        """The overrides of each part, as pairs: the first part of the key, and the override."""
+        """For each receiver: pairs of a key's first word, such as ``source``, and the whole override."""
         overrides: dict[str, list[tuple[str, str]]] = {"command": [], "held out": [], "loader": []}
         for text in self.overrides:
             sign, root, rest = OVERRIDE.fullmatch(text).groups()  # type: ignore[union-attr]  # always matches
@@ -86,8 +82,6 @@ class Request:
 
     def settings(self) -> dict[str, Any]:
         """The values of the command's own keys."""
-        from omegaconf import OmegaConf
-
         try:
             composed = config.compose(f"command/{self.command}", [text for _, text in self._overrides["command"]])
         except ConfigError as error:
@@ -95,9 +89,7 @@ class Request:
         return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
 
     def loader(self, *, at: str | None = None) -> DictConfig:
-        """The loader's configuration. Its path in the user's configuration is ``at`` or ``--at``."""
-        from omegaconf import OmegaConf
-
+        """The part of the configuration at the path ``at`` or ``--at``. Without a path: the whole configuration."""
         self._check_roots()
         overrides = [text for _, text in self.others()]
         composed = config.compose(self.config_name or "train", overrides, config_dir=self.config_dir)
@@ -113,8 +105,7 @@ class Request:
     def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
         """The configuration of the held-out loader; None if there is no held-out loader.
 
-        ``at`` is the loader's path in the user's configuration; None: overrides that begin with ``val.`` describe the
-        loader.
+        ``at``: the loader's path in the user's configuration. None: overrides with ``val.`` describe the loader.
         """
         overrides = [text for _, text in self._overrides["held out"]]
         if at is not None:
@@ -142,16 +133,14 @@ class Request:
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
         """Build the held-out loader. If its source sets no classes, the source gets ``classes``."""
-        from omegaconf import OmegaConf
-
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
-        # not in the configuration, because OmegaConf would resolve a class name such as `${oc.env:HOME}`
+        # the configuration gets no classes, because OmegaConf would resolve a name such as `${oc.env:HOME}`
         return self.build(part, source=self.build(source, classes=list(classes)))
 
     def others(self) -> list[tuple[str, str]]:
-        """The overrides of the loader, as pairs: the first part of the key, and the override."""
+        """The overrides of the loader, each after the first word of its key."""
         return self._overrides["loader"]
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:

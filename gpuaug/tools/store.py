@@ -99,8 +99,8 @@ def results(
         tasks: the tasks, which start in this order.
         on: ``local`` or ``ray``.
         progress: called with the number of newly finished samples.
-        num_workers: number of processes. 0: only this process (not on Ray). None: as many as CPUs or GPUs allow.
-        cpus, gpus: maximum number of CPUs, and number of GPUs, of each Ray process.
+        num_workers: number of processes. None: as many as CPUs or GPUs allow. 0, for ``local`` only: this process.
+        cpus, gpus: CPUs (at most) and GPUs of each Ray process.
     """
     if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:
@@ -209,7 +209,6 @@ def read_json(path: Path) -> Any:
 
 
 def to_json(value: Any) -> bytes:
-    """The JSON text of a value."""
     return (json.dumps(value, indent=1) + "\n").encode()
 
 

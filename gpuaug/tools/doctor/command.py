@@ -1,6 +1,6 @@
 """`gpuaug doctor`: checks whether this machine can run gpuaug, and gives advice.
 
-The results of the tests in :data:`gpuaug.machine.VERDICTS` are stored for this machine and these package versions.
+The results of the tests in :data:`gpuaug.machine.VERDICTS` are stored until the machine or a package changes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     others = [text for _, text in request.others()]
     if others or request.config_name is not None:
-        request.loader()  # raises the same errors for wrong arguments as in other commands
+        request.loader()  # a wrong argument raises an error, as in other commands
         ignored = ", ".join(others) or f"--config-name {request.config_name}"
         log.info("doctor tests the machine, not a configuration; these arguments are ignored: %s", ignored)
     report = Report(file=settings.json)
@@ -114,7 +114,6 @@ def main(request: Request) -> int:
 
 
 def versions() -> Iterator[Finding]:
-    """Check the versions of Python, gpuaug and its requirements."""
     python, version = platform.python_version(), machine.package_version("gpuaug")
     yield judged("python", python, value=python)
     yield judged("gpuaug", version or "not installed, imported from a folder", value=version)
@@ -209,7 +208,6 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
 
 
 def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
-    """Run every test whose packages are installed."""
     for name in tqdm([*filter(testable, TESTS)], desc="testing", leave=False, disable=None):
         yield tested(examine(name, cuda=cuda, fresh=settings.fresh, timeout=settings.timeout))
 
@@ -220,7 +218,6 @@ def testable(name: str) -> bool:
 
 
 def tested(verdict: Verdict) -> Finding:
-    """Turn the result of a test into a finding."""
     title, bad, advice = TESTS[verdict.name]
     value = {"test": verdict.name} | {k: getattr(verdict, k) for k in ("good", "value", "seconds", "kept")}
     if verdict.good is None:
@@ -232,7 +229,6 @@ def tested(verdict: Verdict) -> Finding:
 
 
 def workers(settings: Settings) -> Iterator[Finding]:
-    """Test workers with every start method, and check shared memory and open files."""
     verdict = probe("workers", timeout=settings.timeout)
     results = verdict.value or {}
     late = "If the machine is just slow, raise `timeout`. Otherwise: " if verdict.late else ""
@@ -247,9 +243,9 @@ def workers(settings: Settings) -> Iterator[Finding]:
     yield open_files(machine.limit("NOFILE"))
 
 
-# Limits below which a finding is BROKEN (LEAST) or a warning (ENOUGH). Python with DALI and eight threads opens about
-# 60 files, and torch opens a file for every batch on its way between two processes. A batch of 64 photographs of 110 KB
-# has 7 MB, and each worker has two batches in shared memory.
+# Below LEAST, a finding is BROKEN. Below ENOUGH, a finding is a warning. Python with DALI and eight threads opens about
+# 60 files, and torch opens a file for every batch in transit. A batch of 64 photographs of 110 KB has 7 MB, and each
+# worker has two batches in shared memory.
 FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
 SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
 MEMORY_ENOUGH = 2 * 2**30
@@ -264,7 +260,7 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
         "shared memory",
         f"/dev/shm of {format_bytes(size)}, {format_bytes(free)} free",
         bad=BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else None,
-        advice="Workers pass batches through /dev/shm. If /dev/shm is full, they die with a bus error. In Docker, "
+        advice="Workers pass batches through /dev/shm. If /dev/shm is full, workers die with a bus error. In Docker, "
         "start with --shm-size=8g or --ipc=host. In Kubernetes, mount an emptyDir of medium Memory. Otherwise lower "
         "num_workers or batch_size, or set num_workers=0 to read without workers.",
         value=list(sizes),
@@ -324,7 +320,6 @@ def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Find
 
 
 def cache_folder() -> Finding:
-    """Check whether the cache folder can be written."""
     folder = files.cache_folder()
     bad = None
     try:  # a check of permissions tells nothing if the user is root
@@ -376,7 +371,7 @@ class Finding:
 
 
 def judged(name: str, text: str, *, bad: str | None = None, advice: str = "", value: Any = None) -> Finding:
-    """A finding of status ``bad`` with advice, or of status ok without advice if ``bad`` is None."""
+    """A finding of status ``bad``, with advice. If ``bad`` is None, the status is ok, without advice."""
     return Finding(name=name, status=bad or OK, text=text, advice=advice if bad else "", value=value)
 
 
@@ -411,7 +406,7 @@ def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIME
 
 def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
     """Run one test, or a ``command``, in its own process, because a test may crash or hang."""
-    # not PYTHONPATH, because its folders come before the standard library
+    # PYTHONPATH would put this folder before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
     began = time.perf_counter()

@@ -13,23 +13,22 @@ from typing import Any
 Answer = tuple[bool | None, str, Any]  # good, text and value of a `Verdict`
 
 ROUNDS = 8  # repetitions of a test for race conditions
-TOLERANCE = 4  # largest difference between GPU and CPU decoders in levels of 255, as in DALI's tests
+TOLERANCE = 4  # how many levels (0 to 255) GPU and CPU decoders may differ, as in DALI's tests
 IN_A_ROW = 4  # batches decoded while the device is busy
 PRODUCTS = 64  # matrix products that keep the multiprocessors busy: about 15 ms on an H200
-BUSY = 10_000_000  # clock cycles for which the consumer's stream is busy after each batch: about 6 ms
+BUSY = 10_000_000  # clock cycles to wait before a batch is used: about 6 ms
 
 
 def main() -> None:
     """Run the test named on the command line, and print its result as the last line."""
     from gpuaug import machine
 
-    machine.verdicts = dict  # type: ignore[assignment]  # stored results would switch off what is tested
+    machine.verdicts = dict  # type: ignore[assignment]  # a bad stored result would switch off the tested feature
     good, text, value = TESTS[sys.argv[1]]()
     print(json.dumps({"good": good, "text": text, "value": value}), flush=True)
 
 
 def cuda() -> Answer:
-    """Find the devices that torch can use, and the CUDA version that torch is built for."""
     import torch
 
     devices: list[dict[str, Any]] = []
@@ -158,10 +157,10 @@ def _engine() -> bool:
 
 
 def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
-    """Compare batches that are decoded on a busy device, and used late, with batches decoded on an idle device.
+    """Decode batches on a busy device, use them late, and compare them with batches of an idle device.
 
-    DALI resizes on the multiprocessors, which this test keeps busy. If the JPEG engine does not wait for its stream, it
-    overwrites pixels before DALI resizes these pixels. Only gpuaug's tests set ``device="cpu"``.
+    DALI resizes on the multiprocessors, which this test keeps busy. A JPEG engine that does not wait for its stream
+    overwrites decoded pixels before DALI resizes these pixels. Only gpuaug's tests set ``device="cpu"``.
     """
     import torch
 
@@ -208,7 +207,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
-    """Compare the fused backend with Kornia's modules. ``unbuilt`` is `good` if compilation fails."""
+    """Compare the fused backend with Kornia's modules. If compilation fails, ``unbuilt`` is the first result."""
     import logging
 
     import kornia.augmentation as K

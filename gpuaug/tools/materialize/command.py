@@ -1,7 +1,7 @@
 """`gpuaug materialize`: writes a loader's epochs in the format of :mod:`gpuaug.source.materialized`.
 
-A chunk is a file of consecutive samples of one epoch. After a chunk, a note with its checksum and faults is written. If
-a run is killed, the next run writes the chunks that have no note. The manifest is written last.
+A chunk is a file of consecutive samples of one epoch. After each chunk, a note with the chunk's checksum and faults is
+written. If a run is killed, the next run writes the chunks without a note. The manifest is written last.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class Settings(Keys):
 
 
 def main(request: Request) -> int:
-    """Write the epochs, and report their size and speed."""
     settings = Settings(**request.settings())
     if settings.out is None:
         raise ConfigError("`out`, the output folder, must be given. Set it: out=/fast/standard3.")
@@ -95,7 +94,7 @@ def main(request: Request) -> int:
         raise ConfigError("`gpuaug materialize` is one process that uses all cores. Start it without torchrun.")
     config = request.loader()
     if config.get("mix"):
-        log.info("mix is not stored; it is applied at replay")
+        log.info("mix is not stored; training on the stored epochs applies mix")
     report = Report(file=settings.json)
     with logging_redirect_tqdm(loggers=[log]), request.build(config, mix=None, rank=0, world_size=1) as loader:
         job = Materialize(loader, **{k: v for k, v in vars(settings).items() if k not in ("verify", "json")})
@@ -131,7 +130,7 @@ def main(request: Request) -> int:
 CHUNK_BYTES = 1 << 27  # a few seconds of work, so that a killed run loses little
 PROBED_SAMPLES = 32  # samples that are decoded first, to learn the sizes of views and labels
 RAY_CORES = 4  # cores of each Ray process
-RAY_TASKS, RAY_CHUNKS = 64, 8  # with enough chunks, at least 64 tasks on a cluster; at most 8 chunks per task
+RAY_TASKS, RAY_CHUNKS = 64, 8  # up to 64 tasks on a cluster; more tasks if a task had more than 8 chunks
 SPARE_BYTES = 1 << 24  # disk space for keys, notes and the file system
 
 
@@ -139,21 +138,20 @@ class Materialize:
     """Stores augmented epochs of a loader. The constructor decodes a few samples and makes a plan; :meth:`run` writes.
 
     Args:
-        loader: the loader, which is not iterated. Its batch size and workers do not change the stored bytes, except
-            with ``backend=kornia`` on CUDA, where the batch size changes pixels by 2e-6. Its `mix` is not stored.
-        out: the output folder. An earlier run of the same job there is continued, or extended to more epochs.
+        loader: the loader. It is not iterated, and its `mix` is not stored. Batch size and workers do not change the
+            stored bytes. One exception: with ``backend=kornia`` on CUDA, the batch size changes pixels by 2e-6.
+        out: the output folder. If this folder holds an earlier run of the same job, only missing files are written.
         epochs: number of epochs.
         start_epoch: the first epoch.
-        store: ``uint8``: pixels before normalization; a replay differs by at most half a level of 255. ``final``:
-            normalized pixels in the loader's dtype; a replay is bit-identical, except with ``backend=kornia`` on CUDA,
-            where it differs by at most 2e-6.
+        store: ``uint8``: pixels before normalization, rounded to levels from 0 to 255. ``final``: the loader's pixels,
+            bit for bit. With ``backend=kornia`` on CUDA, pixels differ by at most 2e-6.
         chunk: samples per file. None: as many as fit in 128 MiB.
-        on: ``local``, or ``ray``: use a Ray cluster. All its machines must see ``out``.
+        on: ``local``: this machine. ``ray``: a Ray cluster, where all machines must see ``out``.
 
     Attributes:
         plan: what will be written, as JSON.
         samples, bytes: totals over all epochs.
-        missing: chunks that are not written yet, as (number of the stored epoch, number of its chunk), both from 0.
+        missing: chunks that are not written yet, as (stored epoch, chunk), both counted from 0.
 
     Raises:
         StateError: if ``out`` holds epochs of another recipe, source or seed.
@@ -331,7 +329,6 @@ class Writer:
         self.loader, self.noted = Loader(**arguments), arguments["faults"]
 
     def close(self) -> None:
-        """Close the loader."""
         self.loader.close()
 
     def write(self, span: tuple[int, int, int], progress: Callable[[int], Any]) -> None:
@@ -469,7 +466,7 @@ def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
 
 
 def before_normalization(augment: Augment | MultiView) -> Augment | MultiView:
-    """The same recipe without normalization: pixels from 0 to 1."""
+    """The same recipe without normalization."""
     if isinstance(augment, MultiView):
         views = {v.name: v.augment for v in augment.views}
         return MultiView(views={name: one.replace(normalize=None) for name, one in views.items()})
@@ -531,7 +528,7 @@ def _save(file: Path, plan: dict[str, Any]) -> None:
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
-    """Join consecutive chunks of an epoch to spans of at most ``most`` chunks: (epoch, first, last + 1)."""
+    """Join consecutive chunks to spans of at most ``most``. A span is (epoch, first chunk, last chunk + 1)."""
     spans: list[tuple[int, int, int]] = []
     for slot, number in chunks:
         if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:

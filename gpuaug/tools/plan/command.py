@@ -1,7 +1,7 @@
 """`gpuaug plan`: finds out how much memory a run needs. For what counts, see :class:`gpuaug.tools.memory.Usage`.
 
-An upper bound is computed from the headers of some images. A rehearsal, which is a short run of the loader in a child
-process, replaces the bound by measured values. Formulas add the cache, ``ahead`` and the other ranks of the machine.
+An upper bound is computed from the headers of some images. Then a child process runs the loader for a short time. The
+values measured in this rehearsal replace the bound. Formulas add the cache, the buffer ``ahead``, and other ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class Settings(Keys):
 
 
 def main(request: Request) -> int:
-    """Rehearse the run, and report its memory."""
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     config = request.loader()
@@ -106,9 +105,9 @@ def _report(report: Report, run: Run, here: Machine) -> None:
 
 
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
-    """Raise ConfigError if the runs clearly need more memory than is left, and warn if they may need more.
+    """Raise ConfigError if the runs clearly need more memory than is left. Warn if the memory may not suffice.
 
-    ``runs`` are the loaders that run at the same time, the training loader first. If their upper bounds exceed half of
+    ``runs`` are the loaders that run at the same time, the training loader first. If the upper bounds exceed half of
     the memory left, the first rank of each machine rehearses the runs.
     """
     here = Machine.here(runs[0].loader.device)
@@ -132,7 +131,7 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
 
 
 MIB = 2**20
-SPARE = 0.1  # share of the memory left that a run must not use, for other processes and errors of the plan
+SPARE = 0.1  # this share of the memory left stays free for other processes and errors of the plan
 CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused, because a plan may be wrong by 15 %
 BEHIND = 4  # encoded batches that left the workers: 1 waits, 1 is in header reading, 1 in decoding, 1 in augmentation
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
@@ -155,7 +154,6 @@ class Limits:
 
     @staticmethod
     def of(loader: Loader) -> Limits:
-        """The limits that a loader has."""
         cached = loader.pipeline.cache
         capacity = None if cached is None else cached.capacity
         return Limits(loader.ahead, capacity, loader.prefetch, loader.num_workers)
@@ -168,7 +166,7 @@ class Costs:
     image: float  # mean of the encoded images
     ready: int  # the images of a finished batch in the prefetch queue
     masks: int = 0  # the masks of a finished batch
-    mask_work: int = 0  # unfinished masks: decoded, or cropped and waiting for the next thread
+    mask_work: int = 0  # decoded masks, and cropped masks that wait for the next thread
     base: int = 0  # this process before the first batch
     worker: int = 0  # one worker
     encoded: int = 0  # one encoded batch in /dev/shm
@@ -176,7 +174,7 @@ class Costs:
     step: int = 0  # a step of the model, on the host
     device: int = 0  # device memory without the ready batches
     batches: int = 0  # batches of the rehearsal; 0: all values are upper bounds
-    epoch: int = 0  # of the loader's epoch and the later ones, the epoch with the largest images
+    epoch: int = 0  # the epoch with the largest images, from the loader's epoch on
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +200,9 @@ class Run:
 
     @property
     def limits(self) -> Limits:
-        """The limits of this run."""
         return self.changed or Limits.of(self.loader)
 
     def terms(self) -> list[Term]:
-        """The peak memory, part by part."""
         loader, costs, s = self.loader, self.costs, self.limits
         batches, samples, kind = len(loader), len(loader.source), "measured" if costs.batches else "at most"
         sent, made = on_their_way(loader, s.num_workers), min(batches, s.prefetch + 2)
@@ -311,7 +307,7 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
     wide = 4 if getattr(loader.source, "panoptic", False) else 1  # bytes per pixel; 16-bit masks are too rare to count
     early = any("masks" in getattr(view.augment.crop, "needs", ()) for _, view in views_of(loader.augment))
     values = rows * sum(height * width for height, width in views)
-    decoded = int(rows * pixels) * (3 if early else 1)  # masks for crops are decoded two threads earlier
+    decoded = int(rows * pixels) * (3 if early else 1)  # crops get masks early, so 3 batches of masks exist
     ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
     return values * ready, wide * (decoded + 3 * values)
 
@@ -385,8 +381,8 @@ def measure(
 ) -> Peak:
     """Run a loader that has not been iterated yet, and measure its peak memory.
 
-    The run ends ``seconds`` after the first batch at the latest, when the current batch is done. ``step`` runs on the
-    last batches. Another thread calls ``watch`` about every 30 ms.
+    No batch is requested later than ``seconds`` after the first batch. ``step`` runs on the last batches. Another
+    thread calls ``watch`` about every 30 ms.
     """
     peak, cuda, done = Peak(), loader.device.type == "cuda", threading.Event()
     before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
@@ -468,7 +464,7 @@ def rehearsal() -> None:
         os.killpg(os.getpid(), signal.SIGKILL)
 
     request, model, config = Request(command="train", trust=tuple(job["trust"])), job["model"], job["config"]
-    # with 1 byte, `ahead` holds one batch of any size
+    # a buffer `ahead` of 1 byte still holds one batch
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
@@ -486,7 +482,7 @@ def rehearsal() -> None:
 
 
 class Machine(NamedTuple):
-    """Bytes of memory that are left; None: unknown. ``host_by`` names the limit of host memory."""
+    """Bytes of memory that are left; None: unknown. ``host_by``: what limits host memory."""
 
     host: int | None
     host_by: str
@@ -555,7 +551,7 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
 
 
 def _smaller(runs: list[Run], lacks: Container[str]) -> list[Run] | None:
-    """Lower one limit of a run to save memory in the places ``lacks``, the last run first. None: nothing is left."""
+    """Lower one limit to save memory in the places ``lacks``. The last run comes first. None: no limit can be lower."""
     for k, run in reversed([*enumerate(runs)]):
         s, batch = run.limits, run.costs.image * run.loader.batch_size
         less: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Which stage limits a loader, and what a change would gain, computed from measurements.
+"""Finds the stage that limits a loader, and predicts what a change would gain.
 
 Stages overlap, and on the CPU they share the cores. Every prediction uses this formula:
 
@@ -6,7 +6,7 @@ Stages overlap, and on the CPU they share the cores. Every prediction uses this 
 
 `reading` is the time of all workers together. `headers`, `decoding` and `augmenting` run in one thread each. `headers`
 includes receiving batches, random values and crops. `augmenting` includes mix. Without workers, reading is part of
-`headers`. With ``prefetch=0``, the times of the threads and of the model are added.
+`headers`. With ``prefetch=0``, the times of the threads and of the model are added. The whole is loader plus model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpuaug.tools.profile.measure import Profiler
 
 GAIN = 1.07  # changes with a smaller predicted speedup are not proposed, because measurements vary this much
 NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
-UNEXPLAINED = 2.0  # if the whole takes more than this many times the predicted time, threads wait for each other
+UNEXPLAINED = 2.0  # if the whole takes more than 2 x the predicted time, threads wait for each other
 HANDING_OVER = 0.55  # if copying takes a larger share of the reading time, the inter-process copy is the limit
 AHEAD = 1.25  # if prefetch gives a larger speedup, the missing prefetch is the limit
 
@@ -41,7 +41,7 @@ TITLES = {  # bottleneck: key of its row in the report, and title
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds per image, which are the largest of the terms."""
+    """The predicted seconds per image: the largest of the terms."""
 
     seconds: float
     terms: Mapping[str, float]
@@ -85,7 +85,6 @@ class Verdict:
 
 
 def predict(m: Measured) -> Prediction:
-    """Predict seconds per image from the parts."""
     step = m.step or FREE
     mix = min(m.host.wall, m.host_parts.get("mix", 0.0))
     taken = ("receive", m.take) if m.workers else ("read", m.read.wall)
@@ -118,8 +117,7 @@ def expected(m: Measured, then: Measured) -> float:
     """Predict seconds per image of the whole, if ``m`` changes to ``then``.
 
     If the whole takes longer than its parts explain, the difference stays. If the whole takes less, the machine was
-    busier while the parts were measured. Then the prediction is a geometric mean: of the time that the parts predict,
-    and of the measured time of the whole divided by the predicted speedup.
+    busier while the parts were measured, so the prediction is lowered.
     """
     explained, after = predict(m).seconds, predict(then).seconds
     if m.whole is None:
@@ -156,7 +154,7 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         if ahead >= AHEAD and ahead >= 0.7 * gains[first]:
             return "host overhead", [
                 "With prefetch=0 a batch is made only on request, so model and loader wait for each other. "
-                f"Running at the same time, they would be {ahead:.2g} times as fast."
+                f"If both worked at the same time, training would be {ahead:.2g} times as fast."
             ]
     evidence = [f"If `{first}` took no time, the whole would be {_times(gains[first])} as fast."]
     if m.whole is not None and m.whole.wall > UNEXPLAINED * now.seconds:
@@ -180,7 +178,7 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         text = f"{_ms(m.copy.wall)} of the {_ms(m.read.wall)} per image ({m.bytes_per_image / 2**20:.2g} MiB each)"
         evidence.append(f"Copying bytes from the workers to this process, without reading them, takes {text}.")
         return "inter-process copy", evidence
-    evidence.append(f"Reading a sample keeps a core busy for {m.busy:.0%} of its {_ms(m.source.wall)}.")
+    evidence.append(f"Reading a sample takes {_ms(m.source.wall)}. A core is busy for {m.busy:.0%} of this time.")
     return ("storage" if m.busy < 0.5 else "workers"), evidence
 
 
@@ -230,7 +228,7 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
     if stage in ("storage", "workers", "inter-process copy"):
         most = max(16, 2 * trials.cores) if stage == "storage" else trials.cores
         rest = max(value for term, value in predict(replace(m, workers=1)).terms.items() if term != "reading")
-        # the number that makes reading faster than all other terms if workers scale perfectly, with a reserve
+        # with perfect scaling, so many workers read at least 1.5 times as fast as the slowest other term
         wanted = max(2 * m.workers, 1, math.ceil(1.5 * max(1, m.workers) * m.read.wall / max(rest, 1e-9)))
         counts = {min(most, 1 << (wanted - 1).bit_length()), min(most, 2 * max(1, m.workers))}
         for count in sorted(counts, reverse=True):
@@ -328,7 +326,7 @@ def _answer(m: Measured, name: str, changes: Sequence[Change], others: Sequence[
         about = " A faster loader would not help." if ideal < NOTHING else shared
         return f"{text}{about} With a loader that takes no time, training would be {ideal - 1:.0%} faster."
     if others:
-        return f"{text} No setting helps that keeps pixels and files as they are. The list shows other changes."
+        return f"{text} The changes in the list may help."
     if (now := predict(m)).terms["cores"] == now.seconds:
         return f"{text} All {m.cores:.2g} cores are busy. No tested setting helps, but more cores would."
     return f"{text} No tested setting helps."

@@ -6,9 +6,10 @@ import logging
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -29,12 +30,9 @@ from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.training import Settings as TrainingSettings
 from gpuaug.tools.train.training import Training
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 log = logging.getLogger("gpuaug")
 
-CLASSES = 1000  # of the model, if the loader does not know the number
+CLASSES = 1000  # classes of the model, if the loader knows no number
 LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
 LENGTH = 720  # pixels of the longest bar
 
@@ -63,13 +61,11 @@ class Settings(Keys):
 
     @property
     def training(self) -> TrainingSettings:
-        """Settings of a training step."""
         same = {name: getattr(self, name) for name in ("model", "optimizer", "loss", "amp")}
-        return TrainingSettings(**same, lr=1e-5)  # small, because the same batches are repeated
+        return TrainingSettings(**same, lr=1e-5)  # a small rate, because the same batches are repeated
 
 
 def main(request: Request) -> int:
-    """Measure a loader, and report the bottleneck."""
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     if settings.out is not None:
@@ -89,7 +85,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
     """Before a training begins, profile its first batches with a separate loader and model."""
     quiet = os.environ.get("RANK", "0") != "0"
     same = {name: getattr(loader, name) for name in ("num_workers", "source")}
-    if loader.pipeline.cache is not None:  # small, because the first batches are repeated
+    if loader.pipeline.cache is not None:  # a small cache, because the first batches are repeated
         same["cache"] = RamCache(max_bytes=CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
@@ -116,7 +112,6 @@ def training_step(
 
 
 def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Settings, at: str | None) -> None:
-    """Measure a loader and report the results."""
     bar = tqdm(
         total=100, desc="profile", bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=False, disable=None
     )

@@ -19,7 +19,6 @@ class Cost:
         return 1.0 / max(self.wall, 1e-9)
 
     def scaled(self, wall: float, cpu: float) -> Cost:
-        """This cost, multiplied by factors."""
         return Cost(self.wall * wall, self.cpu * cpu)
 
 
@@ -28,7 +27,7 @@ FREE = Cost(0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements. Each stage is measured alone."""
+    """The measurements of each stage alone, and of the whole."""
 
     batch_size: int
     workers: int
@@ -45,7 +44,7 @@ class Measured:
     finish: Cost = FREE  # converting targets to their dtype and moving them to the device
     host: Cost  # headers, random values, crops and mix
     host_parts: Mapping[str, float]  # seconds per image of each part of `host`
-    step: Cost | None = None  # the training step on cached batches, as with an ideal loader; None: no model
+    step: Cost | None = None  # the training step alone, on finished batches; None: no model
     whole: Cost | None = None  # the complete loader and the step; None: not measured
     cores: float  # cores that this process gets
     busy: float = 1.0  # share of the reading time spent computing, not waiting for bytes

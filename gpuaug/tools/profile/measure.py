@@ -53,7 +53,7 @@ FEW = 16  # images for testing changes of a recipe
 
 
 class Notes(list[Any]):
-    """The rounds of one stage: float64 [3] each, seconds per image on the clocks of :func:`now`."""
+    """The rounds of one stage. A round is float64 [3]: seconds per image on each clock of :func:`now`."""
 
     def measure(
         self,
@@ -68,9 +68,9 @@ class Notes(list[Any]):
     ) -> Any:
         """Measure a round and add it: call ``work`` for ``seconds``, and at least ``least`` times.
 
-        ``work`` returns its number of images. The first ``skip`` calls are not measured. A round that takes longer than
-        ``longest_s`` and ``seconds`` ends early, but after ``skip`` measured calls. The CPU time of ``reader``'s
-        workers is included. Returns the seconds of all images.
+        ``work`` returns its number of images. The first ``skip`` calls are not measured. After the longer of
+        ``seconds`` and ``longest_s``, ``skip`` measured calls are enough. The CPU time of ``reader``'s workers is
+        included. Returns the seconds of all images.
         """
         started = time.perf_counter()
         for _ in range(skip):
@@ -98,7 +98,7 @@ class Notes(list[Any]):
 
 
 class Profiler(contextlib.ExitStack):
-    """Measures a loader, which is not changed. Do not iterate the loader at the same time.
+    """Measures a loader without changing it. Do not iterate the loader at the same time.
 
     Of the first ``tried`` images, ``faults`` could not be read or decoded. These faults are recorded nowhere else.
 
@@ -122,7 +122,7 @@ class Profiler(contextlib.ExitStack):
         super().__init__()
         self.sync = partial(sync, loader.device)
         self.loader, self.step, self.repeats, self.seconds, self.progress = loader, step, repeats, seconds, progress
-        self.batches, self.cores = batches, machine.usable_cpus()  # `cores`: for workers and threads
+        self.batches, self.cores = batches, machine.usable_cpus()
         self.pipeline = lenient(loader)
         self.stage: Any = self.pipeline.stage
         self.reader = self.pipeline.reader
@@ -207,14 +207,13 @@ class Profiler(contextlib.ExitStack):
             stages["mix"] = self._mix
         if step is not None:
             stages["step"] = lambda notes: self._again(notes, step, ready)
-        seconds, batches = 2 * self.seconds, self.batches and -(-self.batches // self.repeats)
-        stages["whole"] = lambda notes: run_whole(notes, loader, self.tasks, step, seconds=seconds, batches=batches)
+        stages["whole"] = self.run_whole
         return stages
 
     # -- a short measurement of each stage --
 
     def read_samples(self, notes: Notes) -> float:
-        """Read samples in this process. Returns the share of computing in the time without waiting for a core."""
+        """Read samples in this process. Returns computing time / (wall time - time waiting for a core)."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
 
@@ -287,7 +286,7 @@ class Profiler(contextlib.ExitStack):
             return self.stage.augment(item, dtype=self.loader.dtype, memory_format=self.loader.memory_format)
 
     def _again(self, notes: Notes, do: Callable[[Any], Any], items: Iterable[tuple[Any, int]]) -> None:
-        """Measure ``do`` on ``items``, which are repeated: pairs of an item and its number of images."""
+        """Measure ``do`` on items that are repeated. Each item comes with its number of images."""
         numbered = enumerate(itertools.cycle(items), start=1)
 
         def one() -> int:
@@ -313,6 +312,29 @@ class Profiler(contextlib.ExitStack):
 
         notes.measure(one, seconds=self.seconds, sync=self.sync)
 
+    def run_whole(self, notes: Notes) -> None:
+        """Measure loader and training steps together."""
+        loader, workers = self.loader, self.loader.num_workers
+        run = Pass(self.pipeline, self.tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
+        batches = self.batches and -(-self.batches // self.repeats)
+
+        def one() -> int:
+            batch = next(run)
+            if self.step is not None:
+                self.step(batch)
+            return len(batch)
+
+        with contextlib.closing(run):
+            notes.measure(
+                one,
+                seconds=0.0 if batches else 2 * self.seconds,
+                skip=max(1, workers),
+                least=batches or max(3, 2 * workers),
+                longest_s=2 * LONGEST_S,
+                reader=self.reader,
+                sync=self.sync,
+            )
+
     def _reader(self, source: Any, workers: int, targets: Sequence[str] = ()) -> Reader:
         how: dict[str, Any] = {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
         return Reader(source, num_workers=workers, targets=targets, **how)
@@ -331,7 +353,6 @@ class Profiler(contextlib.ExitStack):
 
     @property
     def kornia(self) -> bool:
-        """Whether Kornia's modules augment any view."""
         return any(view.augment.backend == "kornia" for view in self._views)
 
     @property
@@ -351,7 +372,6 @@ class Profiler(contextlib.ExitStack):
         return bool((Plan.of(batch, headers, windows).scale > 1).any())
 
     def with_workers(self, m: Measured, count: int) -> Measured:
-        """The measurements with ``count`` workers."""
         before, then = Notes(), Notes()
         with (
             warnings.catch_warnings(),
@@ -411,7 +431,6 @@ class Profiler(contextlib.ExitStack):
         return (side, (side / shorter) ** 2) if side < 0.67 * shorter else None
 
     def with_fused(self, m: Measured) -> Measured:
-        """The measurements with ``backend="fused"``."""
         fused = self._recipe_seconds(lambda augment: augment.replace(backend="fused"))
         ratio = min(1.5, fused / self._recipe_seconds())
         return replace(m, augment=m.augment.scaled(ratio, ratio))
@@ -448,46 +467,12 @@ class Profiler(contextlib.ExitStack):
         return [f"{key}.ops.{name}" for key, view in views if view.copy == 0 and name in view.augment.ops]
 
 
-def run_whole(
-    notes: Notes,
-    loader: Loader,
-    tasks: Iterator[Task],
-    step: Step | None,
-    *,
-    seconds: float,
-    batches: int | None = None,
-) -> None:
-    """Measure loader and training steps together.
-
-    ``batches``: number of batches to measure. None: as many as are done in ``seconds``.
-    """
-    pipeline, workers = lenient(loader), loader.num_workers
-    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
-
-    def one() -> int:
-        batch = next(run)
-        if step is not None:
-            step(batch)
-        return len(batch)
-
-    with contextlib.closing(run):
-        notes.measure(
-            one,
-            seconds=0.0 if batches else seconds,
-            skip=max(1, workers),
-            least=batches or max(3, 2 * workers),
-            longest_s=2 * LONGEST_S,
-            reader=pipeline.reader,
-            sync=partial(sync, loader.device),
-        )
-
-
 def _without(name: str, augment: Augment) -> Augment:
     return augment.replace(ops={key: op for key, op in augment.ops.items() if key != name})
 
 
 def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
-    """Ratios ``then`` / ``before`` of wall time and CPU time. Alternate the rounds, so that other load cancels."""
+    """Ratios ``then`` / ``before`` of wall time and CPU time. If the rounds alternate, other load cancels."""
     new, old = then.cost(), before.cost()
     return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
 
@@ -501,7 +486,6 @@ def lenient(loader: Loader) -> Pipeline:
 
 
 def sync(device: torch.device) -> None:
-    """Wait for a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

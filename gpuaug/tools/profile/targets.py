@@ -1,4 +1,4 @@
-"""For loaders with targets: the cost of objects, and masks in another encoding."""
+"""Measurements that only loaders with targets need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpuaug.tools.pack.targets import encode_mask
 
 
 def object_seconds(stage: Any, headers: HeaderBatch) -> float:
-    """CPU-seconds that `read_headers` spends on objects, and on masks for crops. Does this work again."""
+    """Repeat the work of `read_headers` on objects, and on masks for crops. Returns CPU-seconds."""
     began, placing = time.thread_time(), stage.targets
     upright = placing.upright(headers.encoded, headers.info, stage.decoder)
     placing.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)
@@ -25,7 +25,7 @@ def object_seconds(stage: Any, headers: HeaderBatch) -> float:
 
 
 def as_runs(encoded: EncodedBatch, stage: LiveStage) -> EncodedBatch:
-    """The batch with masks as `gpuaug pack format=uint8` stores them, but at their own size."""
+    """The batch with masks encoded as in `gpuaug pack format=uint8`, but not resized."""
     info, changed = stage.decoder.read_headers(encoded), list[bytes]()
     sizes = np.stack([info.height, info.width], axis=1).tolist()
     panoptic = stage.targets is not None and stage.targets.panoptic
