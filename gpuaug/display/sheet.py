@@ -66,8 +66,7 @@ def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Le
     starts = [*accumulate([MARGIN + NOTES, *widths], lambda x, width: x + width + GAP)]
     width = max(480, starts[-1] + MARGIN)
     intro = [part for line in lines for part in wrapped(line, small, width - 2 * MARGIN)]
-    begin = MARGIN + 32 + LINE * len(intro) + GAP
-    chips, y = _flowing([text for _, text in legend], small, begin, width)
+    chips, y = _flowing(legend, MARGIN + 32 + LINE * len(intro) + GAP, width)
     notes = [[part for note in row.notes for part in wrapped(note, small, NOTES - GAP)] for row in rows]
     heights = [3 * GAP + max(20 + LINE * len(text), n) for text, n in zip(notes, heights, strict=True)]
     page, pen = _canvas(width, y + sum(heights) + MARGIN, legend, chips)
@@ -87,7 +86,7 @@ def grid(rows: Sequence[Sequence[Cell]], *, legend: Legend = (), groups: int = 1
     widths, captions, heights = _measured(rows)
     gaps = [GAP * (1 + (groups > 1 and n % groups == groups - 1)) for n in range(len(widths))]
     starts = [*accumulate([GAP, *(map(sum, zip(widths, gaps, strict=True)))])]
-    chips, y = _flowing([text for _, text in legend], font(12), GAP, starts[-1], left=GAP)
+    chips, y = _flowing(legend, GAP, starts[-1], left=GAP)
     page, pen = _canvas(starts[-1], y + sum(heights) + GAP * len(heights), legend, chips)
     for row, below, height in zip(rows, captions, heights, strict=True):
         _draw_cells(page, pen, row, below, starts, y)
@@ -129,18 +128,16 @@ def _draw_cells(
         pen.multiline_text((x, y + cell.picture.height), "\n".join(text), cell.color, small, spacing=4)
 
 
-def _flowing(
-    texts: Sequence[str], face: Any, y: int, width: int, *, left: int = MARGIN
-) -> tuple[list[tuple[int, int]], int]:
+def _flowing(legend: Legend, y: int, width: int, *, left: int = MARGIN) -> tuple[list[tuple[int, int]], int]:
     """The place (x, y) of each entry of a legend, and the y below the legend. ``y``: top of the legend."""
-    places, x = [], left
-    for text in texts:
-        needed = SWATCH + 5 + round(face.getlength(fitting(text, face, width / 2))) + 2 * GAP
+    places, x, small = [], left, font(12)
+    for _, text in legend:
+        needed = SWATCH + 5 + round(small.getlength(fitting(text, small, width / 2))) + 2 * GAP
         if x > left and x + needed > width - left:
             x, y = left, y + SWATCH + 6
         places.append((x, y))
         x += needed
-    return places, y + (SWATCH + 2 * GAP if texts else 0)
+    return places, y + (SWATCH + 2 * GAP if legend else 0)
 
 
 def _swatch(color: Color | None) -> Image.Image:
