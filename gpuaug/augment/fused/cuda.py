@@ -374,7 +374,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Map a position at most one image outside to 0..size-1. Also return False if the value there is 0."""
+    """Map a position, at most one image outside, to 0..size-1. The second result is False where the value is 0."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))
