@@ -23,7 +23,7 @@ PALETTE = (
     (240, 50, 230), (210, 245, 60), (250, 190, 212), (0, 128, 128), (220, 190, 255), (170, 110, 40), (128, 0, 0),
     (170, 255, 195), (128, 128, 0), (255, 215, 180), (0, 0, 128),
 )  # fmt: skip
-BACKGROUND = (24, 24, 32)  # class 0 of a mask, which is the background in most datasets
+BACKGROUND = (24, 24, 32)  # for class 0 of a mask: the background in most datasets
 LEGEND = 48  # maximum number of classes in the legend
 TEXT, DOT = 11, 3  # pixels: height of a label's text, radius of a dot
 # COCO's skeleton of a person, for a source that has 17 keypoints but no skeleton
@@ -68,7 +68,7 @@ class Style:
     rules: Targets | None = None
     classes: Sequence[str] | None = None
     skeleton: Sequence[tuple[int, int]] = ()  # keypoints that a line connects
-    numbers: Mapping[int, int] | None = None  # annotation id to color number; None: number by row
+    numbers: Mapping[int, int] | None = None  # annotation id to color number; None: rows are color numbers
 
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
@@ -227,7 +227,7 @@ def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, fl
 
 
 def _box(pen: Any, box: Sequence[int], color: Color) -> None:
-    """Draw a line inside the box, between thin lines that contrast with the color on any image."""
+    """Draw a line inside the box, between two thin black or white lines. It is then visible on any image."""
     x1, y1, x2, y2 = box[0], box[1], max(box[0], box[2] - 1), max(box[1], box[3] - 1)
     for grow, tone, width in ((1, (*_contrast(color), 150), 1), (-2, (*_contrast(color), 110), 1), (0, color, 2)):
         corners = (x1 - grow, y1 - grow, x2 + grow, y2 + grow)
@@ -252,7 +252,7 @@ def _labels(
         name = name if drawable(name) == name else f"{label}: {name}"  # otherwise two names could look the same
         text = fitting(name + crowd, face, min(120, size[0] - 4))
         width, height = round(face.getlength(text)) + 4, TEXT + 3
-        if width * height > (x2 - x1) * (y2 - y1):  # the text would hide more than the box
+        if width * height > (x2 - x1) * (y2 - y1):  # the text is larger than the box
             continue
         left = max(0, min(x1, size[0] - width))
         places = [(left, y1 - height), (left, y1), (left, y2), (left, y2 - height), (max(0, x2 - width), y1)]

@@ -20,7 +20,7 @@ Triple = tuple[float, ...]
 SAMPLES = 16  # shown by default
 WIDE, CELL = 8, 128  # pictures in a row, and the side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 240
-SMALL, ROWS = 0.6, 4  # if a notebook shows a batch: factor of the side, maximum number of rows
+SMALL, ROWS = 0.6, 4  # in a notebook: factor for the side of a picture, maximum number of rows
 WRONG = (200, 30, 40)
 NAMED, LEAST = 3, 0.05  # the text of a soft label names at most 3 classes, with shares of at least 0.05
 ROUNDING = 1e-3  # shares may be this far outside 0..1
@@ -30,7 +30,7 @@ ROUNDING = 1e-3  # shares may be this far outside 0..1
 class Look:
     """What a batch needs to show itself."""
 
-    views: tuple[str, ...] = ("",)  # names, or ""
+    views: tuple[str, ...] = ("",)  # name of each view, or ""
     normalize: tuple[tuple[Triple, Triple] | None, ...] = (None,)  # (mean, std) of each view; None: pixels are in 0..1
     style: Style = field(default_factory=Style)
 
@@ -53,7 +53,7 @@ def name_of(view: Any) -> str:
 
 
 def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image.Image]:
-    """Images [n, 3, H, W] as pictures. For images not in uint8, ``normalize``, (mean, std), is undone."""
+    """Images [n, 3, H, W] as pictures. ``normalize`` (mean, std) is undone, except in uint8 images."""
     from PIL import Image
 
     pixels = images.detach().float().cpu().numpy()
@@ -71,7 +71,7 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
 
     def name(number: int) -> str:
         text = str(classes[number]) if classes is not None and 0 <= number < len(classes) else f"label {number}"
-        # two names with characters that cannot be drawn could look the same
+        # without numbers, two names could look the same: the font lacks characters
         return text if drawable(text) == text else f"{number}: {text}"
 
     if value is None or isinstance(value, int):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
     from PIL import Image
 
 Color = tuple[int, int, int]
+Legend = Sequence[tuple[Color | None, str]]  # color (None: striped) and name of each class
 PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
 STRIPED, STRIPE = (232, 232, 232), (120, 120, 120)  # pixels without a class
 MOST_PIXELS = 200_000_000  # 600 MB; viewers cannot show larger pictures
@@ -58,98 +59,85 @@ class Row(NamedTuple):
     cells: list[Cell]
 
 
-def sheet(
-    rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Sequence[tuple[Color | None, str]] = ()
-) -> Image.Image:
-    """Draw rows of pictures below a heading, lines of text and a legend.
-
-    ``legend``: color (None: striped) and name of each class.
-    """
-    from PIL import Image, ImageDraw
-
+def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> Image.Image:
+    """Draw rows of pictures below a heading, lines of text and a legend."""
     big, bold, small = font(22), font(15), font(12)
-    columns = zip_longest(*(row.cells for row in rows))
-    widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
+    widths, captions, heights = _measured([row.cells for row in rows])
     starts = [*accumulate([MARGIN + NOTES, *widths], lambda x, width: x + width + GAP)]
     width = max(480, starts[-1] + MARGIN)
     intro = [part for line in lines for part in wrapped(line, small, width - 2 * MARGIN)]
-    begin = MARGIN + 32 + LINE * len(intro) + GAP
-    chips, y = _flowing([text for _, text in legend], small, begin, width)
-    texts, heights = [], []
-    for row in rows:
-        notes = [part for note in row.notes for part in wrapped(note, small, NOTES - GAP)]
-        captions = [wrapped(cell.caption, small, room) for cell, room in zip(row.cells, widths, strict=False)]
-        below = [cell.picture.height + LINE * len(text) for cell, text in zip(row.cells, captions, strict=True)]
-        texts.append((notes, captions))
-        heights.append(max(20 + LINE * len(notes), *below) + 3 * GAP)
-    height = y + sum(heights) + MARGIN
-    check_pixels(width * height)
-    page = Image.new("RGB", (width, height), PAPER)
-    pen = ImageDraw.Draw(page)
+    chips, y = _flowing(legend, MARGIN + 32 + LINE * len(intro) + GAP, width)
+    notes = [[part for note in row.notes for part in wrapped(note, small, NOTES - GAP)] for row in rows]
+    heights = [3 * GAP + max(20 + LINE * len(text), n) for text, n in zip(notes, heights, strict=True)]
+    page, pen = _canvas(width, y + sum(heights) + MARGIN, legend, chips)
     pen.text((MARGIN, MARGIN - 4), fitting(heading, big, width - 2 * MARGIN), INK, big)
     pen.multiline_text((MARGIN, MARGIN + 28), "\n".join(intro), FAINT, small, spacing=4)
-    _draw_legend(page, pen, legend, chips)
-    for row, (notes, captions), height in zip(rows, texts, heights, strict=True):
+    for row, text, below, height in zip(rows, notes, captions, heights, strict=True):
         pen.line((MARGIN, y, width - MARGIN, y), (225, 225, 230))
         pen.text((MARGIN, y + GAP - 2), fitting(row.title, bold, NOTES - GAP, middle=True), INK, bold)
-        pen.multiline_text((MARGIN, y + GAP + 20), "\n".join(notes), FAINT, small, spacing=4)
-        for cell, text, x in zip(row.cells, captions, starts, strict=False):
-            page.paste(cell.picture, (x, y + GAP))
-            pen.multiline_text((x, y + GAP + cell.picture.height), "\n".join(text), cell.color, small, spacing=4)
+        pen.multiline_text((MARGIN, y + GAP + 20), "\n".join(text), FAINT, small, spacing=4)
+        _draw_cells(page, pen, row.cells, below, starts, y + GAP)
         y += height
     return page
 
 
-def grid(
-    rows: Sequence[Sequence[Cell]], *, legend: Sequence[tuple[Color | None, str]] = (), groups: int = 1
-) -> Image.Image:
+def grid(rows: Sequence[Sequence[Cell]], *, legend: Legend = (), groups: int = 1) -> Image.Image:
     """Draw rows of pictures below a legend. The gap after each ``groups`` pictures is twice as wide."""
-    from PIL import Image, ImageDraw
-
-    small = font(12)
-    columns = zip_longest(*rows)
-    widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
+    widths, captions, heights = _measured(rows)
     gaps = [GAP * (1 + (groups > 1 and n % groups == groups - 1)) for n in range(len(widths))]
     starts = [*accumulate([GAP, *(map(sum, zip(widths, gaps, strict=True)))])]
-    width = starts[-1]
-    chips, top = _flowing([text for _, text in legend], small, GAP, width, left=GAP)
-    texts = [[wrapped(cell.caption, small, room) for cell, room in zip(row, widths, strict=False)] for row in rows]
-    heights = [
-        GAP + max(cell.picture.height + LINE * len(text) for cell, text in zip(row, below, strict=True))
-        for row, below in zip(rows, texts, strict=True)
-    ]
-    check_pixels(width * (top + sum(heights)))
-    page = Image.new("RGB", (width, top + sum(heights)), PAPER)
-    pen = ImageDraw.Draw(page)
-    _draw_legend(page, pen, legend, chips)
-    for row, below, y in zip(rows, texts, accumulate([top, *heights]), strict=False):
-        for cell, text, x in zip(row, below, starts, strict=False):
-            page.paste(cell.picture, (x, y))
-            pen.multiline_text((x, y + cell.picture.height), "\n".join(text), cell.color, small, spacing=4)
+    chips, y = _flowing(legend, GAP, starts[-1], left=GAP)
+    page, pen = _canvas(starts[-1], y + sum(heights) + GAP * len(heights), legend, chips)
+    for row, below, height in zip(rows, captions, heights, strict=True):
+        _draw_cells(page, pen, row, below, starts, y)
+        y += height + GAP
     return page
 
 
-def _draw_legend(
-    page: Image.Image, pen: Any, legend: Sequence[tuple[Color | None, str]], places: Sequence[tuple[int, int]]
+def _measured(rows: Sequence[Sequence[Cell]]) -> tuple[list[int], list[list[list[str]]], list[int]]:
+    """The width of each column, the caption of each cell in lines, and the height of each row."""
+    small, columns = font(12), zip_longest(*rows)
+    widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
+    captions = [[wrapped(cell.caption, small, room) for cell, room in zip(row, widths, strict=False)] for row in rows]
+    heights = [
+        max(cell.picture.height + LINE * len(text) for cell, text in zip(row, below, strict=True))
+        for row, below in zip(rows, captions, strict=True)
+    ]
+    return widths, captions, heights
+
+
+def _canvas(width: int, height: int, legend: Legend, places: Sequence[tuple[int, int]]) -> tuple[Image.Image, Any]:
+    """A page with a legend, and a pen for the page."""
+    from PIL import Image, ImageDraw
+
+    check_pixels(width * height)
+    page = Image.new("RGB", (width, height), PAPER)
+    pen, small = ImageDraw.Draw(page), font(12)
+    for (color, name), (x, y) in zip(legend, places, strict=True):
+        page.paste(_swatch(color), (x, y))
+        pen.text((x + SWATCH + 5, y + SWATCH / 2), fitting(name, small, width / 2), INK, small, anchor="lm")
+    return page, pen
+
+
+def _draw_cells(
+    page: Image.Image, pen: Any, cells: Sequence[Cell], captions: Sequence[list[str]], starts: Sequence[int], y: int
 ) -> None:
     small = font(12)
-    for (color, name), (x, top) in zip(legend, places, strict=True):
-        page.paste(_swatch(color), (x, top))
-        pen.text((x + SWATCH + 5, top + SWATCH / 2), fitting(name, small, page.width / 2), INK, small, anchor="lm")
+    for cell, text, x in zip(cells, captions, starts, strict=False):
+        page.paste(cell.picture, (x, y))
+        pen.multiline_text((x, y + cell.picture.height), "\n".join(text), cell.color, small, spacing=4)
 
 
-def _flowing(
-    texts: Sequence[str], face: Any, y: int, width: int, *, left: int = MARGIN
-) -> tuple[list[tuple[int, int]], int]:
-    """The place (x, y) of each entry of a legend that begins at ``y``, and the y below its last line."""
-    places, x = [], left
-    for text in texts:
-        needed = SWATCH + 5 + round(face.getlength(fitting(text, face, width / 2))) + 2 * GAP
+def _flowing(legend: Legend, y: int, width: int, *, left: int = MARGIN) -> tuple[list[tuple[int, int]], int]:
+    """The place (x, y) of each entry of a legend, and the y below the legend. ``y``: top of the legend."""
+    places, x, small = [], left, font(12)
+    for _, text in legend:
+        needed = SWATCH + 5 + round(small.getlength(fitting(text, small, width / 2))) + 2 * GAP
         if x > left and x + needed > width - left:
             x, y = left, y + SWATCH + 6
         places.append((x, y))
         x += needed
-    return places, y + (SWATCH + 2 * GAP if texts else 0)
+    return places, y + (SWATCH + 2 * GAP if legend else 0)
 
 
 def _swatch(color: Color | None) -> Image.Image:
@@ -163,10 +151,8 @@ def _swatch(color: Color | None) -> Image.Image:
     return swatch
 
 
-def page(
-    rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Sequence[tuple[Color | None, str]] = ()
-) -> str:
-    """Like :func:`sheet`, but as one HTML file, without network access or scripts."""
+def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> str:
+    """Like :func:`sheet`, but as one HTML file that needs no network and no scripts."""
     body = [f"<p>{html.escape(line)}</p>" for line in lines]
     if legend:
         body.append(f"<p>{' '.join(_chip(color, text) for color, text in legend)}</p>")
@@ -199,7 +185,7 @@ def check_pixels(count: int) -> None:
 
 
 def font(size: int) -> Any:
-    """Pillow's built-in font, with which pictures look the same on every machine."""
+    """Pillow's built-in font. Its text looks the same on every machine."""
     from PIL import ImageFont
 
     return ImageFont.load_default(size)
@@ -222,7 +208,7 @@ def drawable(text: str) -> str:
 
 
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
-    """The text, shortened at its end or in its ``middle`` to at most ``width`` pixels."""
+    """Shorten the text to at most ``width`` pixels, at the end or in the ``middle``."""
     text = _cut(drawable(text), width)
     if len(text) < 3 or face.getlength(text) <= width:
         return text
@@ -251,7 +237,7 @@ def wrapped(text: str, face: Any, width: float) -> list[str]:
 
 
 def _cut(text: str, width: float) -> str:
-    """Leave out the middle of a text that is so long that it cannot fit, to save time."""
+    """Leave out the middle of a very long text, which cannot fit. Measuring the rest is faster."""
     most = max(8, round(width))
     return text if len(text) <= 2 * most else text[:most] + text[-most:]
 

@@ -2,10 +2,10 @@
 
 lower.py writes one short program per sample. cpu.cpp runs the programs on the CPU, and the kernels of cuda.py run them
 on CUDA. An operation without fused steps runs through Kornia, between two passes. Without a C++ compiler or Triton, the
-whole recipe runs through Kornia (reference.py). Programs are data, so another order or probability needs no new
-compilation.
+whole recipe runs through Kornia (reference.py).
 
-On each device, a sample's pixels are bit-identical in every batch, except if an operation runs through Kornia on CUDA.
+On one device, a sample's pixels are bit-identical in every batch. Operations that run through Kornia on CUDA are an
+exception.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Part(NamedTuple):
 
 
 class FusedBackend:
-    """Runs prepared operations in order, then ``normalize`` (if not None), which has a ``mean`` and a ``std``."""
+    """Runs prepared operations in order, then ``normalize``, a module with ``mean`` and ``std``."""
 
     def __init__(self, ops: Sequence[Prepared], normalize: nn.Module | None = None) -> None:
         self._reference = reference.ReferenceBackend(ops, normalize)
@@ -174,7 +174,7 @@ def _tables(
 
 
 def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
-    """The weights of blurs (in x, then in y) and of motion blurs (a square kernel)."""
+    """The weights of blurs: first those in x, then those in y. A motion blur has a square of weights."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []

@@ -2,8 +2,8 @@
 //
 // The formulas have Kornia's order of additions and Kornia's fused multiply-adds. So most pixels are bit-identical to
 // those of Kornia 0.9, and discontinuous operations (equalize, posterize) jump at the same pixels. Steps with Pillow's
-// arithmetic (ops/pillow.py) are bit-identical to Pillow's. This needs -ffp-contract=off.
-// With -ffinite-math-only a NaN gives any number, so an index that comes from a float must be clamped as an integer.
+// arithmetic (ops/pillow.py) are bit-identical to Pillow's. These equalities need the compiler flag -ffp-contract=off.
+// With -ffinite-math-only, a NaN can become any integer. So an index that comes from a float is clamped as an integer.
 // An image is three float planes. Consecutive pointwise operations run on blocks that fit into the L1 cache.
 
 #include <algorithm>
@@ -128,7 +128,7 @@ struct Statistic {  // of an image, before one operation of its program
 };
 
 bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
-bool ignores_position(int32_t code) {  // a flip after such an operation may run before the operation
+bool ignores_position(int32_t code) {  // such an operation and a flip can change places
     return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == LEVELS || code == FILL || code == SNOW;
 }
 bool keeps_outside(const Op& op) {  // operations of Kornia that do not clamp their input to [0, 1]
@@ -158,7 +158,7 @@ void clamp_block(float* __restrict p, int n) {
     for (int i = 0; i < n; ++i) p[i] = unit(p[i]);
 }
 
-// One division instead of Kornia's five; equal within 1e-6. Colours stay in 0..1 without a clamp: delta <= top <= 1.
+// Has one division, not five as in Kornia; results differ by at most 1e-6. Colours stay in 0..1: delta <= top <= 1.
 void hue(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     const float turn = turns * 6.0f;
     for (int i = 0; i < n; ++i) {
@@ -225,7 +225,7 @@ void pointwise_levels(const Op& op, const Statistic& stat, float* const* planes,
     }
 }
 
-// Kornia's arithmetic, for a hue before a discontinuous operation: values k / 255 that do not change must stay exact.
+// Computes the hue exactly as Kornia, for a discontinuous operation that comes later: values k / 255 can stay k / 255.
 void hue_exact(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
     const float circle = 6.283185307179586f, turn = turns * 2.0f * 3.141592653589793f;
     for (int i = 0; i < n; ++i) {
@@ -687,7 +687,7 @@ struct Room {
     size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
 };
 
-// If a thread had set the flag during a fork, the flag stays set in the child. Each call then allocates new memory.
+// If a thread holds this flag during a fork, the flag stays set in the child. Then each call allocates new memory.
 std::atomic_flag rooms_taken = ATOMIC_FLAG_INIT;
 std::vector<std::unique_ptr<Room>>& rooms() {
     static auto* kept = new std::vector<std::unique_ptr<Room>>;  // never freed: threads may outlive static objects
@@ -714,7 +714,7 @@ void give_room(std::unique_ptr<Room> room) {
 
 struct Worker {
     const Job& job;
-    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes not a multiple of 4 KB, to avoid aliasing
+    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
     Room& room;
     std::vector<float>&first = room.first, &second = room.second, &extra = room.extra, &row = room.row;
     std::vector<int32_t>& index = room.index;
@@ -795,7 +795,7 @@ struct Worker {
         }
     }
 
-    // Draws gray lines, rounded as in torch.linspace; `table`: two coordinates in 0..1 per line.
+    // Draws gray lines. Rounds as torch.linspace. `table`: two coordinates in 0..1 per line.
     void rain(const Op& op, std::vector<float>& image) const {
         const int64_t drops = static_cast<int64_t>(op.a[0]), tall = static_cast<int64_t>(op.a[1]) - 1;
         const int64_t drawn = static_cast<int64_t>(op.a[2]), across = drawn > 0 ? drawn - 1 : (drawn < 0 ? drawn + 1 : 0);
@@ -815,7 +815,7 @@ struct Worker {
         }
     }
 
-    // Codes and decodes blocks of 8 x 8 in place; `q`: 64 divisors. Kornia rounds x to round(x) + (x - round(x))^3.
+    // Encodes and decodes blocks of 8 x 8 in place. `q`: 64 divisors. Kornia rounds x to round(x) + (x - round(x))^3.
     static void code_blocks(float* plane, int64_t height, int64_t width, const float* q) {
         typedef float Eight __attribute__((vector_size(32)));
         static const struct Basis {
@@ -882,7 +882,7 @@ struct Worker {
             }
             for (float* line : {luma_row, blue, red}) std::fill(line + W, line + wide, line[W - 1]);
         }
-        // Half the size: a Gaussian blur of 3 taps (sigma 0.5, reflected borders), then the mean of 2 x 2.
+        // Halves the chroma: a Gaussian blur of 3 taps (sigma 0.5, reflected borders), then the mean of 2 x 2.
         const float side = 0.10650697891920077f, outer = 0.5f * side, inner = 0.5f * (1.0f - side);
         for (int c = 0; c < 2; ++c) {
             const float* s = full[1 + c];
@@ -1155,8 +1155,8 @@ struct Worker {
         return v2 + d * ((-v1 + v3) + d * ((2.0 * (v1 - v2) + v3 - v4) + d * (-v1 + v2 - v3 + v4)));
     }
 
-    // For each pixel of row `y`: the index of its first tap in the padded image (-1: outside), and the fractions between
-    // the taps. `m`: Pillow's matrix, for edges of pixels.
+    // Computes, for each pixel of row `y`, the index of the first tap in the padded image (-1: outside) and the fractions
+    // between the taps. `m`: Pillow's matrix, for edges of pixels.
     void sources(const double* m, int64_t y, double back, int64_t stride, int32_t* __restrict from, double* __restrict dx, double* __restrict dy) const {
         const double line = static_cast<double>(y) + 0.5, width = static_cast<double>(W), height = static_cast<double>(H);
         const double x1 = m[1] * line, y1 = m[4] * line;
@@ -1361,7 +1361,7 @@ struct Worker {
             }
             const Op& next = program[end];
             const bool statistic = needs_statistic(next.code);
-            // if no operation comes before a statistic, the source is read again later, and the buffer stays empty
+            // if the statistic is of the source, nothing is buffered, and the next sweep reads the source again
             const bool keep = !(statistic && end == pos && !buffered);
             if (keep) first.resize(3 * apart);
             if (!(buffered && end == pos && !statistic)) sweep(sample, buffered, mirror, upside, ops + pos, ops + end, statistic ? &next : nullptr, outside, keep, false);

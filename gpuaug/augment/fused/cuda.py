@@ -3,13 +3,13 @@
 One kernel runs a stretch of consecutive colour steps. Another kernel first computes the mean gray for a contrast step.
 A blur takes two kernels. torch runs the other steps (cuda_steps.py).
 
-A thread block works on one sample, so branches on the steps cause no divergence. The instructions of the recipe
-`standard` (about a hundred per pixel) take as long as its memory transfers. So a thread handles 16 pixels, a load has
+A thread block works on one sample, so branches on the steps cause no divergence. The recipe `standard` has about a
+hundred instructions per pixel, which take as long as the memory transfers. So a thread handles 16 pixels, a load has
 8 bytes, a store has 16 bytes, and clamps are part of the arithmetic instructions (``.sat``). test_triton_kernels.py
-compiles the kernels without a GPU and checks their instructions.
+compiles the kernels without a GPU and checks the instructions.
 
-A CUDA graph would save about 30 µs of host time per batch. But a graph has its own memory, and the copies into and out
-of this memory would move four times the bytes that `standard` moves.
+A CUDA graph would save about 30 µs of host time per batch. But its copies would move four times as many bytes as
+`standard` moves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
 _ARGS: tl.constexpr = tl.constexpr(ARGS)
 _PILLOW: tl.constexpr = tl.constexpr(entry.PILLOW)
 _REST: tl.constexpr = tl.constexpr(65536 / (255 * 257) - 1)
-_FIXED: tl.constexpr = tl.constexpr(2.0**24)  # sums of gray are integers in units of 2^-24, so order does not matter
+_FIXED: tl.constexpr = tl.constexpr(2.0**24)  # gray becomes an integer in units of 2^-24: sums are exact in any order
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
 
 @triton.jit
 def _byte(low, high, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert byte ``K`` of 8 to 0..1. The byte becomes the low bits of the float 2^23 + byte."""
+    """Convert byte ``K`` of 8 to 0..1. The bits 0x4B000000 | byte are the float 2^23 + byte."""
     word = low if K < 4 else high
     bits = ((word >> (8 * (K % 4))) & 255) | 0x4B000000
     return _value(bits.to(tl.float32, bitcast=True))
@@ -335,10 +335,10 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Run the steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
 
-    ``BLUR``: a sample with ``places[sample] >= 0`` goes to this row of ``mid`` without ``ends``, because its blur
-    comes next.
+    ``BLUR``: if ``place = places[sample]`` is not -1, the sample is stored in row ``place`` of ``mid``, without
+    ``ends``. The blur kernel continues there.
     """
-    # start with the last sample: the mean kernel has read its pixels last, so they are still in the cache
+    # start with the last sample: its pixels are still in the cache, because the mean kernel ended there
     sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     if KIND == 2 or LAYOUT == 2:
         width = tl.multiple_of(width, 8)
@@ -374,7 +374,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Map a position, at most one image outside, to 0..size-1; also return whether the position counts."""
+    """Map a position, at most one image outside, to 0..size-1. The second result is False where the value is 0."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))
@@ -388,7 +388,7 @@ def _blurred(plane, y, x, height, width, taps, ratio, border, VERTICAL: tl.const
     """Blur the tile at ``y`` [R, 1] and ``x`` [1, C] of a plane in one direction."""
     inside = (y < height) & (x < width)
     value = tl.load(plane + y * width + x, inside, 0.0)
-    # weights exp(-d^2 / 2 sigma^2), d = 1, 2, ...: weight *= factor, and factor *= ratio^2
+    # the weight at distance d is exp(-d^2 / (2 sigma^2)) = ratio^(d^2); each weight is computed from the one before
     weight, factor, total = 1.0, ratio, 1.0
     for d in range(1, taps // 2 + 1):
         weight = weight * factor
@@ -413,7 +413,7 @@ def _blur_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, args, ends, height, width, column, steps,
     VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Blur a tile of one channel along x. If VERTICAL, blur it along y and apply ``ends``."""
+    """Blur a tile of one channel along x. If VERTICAL, blur the tile along y and apply ``ends``."""
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -459,7 +459,7 @@ def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-
     mask = at < half
     seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
     radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
-    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # in -pi..pi, cos and sin err below 2^-20.9
+    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # in -pi..pi, for errors below 2^-20.9
     to = dst + row.to(tl.int64) * count
     tl.store(to + at, -radius * _cos(angle), mask)
     tl.store(to + half + at, -radius * _sin(angle), mask & (half + at < count))
@@ -473,7 +473,7 @@ def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
             raise
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # raises the device's own error; Triton's is a RuntimeError
+            torch.cuda.synchronize(device)  # if the device failed, this raises the device's error
         raise CannotRunError(f"{type(error).__name__}: {error}") from error
 
 

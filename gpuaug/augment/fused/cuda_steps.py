@@ -58,7 +58,7 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
 
 
 class Stretch(NamedTuple):
-    """Columns [first, last) of a program. One kernel runs their steps in POINTS. Then ``rest`` runs."""
+    """Columns [first, last) of a program. One kernel runs all steps that are in POINTS. Then ``rest`` runs."""
 
     first: int
     last: int
@@ -68,7 +68,7 @@ class Stretch(NamedTuple):
 
     @property
     def blur(self) -> bool:
-        """Whether ``rest`` has only blurs, so that the blur kernel can run them."""
+        """Whether all steps in ``rest`` are blurs. The blur kernel then runs them."""
         return len(self.rest) > 0 and all(group.code is Code.BLUR for group in self.rest)
 
 
@@ -85,8 +85,8 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
 
     for column, codes in enumerate(code.T):
         here, contrast = {int(c) for c in np.unique(codes)} - {0}, codes == Code.CONTRAST
-        # A kernel has one mean per sample, and flips only while it loads pixels. So a second contrast step of a sample,
-        # or a flip after erasing, needs another kernel.
+        # A kernel has one mean per sample, so a second contrast step of a sample needs another kernel. A kernel flips
+        # while it loads pixels, so a flip after erasing needs another kernel.
         if (contrasts & contrast).any() or (erased and here & {Code.HFLIP, Code.VFLIP}):
             close(column, [])
         contrasts, erased = contrasts | contrast, erased or Code.ERASE in here
@@ -104,7 +104,7 @@ class Part(NamedTuple):
     flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down, 3 both
     sums: Tensor  # int64 [B], zeros: the sums of gray for contrast steps
     places: Tensor  # int32 [B]: row of the sample among the blurred samples, or -1
-    rows: list[Tensor]  # int32 [n]: all blurred samples, if the stretch blurs; else one tensor per group of `rest`
+    rows: list[Tensor]  # int32 [n]: the rows of each group of `rest`, or of all blurs together
 
 
 class Program(NamedTuple):
@@ -113,7 +113,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # (scale, shift), float32 [2, 3] each: of all parts except the last, and of the last
+    ends: tuple[Tensor, Tensor]  # float32 [2, 3] each, (scale, shift): between parts (1 and 0), and for the output
     ramps: Tensor
 
 
@@ -121,7 +121,7 @@ def upload(
     code: NDArray[np.int32], args: Float, ramps: Float, scale: Sequence[float], shift: Sequence[float],
     device: torch.device,
 ) -> Program:  # fmt: skip
-    """Copy the program to the device in one transfer, which includes the zeros of ``sums``."""
+    """Copy the program, and zeros for ``sums``, to the device in one transfer."""
     split = stretches(code, args)
     ends = [np.array(pair, dtype=np.float32) for pair in (((1, 1, 1), (0, 0, 0)), (scale, shift))]
     arrays: list[NDArray[np.int32] | Float] = [code, args, *ends, ramps]
@@ -163,7 +163,7 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 
 
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor) -> Tensor:
-    """Run a group's step on ``x`` float32 [B, 3, H, W], which may be overwritten; ``a``: arguments of the column."""
+    """Run a group's step on float32 [B, 3, H, W]. ``x`` may be overwritten. ``a``: arguments of the column."""
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
 
@@ -212,7 +212,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
 
 
 def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
-    """Fill the box of each image with a colour, plus a std times the first 3 * height * width values of ``table``."""
+    """Fill each box with colour + std * noise. The noise is the first 3 * height * width values of ``table``."""
     left, top, width, height = (a[:, k, None, None] for k in range(4))
     right = torch.arange(x.shape[3], device=x.device)[None, None, :] - left
     down = torch.arange(x.shape[2], device=x.device)[None, :, None] - top
@@ -229,8 +229,7 @@ def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
     """The table of a group, float32 [rows, ...]; None if the group's step has no table.
 
-    The tables of several operations are joined. The noise of erased boxes can have different lengths or be absent.
-    Missing values are 0.
+    The tables of several operations are joined. Noise for erased boxes can be shorter or absent. Missing values are 0.
     """
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
     if not own or len(own[0][0]) == len(group.rows):
@@ -248,19 +247,19 @@ def motion_kernels(a: Tensor, static: tuple[float, ...]) -> Tensor:
     from kornia.filters import get_motion_kernel2d
 
     size, mode = int(static[0]), Resample(int(static[1])).name.lower()
-    two = a.repeat(2, 1) if len(a) == 1 else a  # the last bits of a single kernel differ
+    two = a.repeat(2, 1) if len(a) == 1 else a  # a single kernel would have other last bits
     return get_motion_kernel2d(size, two[:, 1], two[:, 2], mode)[: len(a)]
 
 
 def _rain(x: Tensor, a: Tensor, coordinates: Tensor, longest: int) -> Tensor:
-    """Draw lines of up to ``longest`` pixels; ``coordinates`` float32 [n, 2 * lines] in 0..1 are their starts."""
+    """Draw lines of up to ``longest`` pixels. ``coordinates``: starts of the lines in 0..1, float32 [n, 2 * lines]."""
     n, _, height, width = x.shape
     drops, tall, drawn = (a[:, k, None].double() for k in range(3))
     tall, across = tall - 1, drawn - drawn.sign()
     steps = torch.maximum(tall + 1, drawn.abs())
     i = torch.arange(longest, device=x.device)[None]
     lines = []
-    for last in (tall, across):  # from both ends to the middle, as torch.linspace does, for the same rounding
+    for last in (tall, across):  # rounded as by torch.linspace: from both ends to the middle
         step = last / (steps - 1).clamp(min=1)
         lines.append(
             torch.where(i < steps.div(2, rounding_mode="floor"), step * i, last - step * (steps - 1 - i)).long()

@@ -18,18 +18,17 @@ from gpuaug.random.keyed import Float
 
 
 class Column(NamedTuple):
-    """One slot in the program: its alternatives, and the columns for the steps of the chosen alternative."""
+    """The columns of one slot in the program. They hold the steps of each sample's alternative."""
 
     op: int
     slot: int
     alternatives: tuple[Steps, ...]
     start: int
-    width: int
-    table: NDArray[np.int32]  # [alternatives + 1, width]: codes of an alternative; the last row (choice -1): all NONE
+    table: NDArray[np.int32]  # [alternatives + 1, columns]: codes of each alternative, and NONE in the last row
 
 
 class Lowering:
-    """Turns the choices for consecutive operations into a program; ``slots``: the :func:`lowered_slots` of each."""
+    """Turns the choices for consecutive operations into a program. ``slots``: :func:`lowered_slots` per operation."""
 
     def __init__(self, ops: list[Prepared], slots: list[list[tuple[Steps, ...]]]) -> None:
         self.ops = ops
@@ -41,7 +40,7 @@ class Lowering:
                 table = np.zeros((len(alternatives) + 1, width), dtype=np.int32)
                 for row, a in enumerate(alternatives):
                     table[row, : len(a.codes)] = a.codes
-                self.columns.append(Column(number, slot, alternatives, at, width, table))
+                self.columns.append(Column(number, slot, alternatives, at, table))
                 at += width
         self.steps = at
 
@@ -54,15 +53,16 @@ class Lowering:
         for column in self.columns:
             c = chosen[column.op]
             choice, params = c.choice[:, column.slot], c.params[column.slot]
-            where = slice(column.start, column.start + column.width)
-            code[:, where] = column.table[choice]  # -1 is the last row
+            width = column.table.shape[1]
+            where = slice(column.start, column.start + width)
+            code[:, where] = column.table[choice]  # choice -1 selects the last row
             if len(column.alternatives) == 1:
                 column.alternatives[0].write(args[:, where], params[0], size)
                 continue
-            # Compute every alternative for all samples, because this takes fewer calls than to select rows first. The
-            # slots of a color jitter share `params`, so their arguments are computed once.
+            # Compute every alternative for all samples: a selection of rows would need more calls. The slots of a color
+            # jitter share `params`, so their arguments are computed once.
             if id(params) not in values:
-                stacked = np.zeros((len(params), batch, column.width, ARGS), dtype=np.float32)
+                stacked = np.zeros((len(params), batch, width, ARGS), dtype=np.float32)
                 for alternative, a in enumerate(column.alternatives):
                     a.write(stacked[alternative][:, : len(a.codes)], params[alternative], size)
                 values[id(params)] = stacked
@@ -72,7 +72,7 @@ class Lowering:
 
 
 def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
-    """Return the steps of each slot's alternatives, or a text: why the operation cannot be fused."""
+    """Return the steps of each slot's alternatives, or the reason why the operation cannot be fused."""
     if op.seeded is not None:
         return op.seeded
     slots = []
@@ -89,7 +89,7 @@ def lowered_slots(op: Prepared) -> list[tuple[Steps, ...]] | str:
 
 
 def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
-    """Replace the arguments of warps by Kornia's matrices from output to input positions in -1..1."""
+    """Write Kornia's matrix from output to input positions (in -1..1) into the arguments of each warp."""
     sample, step = np.nonzero(code == Code.WARP)
     warps = args[sample, step]
     kind = 2 * warps[:, 10] + warps[:, 11]  # align_corners, projective
@@ -131,7 +131,7 @@ def warp_ramps(size: Size) -> Float:
 
 
 def _projective_scale(m: Tensor) -> Tensor:
-    """Kornia's divisor of a homography: 1, clamped to the range of its non-zero magnitudes."""
+    """Clamp 1 to the range of a matrix's non-zero magnitudes. Kornia divides homographies by this number."""
     magnitude = m.abs()
     smallest = magnitude.masked_fill(magnitude == 0, float("inf")).amin(dim=(-2, -1), keepdim=True)
     return magnitude.amax(dim=(-2, -1), keepdim=True).clamp_max(1).maximum(smallest)

@@ -1,4 +1,4 @@
-"""The entries of operations: one entry per Kornia class, one file per family of operations."""
+"""The entries of operations, with one file per family of operations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.
 
 
 def by_class(table: Mapping[str, Any], op: Any) -> Any:
-    """Return the value of an operation in a table whose keys are names of Kornia classes; None for other modules.
+    """Look up a Kornia module in a table by the name of its class. Return None for all other modules.
 
-    A subclass is another module, because a subclass may draw and compute anything.
+    A user's subclass of a Kornia class is not looked up, because it may draw and compute anything.
     """
     kind = type(op)
     return table.get(kind.__name__) if kind.__module__.startswith("kornia.augmentation.") else None
 
 
 def entry_of(op: Any) -> Entry | None:
-    """Return the entry of an operation of gpuaug or of an exact Kornia class; None for other modules."""
     if isinstance(op, pillow.PillowOp):
         return pillow.ENTRIES[op.name]
     if isinstance(op, erasing.RandomErasing):
@@ -34,6 +33,6 @@ def entry_of(op: Any) -> Entry | None:
 
 
 def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:
-    """Return the params that are not drawn (see ``Entry.fields``); {} for most operations."""
+    """Return the params that ``Entry.fields`` makes; {} for most operations."""
     entry = entry_of(op)
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)

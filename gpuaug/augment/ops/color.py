@@ -20,7 +20,7 @@ from gpuaug.random.keyed import Float, Int, pick, scale
 # --- ColorJitter and ColorJiggle
 
 ORDERS = np.array(list(itertools.permutations(range(4))), dtype=np.int64)  # [24, 4]
-_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # step k of `order`
+_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # of Kornia's steps 0..3
 _SAMPLERS = ("brightness_sampler", "contrast_sampler", "saturation_sampler", "hue_sampler")
 _NEUTRAL = (1, 1, 1, 0)
 _JITTER = (Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.HUE)
@@ -36,8 +36,8 @@ def _idle(op: Any) -> list[bool]:
 def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
     count, rule = _uniform_factors(op)
     hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
-    # Kornia skips a step only if the factors of the whole batch are neutral, but a step with a neutral factor can
-    # change the last bits. Neutral factors are replaced, so that a sample's pixels do not depend on its batch.
+    # A step with a neutral factor can change the last bits. Kornia skips the step if the whole batch is neutral. So
+    # neutral factors are replaced. Then a sample's pixels do not depend on its batch.
     nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
     if hue[0] != hue[1]:
         nudged["hue_factor"] = (0, np.float32(1e-30))  # too small to change a pixel
@@ -104,7 +104,7 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """A step with one argument per channel; ``clipped``: modules that do not clip their output have no step."""
+    """A step with one argument per channel. ``clipped``: only modules with ``clip_output`` have the step."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         out[:, 0, :3] = values(params)
@@ -123,7 +123,7 @@ def _invert(op: Any) -> Steps | None:
 
 
 def _bits(u: Float, size: Size, *, low: Any, high: Any) -> Params:
-    return {"bits_factor": np.rint(scale(u[:, 0], low, high)).astype(np.int32)}  # half to even, as torch rounds
+    return {"bits_factor": np.rint(scale(u[:, 0], low, high)).astype(np.int32)}  # rounds half to even, as torch does
 
 
 def _posterize(op: Any) -> tuple[int, Rule]:

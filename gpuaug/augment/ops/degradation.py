@@ -17,7 +17,7 @@ from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, pick, scale
 
-_LEAST = {1: 1, 3: 0}  # border type (1 reflect, 3 circular) to: smallest allowed image side - kernel size // 2
+_LEAST = {1: 1, 3: 0}  # border type (1 reflect, 3 circular) to the minimum of (image side - kernel size // 2)
 
 
 def _check_kernel(op: Any, key: str) -> None:
@@ -29,11 +29,10 @@ def _check_kernel(op: Any, key: str) -> None:
 
 def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps:
     """Add a check that images are large enough for the kernel and its border."""
-    (ky, kx), border = kernel_size, op.flags["border_type"].value
+    (ky, kx), least = kernel_size, _LEAST.get(op.flags["border_type"].value, -math.inf)
 
     def write(out: Float, params: Params, size: Size) -> None:
-        least = _LEAST.get(border)
-        if least is not None and (size[1] < kx // 2 + least or size[0] < ky // 2 + least):
+        if min(size[0] - ky // 2, size[1] - kx // 2) < least:
             raise ConfigError(
                 f"{type(op).__name__} needs images larger than half its `kernel_size` {(ky, kx)}. Found: "
                 f"{size[0]}x{size[1]} pixels. Choose a smaller kernel."
@@ -232,7 +231,7 @@ def _check_rain(op: Any, key: str) -> None:
 
 
 def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    """Positions (y, x) in 0..1 of as many drops as any sample can have. Kornia's number depends on the batch."""
+    """Positions (y, x) in 0..1 for the maximum number of drops. In Kornia, this number depends on the batch."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
         raise ConfigError(

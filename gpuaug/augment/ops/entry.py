@@ -1,7 +1,7 @@
 """The type of entries, and helpers that many entries share.
 
-From the same uniforms, an entry's parameters are bit-identical to Kornia's. The steps are the instructions of the fused
-backend. Their formulas are in fused/cpu.cpp, fused/cuda.py and fused/cuda_steps.py.
+From the same uniform random numbers ("uniforms"), an entry and Kornia compute bit-identical parameters. A step is an
+instruction of the fused backend. The formulas are in fused/cpu.cpp, fused/cuda.py and fused/cuda_steps.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gpuaug.augment.parameters import Params, Prepared, Rule, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
 
-ARGS = 16  # float32 arguments of one step
+ARGS = 16  # number of float32 arguments per step
 
 
 class Code(IntEnum):
-    """The steps, with their arguments in parentheses. Colours are clamped to 0..1 wherever Kornia clamps them.
+    """The steps. Their arguments are in parentheses. Colours are clamped to 0..1 wherever Kornia clamps them.
 
-    If argument ``PILLOW`` of a step in ``WITH_PILLOW`` is 1, the step computes as Pillow does on uint8 (ops/pillow.py).
-    SOLARIZE then has a third argument: 1 keeps levels at or above the threshold, 0 inverts them.
+    A step in ``WITH_PILLOW`` has a flag at index ``PILLOW``. If the flag is 1, the step computes as Pillow does on
+    uint8. SOLARIZE then has a third argument: 1 keeps levels at or above the threshold, 0 inverts them.
     """
 
     NONE = 0
@@ -52,14 +52,14 @@ class Code(IntEnum):
     EQUALIZE = 18
     SHARPNESS = 19  # (factor)
     BLUR = 20  # (taps in x, taps in y, sigma, border: kornia.constants.BorderType)
-    WARP = 21  # (9 values of the output-to-input matrix in -1..1, padding: SamplePadding, align_corners, projective)
+    WARP = 21  # (matrix from output to input positions in -1..1, padding: SamplePadding, align_corners, projective)
     LEVELS = 22  # (offset); x becomes floor(255 x + offset) / 255
-    RESAMPLE = 23  # (6 float64 of Pillow's output-to-input matrix as 12 arguments, interpolation, r, g, b)
+    RESAMPLE = 23  # (Pillow's matrix from output to input: 6 float64 as 12 arguments; interpolation, r, g, b)
     ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
     FILTER = 25  # (kernel size, angle, direction, interpolation: kornia.constants.Resample, border); a motion blur
-    RAIN = 26  # (drops, height, width, most drops, most pixels of a drop); with a table of coordinates
-    REPLACE = 27  # (); sets pixels to the values of a table that are not negative
-    FIELD = 28  # (0: adds a table, 1: multiplies the distance from 0.5 by the table); then clamps
+    RAIN = 26  # (drops, height, width, maximum of drops, maximum length); with a table of coordinates
+    REPLACE = 27  # (); with a table: values >= 0 replace pixels
+    FIELD = 28  # (0: add a table, 1: multiply the distance from 0.5 by a table); clamps the result
     FILL = 29  # (value, then for each of r, g, b: 1 if this channel is filled)
     SNOW = 30  # (threshold, brightness)
     JPEG = 31  # (quality); with a table of 64 divisors for luma and 64 for chroma
@@ -100,10 +100,10 @@ class RecipeOp(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of one Kornia module, and the function that writes their arguments.
+    """The steps of one module, and the function that writes their arguments.
 
-    ``table``: for a step that needs more than ARGS numbers, a function from the params of n rows to float32 [n, ...].
-    These params include those of ``Entry.fields``.
+    If a step needs more than ARGS numbers, ``table`` makes them, float32 [n, ...], from the params of n rows. These
+    params include those of ``Entry.fields``.
     """
 
     codes: tuple[Code, ...]
@@ -129,7 +129,7 @@ def all_uniform(op: Any) -> tuple[int, Rule]:
 
 
 def uniform_from(*names: str) -> Parameters:
-    """The rule for uniform parameters in Kornia's drawing order; names without a sampler are left out.
+    """The rule for uniform parameters. ``names`` has Kornia's drawing order. A name without a sampler is left out.
 
     The sampler of ``x`` and of ``x_factor`` is called ``x_sampler``.
     """
@@ -143,7 +143,7 @@ def uniform_from(*names: str) -> Parameters:
 
 
 def derived(parameters: Parameters, derive: Callable[..., Params]) -> Parameters:
-    """Parameters that ``derive(u, size, rule=...)`` computes with the rule of ``parameters``."""
+    """Let ``derive`` compute the parameters. Its argument ``rule`` is the rule that ``parameters`` returns."""
 
     def both(op: Any) -> tuple[int, Rule]:
         count, rule = parameters(op)
@@ -169,13 +169,13 @@ def step(code: Code, *arguments: str | float, table: MakeTable | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """How a Kornia module's params become its matrix, which maps pixel indices of the input to those of the output.
+    """How params become a matrix from pixel indices of the input to pixel indices of the output.
 
     Attributes:
         write: function that fills float32 [n, 9], zeros at first, for n rows of params.
-        elements: True if ``write`` writes the nine elements of the matrix. False if ``write`` writes seven numbers: the
-            angle (degrees, clockwise), and in x and y the scale, the translation (pixels) and the shear (degrees). The
-            centre of angle, scale and shear is the image's centre.
+        elements: True: ``write`` writes the nine elements of the matrix. False: ``write`` writes seven numbers: angle
+            (clockwise), scale x, scale y, translation x, translation y (pixels), shear x, shear y. Angles and shears
+            are in degrees. The image's centre is the centre of rotation, scale and shear.
     """
 
     write: Write
@@ -184,7 +184,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Everything that gpuaug knows about one Kornia class.
+    """Everything that gpuaug knows about one kind of operation.
 
     Attributes:
         affects: ``pixels``: the operation changes values only. ``matrix``: pixels move by the matrix of Kornia's
@@ -192,19 +192,19 @@ class Entry:
         matrix: the matrix if ``affects`` is ``matrix``, else None.
         steps: function from a module to its fused steps, or to None if the module's settings have no fused form.
         parameters: function from a module to the number of uniforms per sample (without the one for ``p``) and the
-            rule that turns uniforms into Kornia's parameters; None if the module's settings have no rule.
+            rule that turns uniforms into Kornia's parameters.
         check: function of (module, configuration key) that raises ConfigError for settings that would fail later.
-        prepare: function from (name, module) to Prepared, for operations with several slots or alternatives. The
-            function may return None. Then the operation has one slot with one alternative.
-        fields: function from (module, params of n rows, keys int64 [n, 2], size, normal) to the params that are not
-            drawn, such as noise per pixel, on the device of the keys. ``normal`` makes standard normal values.
+        prepare: function from (name, module) to Prepared, for operations with several slots or alternatives
+            (parameters.py). If the function returns None, the operation has one slot with one alternative.
+        fields: function from (module, params of n rows, keys int64 [n, 2], size, normal) to further params, such as
+            noise per pixel. ``normal`` makes standard normal values.
         one_by_one: give Kornia's module one image at a time, because its pixels depend on the batch size.
     """
 
     affects: Literal["pixels", "matrix", "field"]
     matrix: Matrix | None = field(default=None, kw_only=True)
     steps: Callable[[Any], Steps | None] = lambda op: None
-    parameters: Callable[[Any], tuple[int, Rule] | None] = all_uniform
+    parameters: Parameters = all_uniform
     check: Callable[[Any, str], None] | None = None
     prepare: Callable[[str, Any], Prepared | None] | None = None
     fields: Fields | None = None

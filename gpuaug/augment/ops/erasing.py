@@ -27,8 +27,8 @@ class RandomErasing(RecipeOp):
     """Fills random boxes of an image, as timm's ``RandomErasing``. Use it as the last entry of a recipe's ``ops``.
 
     timm fills with standard normal values ``n`` after the normalization. gpuaug fills with ``mean + std * n`` before
-    the normalization, which gives the same result. These values may be outside 0..1. Each box has ten attempts to fit
-    into the image.
+    the normalization, for the same result. Filled pixels may be outside 0..1. Each box has ten attempts to fit into
+    the image.
 
     Args:
         p: probability that an image is changed.
@@ -167,12 +167,12 @@ def _steps(op: RandomErasing) -> Steps:
 
 
 def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    """Draw noise for the largest box. The number of values is fixed, because the values depend on their number."""
-    if op.mode != "pixel":  # a OneOf gives keys to all its operations if one needs them
+    """Always draw the noise of the largest possible box. Another number of values would give other values."""
+    if op.mode != "pixel":  # a OneOf also gives keys to operations without noise
         return {}
     height, width = size
-    # A box of area a and ratio r has at most (sqrt(a r) + 1/2) (sqrt(a / r) + 1/2) pixels. Both roots are below the
-    # sides of the image.
+    # Rounding adds at most 1/2 to each side of a box. The sides are below those of the image, so the box grows by at
+    # most (height + width) / 2 + 1/4 pixels.
     largest = min(height * width, int(op.scale[1] * height * width + (height + width) / 2) + 1)
     return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 

@@ -93,7 +93,7 @@ def _jigsaw(op: Any) -> tuple[int, Rule]:
 
 
 def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Params:
-    """Permutations int64 [B, pieces], all equally likely. If ``unchanged`` is given, no sample gets it."""
+    """Permutations int64 [B, pieces], all equally likely. ``unchanged``: a permutation that no sample gets."""
     if unchanged is None:
         return {"permutation": np.argsort(u, axis=1, kind="stable")}
     pieces = np.argsort(u[:, :-1], axis=1, kind="stable")
@@ -113,8 +113,7 @@ def _elastic_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: N
 
 # --- matrices
 
-# All affine matrices of a batch are computed in one call. Kornia needs one call of 0.15 ms per operation, and
-# RandAugment has ten such operations.
+# From these numbers, one call computes all affine matrices of a batch. Kornia needs 0.15 ms per operation.
 _AFFINE = ("angle", "scale_x", "scale_y", "translate_x", "translate_y", "shear_x", "shear_y")
 
 
@@ -146,7 +145,7 @@ def _homography(out: Float, params: Params, size: Size) -> None:
 
 
 def pixel_matrices(values: Tensor, size: Size, *, elements: bool) -> Tensor:
-    """Matrices float32 [n, 3, 3], bit-identical to Kornia's, from float32 [n, 9] as :class:`Matrix` writes it."""
+    """Compute matrices float32 [n, 3, 3] as Kornia does, bit for bit. ``values``: [n, 9], from ``Matrix.write``."""
     if elements:
         return values.view(-1, 3, 3)
     angle, scale_x, scale_y = (-values[:, 0]).deg2rad(), values[:, 1], values[:, 2]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-Range = tuple[Any, Any]  # np.float32: lowest and highest value of a sampler
+Range = tuple[Any, Any]  # lowest and highest value of a sampler, both np.float32
 
 
 def setting(op: Any, name: str) -> Any:

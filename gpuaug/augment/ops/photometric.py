@@ -1,4 +1,4 @@
-"""Photometric distortion as in SSD, prepared as six slots of Kornia's modules."""
+"""Photometric distortion as in SSD, computed by Kornia's modules."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # The recipe draws the factors. The modules' own ranges have no effect, except that a neutral range gives no step.
+    # The recipe draws the factors. ColorJitter's own ranges are not neutral, because ColorJitter skips neutral steps.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)

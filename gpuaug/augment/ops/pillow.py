@@ -1,7 +1,7 @@
 """Operations of RandAugment and similar policies, with Pillow's arithmetic on uint8, as in torchvision and timm.
 
 Each operation rounds its input to levels k/255 and returns levels. The results are bit-identical to Pillow's. The torch
-functions below are the reference. On CUDA, these functions also run the steps that have no kernel.
+functions below run in the reference backend and, on CUDA, in the fused backend for steps without a kernel.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _backward(params: Params, size: Size, *, fill: _Fill) -> _Float64:
 
 
 def _write_forward(out: Float, params: Params, size: Size, *, fill: _Fill) -> None:
-    """Write the matrices from input to output for pixel indices: the centre of pixel 0 is at 0."""
+    """Write the matrices from input to output. The centre of pixel 0 is at 0."""
     a, b, c, d, e, f = _backward(params, size, fill=fill).T
     c, f = c + (a + b) / 2 - 0.5, f + (d + e) / 2 - 0.5
     inverse = np.stack([e, -b, b * f - c * e, -d, a, c * d - a * f], axis=1) / (a * e - b * d)[:, None]
@@ -90,7 +90,7 @@ def _fixed(v: _Float64) -> _Float64:
 
 def _write_resample(out: Float, params: Params, size: Size, *, fill: _Fill, interpolation: int, color: Any) -> None:
     m = _backward(params, size, fill=fill)
-    if interpolation == 0:  # for nearest, Pillow rounds matrices to multiples of 2^-16, except pure translations
+    if interpolation == 0:  # for nearest, Pillow rounds a matrix to multiples of 2^-16, but not a pure translation
         rows = (m[:, 1] != 0) | (m[:, 3] != 0)
         whole = m[rows].reshape(-1, 2, 3)
         half = whole[..., :2].sum(2) / 2  # from the edge of a pixel to its centre
@@ -128,7 +128,7 @@ ENTRIES = {
     "translate_x": _moves(partial(_element, at=2, sign=-1)),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
     "translate_y": _moves(partial(_element, at=5, sign=-1)),  # pixels down
     "rotate": _moves(_rotate),  # degrees counter-clockwise: Image.rotate
-    "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # this and the next 3: factor of ImageEnhance
+    "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # magnitude of this and the next 3: factor of ImageEnhance
     "color": _color(Code.SATURATION, _M, 0, 0, 1),
     "contrast": _color(Code.CONTRAST, _M, 0, 0, 1),
     "sharpness": _color(Code.SHARPNESS, _M, 0, 0, 1),
