@@ -84,17 +84,17 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
         entry.check(op, key)
     if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
         return prepared
-    if entry is None or (known := entry.parameters(op)) is None:
-        if entry is None and (count := getattr(op, "uniforms", None)) is not None:
+    if entry is None:
+        if (count := getattr(op, "uniforms", None)) is not None:
             checks.whole_number(f"{key}.uniforms", count, 0)
             return Prepared(name, op, ((copy.deepcopy(op),),), count, _given)
-        reason = f"gpuaug has no rule for its parameters{'' if entry is None else ' with these settings'}"
+        reason = "gpuaug has no rule for its parameters"
         logger.warning(
             "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s%s",
-            *(key, type(op).__name__, reason, "" if entry else _FASTER),
+            *(key, type(op).__name__, reason, _FASTER),
         )
         return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
-    count, rule = known
+    count, rule = entry.parameters(op)
     gate = partial(_gated, p=float(op.p), rule=rule)
     return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.fields is not None)
 
@@ -156,13 +156,12 @@ Member = tuple[int, float, Rule]  # an operation of a policy: number of uniforms
 def _member(operation: Any, key: str, magnitude: Any = None) -> Member:
     """Read the settings of one operation of a policy; ``magnitude`` replaces the operation's own magnitude."""
     entry = entry_of(operation.op)
-    known = None if entry is None else entry.parameters(operation.op)
-    if known is None:
+    if entry is None:
         raise ConfigError(
             f"`{key}` must contain only operations that have a parameter rule in gpuaug. Found: "
             f"{type(operation.op).__name__} in the policy. Make it a separate entry of `augment.ops`."
         )
-    count, rule = known
+    count, rule = entry.parameters(operation.op)
     factor, mapping = policy_parameter(operation)
     if factor is not None and magnitude is None and operation.magnitude is not None:
         magnitude = np.float32(float(operation.magnitude))
