@@ -46,8 +46,8 @@ class TimmAugment(Policy):
     """RandAugment, AutoAugment or AugMix from a string of timm, such as ``rand-m9-mstd0.5-inc1``.
 
     Supported: ``rand`` with any of ``-m -n -p -mstd -mmax -inc -tweights``; ``original``, ``originalr``, ``v0`` and
-    ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. The pixels are Pillow's. Use the policy as
-    an entry of a recipe's ``ops``.
+    ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. The pixels equal Pillow's. Use the policy
+    as an entry of a recipe's ``ops``.
 
     Args:
         config: the string, as for timm's option ``--aa``.
@@ -100,8 +100,8 @@ class Plan:
     std: float = 0.0  # standard deviation of the normal noise; infinite: the level is uniform from 0 to `magnitude`
     highest: float = _HIGHEST  # largest level
     p: float = 0.5  # probability that a chosen operation is applied
-    weights: tuple[float, ...] | None = None  # one per name; then no operation repeats. None: equal weights
-    pairs: tuple[str, str] | None = None  # for AutoAugment: arguments of `read`; the table replaces `magnitude` and `p`
+    weights: tuple[float, ...] | None = None  # one per name; if set, no operation repeats. None: equal weights
+    pairs: tuple[str, str] | None = None  # for AutoAugment: `auto_tables.read(*pairs)` replaces `magnitude` and `p`
     chains: int = 0  # number of AugMix's chains
     free: bool = False  # whether chains have a random number of operations
 

@@ -111,7 +111,7 @@ def _place(canvas: Pixels, part: Pixels, windows: CropWindows, k: int) -> None:
 def _resize(part: Pixels, out: Pixels, interpolation: Interpolation) -> None:
     """``F.interpolate(antialias=True)`` on uint8."""
     part = np.require(part, requirements=["C", "W"])  # torch would warn about Pillow's read-only arrays
-    if min(part.strides) < 0:  # numpy counts a mirrored part of one row as contiguous
+    if min(part.strides) < 0:  # numpy calls a mirrored part contiguous if it has one row
         part = part.copy()
     source = torch.from_numpy(part).permute(2, 0, 1)[None]
     target = torch.from_numpy(out).permute(2, 0, 1)[None]

@@ -92,7 +92,7 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces samples of the second ``read_many`` call from now. None for local files."""
+        """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
         return self._prefetch if self._is_remote and type(self)._range is not ListedSource._range else None
 
     @property

@@ -1,4 +1,4 @@
-"""`gpuaug plan`: finds out how much memory a run needs. For what counts, see :class:`gpuaug.tools.memory.Usage`.
+"""`gpuaug plan`: finds out how much memory a run needs. :class:`gpuaug.tools.memory.Usage` says what counts.
 
 An upper bound is computed from the headers of some images. Then a child process runs the loader for a short time. The
 values measured in this rehearsal replace the bound. Formulas add the cache, the buffer ``ahead``, and other ranks.
@@ -131,7 +131,7 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
 
 
 MIB = 2**20
-SPARE = 0.1  # this share of the memory left stays free for other processes and errors of the plan
+SPARE = 0.1  # a plan leaves this share of the free memory for other processes and its own errors
 CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused, because a plan may be wrong by 15 %
 BEHIND = 4  # encoded batches that left the workers: 1 waits, 1 is in header reading, 1 in decoding, 1 in augmentation
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
@@ -301,7 +301,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
 
 
 def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pixels: float) -> tuple[int, int]:
-    """Bytes of a batch's finished masks, and of all unfinished masks. ``pixels``: mean of the images."""
+    """Bytes of a batch's finished masks, and of all unfinished masks. ``pixels``: mean per image."""
     if loader.targets is None or loader.targets.masks is None:
         return 0, 0
     wide = 4 if getattr(loader.source, "panoptic", False) else 1  # bytes per pixel; 16-bit masks are too rare to count
@@ -551,7 +551,7 @@ def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
 
 
 def _smaller(runs: list[Run], lacks: Container[str]) -> list[Run] | None:
-    """Lower one limit to save memory in the places ``lacks``. The last run comes first. None: no limit can be lower."""
+    """Lower one limit to save memory in the places ``lacks``. Try the last run first. None: no limit can be lower."""
     for k, run in reversed([*enumerate(runs)]):
         s, batch = run.limits, run.costs.image * run.loader.batch_size
         less: dict[str, Any] = {}
