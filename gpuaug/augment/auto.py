@@ -285,7 +285,7 @@ def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> 
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """:func:`chained` uses one uniform for the part of all chains, and two per chain for its share and its depth."""
+    """Number of uniforms: one for the chains' part of the mixture, and two per chain, for its share and its depth."""
     return 1 + 2 * chains
 
 

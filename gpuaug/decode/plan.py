@@ -17,8 +17,8 @@ from gpuaug.errors import ConfigError
 Pixels = NDArray[np.uint8]
 
 # Chunk size per thread on the CPU. DALI allocates the pixels of a chunk in one block, and malloc keeps several old
-# blocks. With 64 files of 700 x 525 (30 MiB per batch), the process holds 450 MiB after 300 whole batches. With chunks,
-# it holds 60 to 90 MiB. The CPU time is the same.
+# blocks. Without chunks, the process holds 450 MiB after 300 batches of 64 files (700 x 525, 30 MiB per batch). With
+# chunks, it holds 60 to 90 MiB. The CPU time is the same.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
 # A JPEG is decoded at 1/2, 1/4 or 1/8 if every window is at least this many times as high and as wide as its view.
 # Photographs then differ from full decoding by 0.6 levels of 255 on average. With 2, 4 and 8, they would differ by 1.1
@@ -140,7 +140,7 @@ class Plan:
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
-        """Window and resized size before orientation, and resize filter, of the first row in each view."""
+        """Per view: the first row's window and resized size before orientation, and its resize filter."""
         turn = -1 if self.swapped[0] else 1
         views = zip(self.parts, self.windows, strict=True)
         return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]

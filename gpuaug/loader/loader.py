@@ -276,7 +276,7 @@ class Loader(AsItIs):
 
     @property
     def epoch(self) -> int:
-        """The current epoch. A complete pass ends by adding 1. After a ``break``, the next pass begins by adding 1."""
+        """The current epoch. It grows by 1 when a pass is complete; after a ``break``, when the next pass begins."""
         return self._epoch
 
     @property
@@ -426,8 +426,8 @@ class Loader(AsItIs):
         """One augmented sample of the current epoch, with the same pixels as in a batch: ``(image, label)``.
 
         ``image`` is [3, H, W], or a list of such tensors if the recipe has several views. ``label`` is an int, a float
-        tensor [], a multi-label tensor [K], or None. With targets, a mask [H, W] takes the place of the label if masks
-        are the only target, else a :class:`~gpuaug.BatchTargets`; with several views, a list of these.
+        tensor [], a multi-label tensor [K], or None. With targets, ``label`` is a :class:`~gpuaug.BatchTargets`, or
+        a mask [H, W] if masks are the only target. Targets of several views are a list of these.
 
         Args:
             index: number of the sample in the source; -1 is the last of the samples that the loader uses.

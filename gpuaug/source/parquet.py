@@ -45,7 +45,7 @@ class ParquetSource(RowSource):
 
     With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. The column of objects is a struct of lists or a list
     of structs, as in Hugging Face's COCO. Its fields are those of the objects in :class:`ShardSource`. The columns
-    ``width`` and ``height`` hold the image size for the coordinates. A damaged row becomes a fault when it is read.
+    ``width`` and ``height`` hold the size of the annotated image. A damaged row becomes a fault when it is read.
 
     Args:
         root: path or URL of a file, such as ``train-*.parquet`` or ``train-{000..009}.parquet``; a list of them; or a

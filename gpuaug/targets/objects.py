@@ -143,7 +143,7 @@ def carry(
 
 
 def _half(rules: Targets) -> float:
-    """What to add to the coordinates of the source's keypoints to get pixel edges."""
+    """0.5 if whole-number keypoint coordinates are pixel centres in the source, else 0."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
 
 

@@ -70,7 +70,7 @@ def calls_of(
         kinds.add(type(module).__name__)
         values = chosen.params[slot][choice]
         params = {k: v[0] for k, v in values.items()}
-        if chosen.keys is not None:  # the backends compute the same values per pixel
+        if chosen.keys is not None:  # add values per pixel, as the backends do
             made = fields(module, tensors(values), torch.from_numpy(chosen.keys), (size[0], size[1]))
             params |= {k: v[0].numpy() for k, v in made.items()}
         functions = counterpart(module, params)
@@ -104,7 +104,7 @@ Make = Callable[[Any, dict[str, Any]], list[Call] | str]  # (module, parameters)
 
 
 def _same(function: str, **names: str) -> Make:
-    """A function that takes Kornia's parameters. ``names`` maps torchvision's names to Kornia's."""
+    """A call of ``function`` with Kornia's values. ``names`` maps torchvision's names to Kornia's."""
     return lambda op, p: [(function, {theirs: p[ours] for theirs, ours in names.items()})]
 
 
@@ -191,9 +191,7 @@ TABLE: dict[str, Make] = {
 }
 
 _CUT = "torchvision's uint8 operations truncate after every step; gpuaug rounds nothing before the end"
-_WARP = (
-    "both sides move the same way and are bilinear; torchvision's RandomAffine and RandomRotation default to `nearest`"
-)
+_WARP = "both sides move pixels alike, bilinearly; torchvision's RandomAffine and RandomRotation default to `nearest`"
 _ALWAYS = {
     "RandomBrightness": "another formula: Kornia's RandomBrightness adds `factor - 1`, torchvision multiplies",
     "RandomContrast": "another formula: Kornia's RandomContrast multiplies, torchvision blends with the mean gray",
