@@ -88,7 +88,7 @@ def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: no limit is a huge number
+            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: a huge number means no limit
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
                 yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
 
@@ -166,7 +166,7 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-# What is true if a check passed. A verdict is the stored result of a check.
+# For each check: what is true if it passed. A verdict is a check's stored result.
 VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",

@@ -174,7 +174,7 @@ class RandomCrop(Crop):
         # top left corner of the crop window; the window may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # If the window does not overlap the image, the box has one pixel. Its offset is outside the output.
+        # A window outside the image gets a box one pixel high or wide. The box lands outside the output.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
@@ -221,8 +221,8 @@ class Resize(Crop):
     Args:
         size: (H, W) is the exact size. An int is the new shorter side; the longer side follows from the aspect ratio,
             rounded down. With an int, all resized images of a batch must have the same size.
-        max_size: maximum of the longer side, for an int ``size`` below ``max_size``. A longer side above the maximum
-            becomes ``max_size``; the shorter side shrinks in proportion, rounded down. None: no maximum.
+        max_size: maximum of the longer side. ``size`` must then be an int below ``max_size``. A longer side above the
+            maximum becomes ``max_size``; the shorter side shrinks in proportion, rounded down. None: no maximum.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> Resize((224, 224))

@@ -85,7 +85,7 @@ def settings(value: Any) -> Any:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
-    """List differences of two JSON values: (path, value in a, value in b). A path contains the name of a list entry."""
+    """Differences of two JSON values: (path, value in a, value in b). A path shows a list entry's name or position."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = [*a, *(name for name in b if name not in a)]
         pairs = [(f"{where}.{name}" if where else name, a.get(name), b.get(name)) for name in names]
@@ -110,7 +110,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     order = {"order": fixed_order(op)} if "order" in names else {}
     ranges = {k: v for k, v in generator_values(op).items() if k in names or isinstance(v, Distribution)}
     flags = {k: v for k, v in op.flags.items() if k in names}
-    if kind is type(op):  # a user's subclass keeps all its public attributes
+    if kind is type(op):  # Kornia's own class; a subclass keeps all public attributes
         public = {k: v for k, v in public.items() if k in names or k in op._buffers}
     ranges |= {k: v for k, v in vars(op).items() if isinstance(v, Distribution)}  # for RandomThinPlateSpline
     return ranges | order | flags | public

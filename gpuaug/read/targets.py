@@ -110,7 +110,7 @@ def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) ->
         if value is None or (missing is None and name not in names):
             continue
         array = np.asarray(value)
-        if not array.size:  # numpy makes an empty list float64 [0]
+        if not array.size:  # from an empty list, numpy makes float64 [0]
             array = np.zeros((0, *(max(n, 0) for n in shape)), dtype=kind)
         matches = array.ndim == 1 + len(shape) and all(
             n in (-1, m) for n, m in zip(shape, array.shape[1:], strict=True)

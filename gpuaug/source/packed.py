@@ -35,13 +35,13 @@ Size = int | str
 
 
 class PackedSource(ListedSource):
-    """Reads the folder that `gpuaug pack` wrote, with the keys, labels, classes and targets of the packed source.
+    """Reads the folder that `gpuaug pack` wrote, with the keys, labels, classes and targets of the original source.
 
-    Samples are numbered 0 .. N - 1 in the order of the packed source. Local uint8 arrays are memory-mapped and cropped
+    Samples 0 .. N - 1 are in the order of the original source. Local uint8 arrays are memory-mapped and cropped
     without a copy. ``num_workers`` is then 0 by default, because workers would copy every batch into shared memory.
 
-    If the packed source had masks, boxes or keypoints, a sample is ``(bytes, Target)``. Coordinates are pixels of the
-    packed image. If the packed source had extras, a sample is ``(bytes, label, extra)``.
+    If the original source had masks, boxes or keypoints, a sample is ``(bytes, Target)``. Coordinates are pixels of
+    the packed image. If the original source had extras, a sample is ``(bytes, label, extra)``.
 
     Args:
         root: the folder, or its URL.
@@ -230,7 +230,7 @@ class PackedSource(ListedSource):
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
     def _places(self, offsets: str, lengths: str) -> tuple[dict[Size, Tensor], dict[Size, Tensor]]:
-        """For each size: the first bytes of all images or masks in their shards, and their lengths."""
+        """For each size: the offsets and lengths of all images or masks in their shards."""
         begins, sizes = dict[Size, Tensor](), dict[Size, Tensor]()
         for size in self.used:
             begin = self._array(f"index/{size}.{offsets}.npy", np.int64, self.total)

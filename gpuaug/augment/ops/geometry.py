@@ -76,7 +76,7 @@ def _spline(op: Any) -> tuple[int, Rule]:
 
 
 def _controls(u: Float, size: Size, *, limits: tuple[float, float]) -> Params:
-    """Five control points in -1..1, before and after the move."""
+    """Five control points, before and after the move."""
     before = np.broadcast_to(_CONTROLS, (len(u), 5, 2))
     return {"src": before, "dst": before + scale(u.reshape(-1, 5, 2), *limits)}
 

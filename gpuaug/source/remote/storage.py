@@ -131,7 +131,7 @@ class Storage:
         return results
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Announce the ranges of the second read from now. During the first read, libcurl fetches the small ranges."""
+        """Announce the ranges of the read after the next. During the next read, libcurl fetches the small ranges."""
         self._reset_after_fork()
         self._next = [
             x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
@@ -378,7 +378,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer. A temporary error becomes a ReadError, because gpuaug would read again after an OSError."""
+        """The answer. A temporary error becomes a ReadError, so that the reader does not try again."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):

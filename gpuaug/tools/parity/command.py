@@ -120,8 +120,8 @@ def summary(parity: Parity) -> str:
         text += "and the picture show which stage causes the difference."
     darker = max((d.bias for d in parity.differences if d.reference == f"Pillow, then {UINT8}"), default=0)
     if darker > 0.75:
-        text += f" torchvision's uint8 arithmetic truncates. Its augmented images are {darker:.1f} levels darker than "
-        text += "those of its float arithmetic, which gpuaug matches."
+        text += f" torchvision's uint8 arithmetic truncates. It makes images up to {darker:.1f} levels darker than "
+        text += "torchvision's float arithmetic. gpuaug matches the float arithmetic."
     ops = [d for d in parity.nearest if d.stage == "operation"]
     other = dict.fromkeys(f"`{d.name}`" for d in ops if d.verdict not in ("equal", "rounding"))
     if same := dict.fromkeys(f"`{d.name}`" for d in ops if f"`{d.name}`" not in other):

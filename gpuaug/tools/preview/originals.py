@@ -35,7 +35,7 @@ def upright_targets(
 
 
 def read(loader: Loader, indices: Sequence[int], *, epoch: int) -> EncodedBatch:
-    """The encoded images and targets of some samples. The image size of a packed source can depend on the epoch."""
+    """The encoded images and targets of some samples. The size of packed images can depend on ``epoch``."""
     number, pipeline = torch.tensor(list(indices)), loader.pipeline
     reader = Reader(pipeline.reader.source, targets=pipeline.reader.targets)
     return next(iter(replace(pipeline, reader=reader).read([(number, number * 0, number == number)], epoch)))
