@@ -232,8 +232,8 @@ def _refuse_stale(name: str, overrides: list[Override]) -> None:
         if stale := [str(k) for k in before if str(k) not in given]:
             raise ConfigError(
                 f"`{key}` changes from {before['_target_']} to {value['_target_']}, but the old arguments stay: "
-                f"{', '.join(stale)}. Remove the whole entry first: '~{key}' '+{key}={{_target_: ...}}'. An operation "
-                f"then runs last. Or remove only the old arguments: '~{key}.{stale[0]}'."
+                f"{', '.join(stale)}. Remove the whole entry first: '~{key}' '+{key}={{_target_: ...}}'. This moves an "
+                f"operation to the end. Or remove only the old arguments: '~{key}.{stale[0]}'."
             )
 
 
@@ -328,7 +328,7 @@ def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[
         return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    plain = [k for k in value if k != "_convert_"]  # Hydra's key for plain containers, which `build` always makes
+    plain = [k for k in value if k != "_convert_"]  # Hydra's key; `build` always makes plain containers
     if special := [k for k in plain if k in ("_args_", "_partial_", "_recursive_")]:
         raise ConfigError(
             f"`{_join(key, special[0])}` is not supported: objects are built from named arguments. Remove this key."
@@ -547,7 +547,7 @@ def _at(key: str, message: str, *, of_loader: bool) -> str:
         return f"`{key}`: {message}" if key else message
     place, path = key.split("."), named[1].split(".")
     rest = path if of_loader or len(path) == 1 else path[1:]
-    # for `augment.crop.size` of a recipe at `train_data.augment`, the common part `augment` must appear once
+    # `augment.crop.size` of a recipe at `train_data.augment` becomes `train_data.augment.crop.size`
     for start, length in ((s, n) for s in range(len(path)) for n in range(len(path) - s, 0, -1)):
         if not of_loader and place[-length:] == path[start : start + length]:
             rest = path[start + length :]

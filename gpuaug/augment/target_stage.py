@@ -163,7 +163,8 @@ class TargetStage:
     ) -> None:
         """Crop and resize upright masks for every view of ``batch``.
 
-        On a CPU, and for masks of object numbers, the same step applies a matrix that is the view's first move.
+        If a view's first move is a matrix, the same step applies it. On a GPU, this holds only for masks of
+        object numbers.
         """
         small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances

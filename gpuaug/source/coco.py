@@ -190,7 +190,7 @@ def _read_file(place: str, storage: Storage) -> bytes | bytearray:
 
 
 def _png_folder(place: str, images: str) -> str:
-    """The folder of panoptic masks, beside the JSON file or beside the local folder of images."""
+    """The folder of panoptic masks, beside the JSON file or beside the folder of images."""
     beside, name = split_path(place)
     name = os.path.splitext(name)[0]
     folders = [join(beside, name), join(split_path(images)[0], name)]

@@ -109,7 +109,7 @@ class TableSource(FileSource):
 
 
 def _read(table: str, names: list[str], extra: Sequence[str], storage: Storage) -> list[Any]:
-    """Return the columns ``names`` and ``extra``. After the first, columns in ``names`` become numbers if possible."""
+    """Return the columns ``names`` and ``extra``. Columns of ``names[1:]`` become numbers if possible."""
     kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
     if kind not in (".csv", ".tsv", ".parquet"):
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")

@@ -133,8 +133,8 @@ def decode(
     Args:
         data: a PNG, or run lengths of object numbers (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: EXIF orientation of the image, 1..8. The mask is turned like the image only if its size fits the stored
-            but not the upright image. The mask's own EXIF data are ignored.
+        exif: EXIF orientation of the image, 1..8. If the mask has the stored size, and not the upright size, the
+            mask is turned like the image. The mask's own EXIF data are ignored.
         max_pixels: limit of the number of pixels of the mask.
         table: from :func:`lookup`.
         ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: a mask in colour is

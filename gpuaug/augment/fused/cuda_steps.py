@@ -113,7 +113,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # float32 [2, 3] each, (scale, shift): between parts (1 and 0), and for the output
+    ends: tuple[Tensor, Tensor]  # float32 [2, 3] each: (1, 0) between parts, (scale, shift) for the output
     ramps: Tensor
 
 
@@ -229,7 +229,7 @@ def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
     """The table of a group, float32 [rows, ...]; None if the group's step has no table.
 
-    The tables of several operations are joined. Noise for erased boxes can be shorter or absent. Missing values are 0.
+    Tables of several operations are joined. Noise for erased boxes varies in length or is absent. Missing values are 0.
     """
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
     if not own or len(own[0][0]) == len(group.rows):
@@ -247,7 +247,7 @@ def motion_kernels(a: Tensor, static: tuple[float, ...]) -> Tensor:
     from kornia.filters import get_motion_kernel2d
 
     size, mode = int(static[0]), Resample(int(static[1])).name.lower()
-    two = a.repeat(2, 1) if len(a) == 1 else a  # a single kernel would have other last bits
+    two = a.repeat(2, 1) if len(a) == 1 else a  # a single row would give other last bits
     return get_motion_kernel2d(size, two[:, 1], two[:, 2], mode)[: len(a)]
 
 

@@ -167,7 +167,7 @@ def _steps(op: RandomErasing) -> Steps:
 
 
 def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    """Always draw the noise of the largest possible box. Another number of values would give other values."""
+    """Always draw the noise of the largest possible box, because the values depend on how many are drawn."""
     if op.mode != "pixel":  # a OneOf also gives keys to operations without noise
         return {}
     height, width = size

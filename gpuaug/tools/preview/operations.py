@@ -29,7 +29,7 @@ from gpuaug.random.keyed import Float, Stream, sample_keys
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
 # the parameter of each step of a jitter; `fixed_order` lists positions in this tuple
 STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
-EXAMPLES = 3  # pictures of a range: at most this number; for an unknown range: exactly this number
+EXAMPLES = 3  # at most this many pictures of a known range; exactly this many of an unknown range
 
 
 class Span(NamedTuple):
@@ -141,7 +141,7 @@ def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int
 
 
 def _notes(op: Prepared, span: Span, view: str) -> list[str]:
-    """The class, the probability and the view. For a member of a random choice, the choice comes first."""
+    """The class, the probability and the view. For a member of a random choice, the choice's class comes first."""
     p, whole = getattr(op.op, "p", None), type(op.op).__name__
     notes = [f"{f'{view}: ' if view else ''}p {p:g}"] if isinstance(p, int | float) else [view] * bool(view)
     if span.what.startswith(whole):

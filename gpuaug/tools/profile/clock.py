@@ -31,7 +31,7 @@ def waited_for_a_core() -> float:
     """Seconds so far in which this thread waited for a core."""
     try:
         return int((machine.read("/proc/thread-self/schedstat") or "").split()[1]) / 1e9
-    except (ValueError, IndexError):  # the kernel counts nothing, so a busy machine looks like slow storage
+    except (ValueError, IndexError):  # without the kernel's count, a busy machine looks like slow storage
         return 0.0
 
 
