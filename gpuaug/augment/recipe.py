@@ -62,13 +62,13 @@ class Drawn:
 
     uniforms: Mapping[tuple[str, int, str], Float]  # (view, copy, operation or "crop") to float32 [B, n]
     keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
-    seed: int = 0  # the arguments of `draw`, up to `repeats`; `again` needs them
+    seed: int = 0  # seed to repeats: the arguments of `draw`, for `again`
     epoch: int = 0
     indices: Int | None = None
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
-        """Draw new uniforms for the crop of a view: round ``number``, float32 [n, count] for n ``rows``."""
+        """Draw more uniforms for a view's crop: float32 [n, count] for n ``rows``. ``number``: which round."""
         assert self.indices is not None
         # no operation has this name, because names contain no null character
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)

@@ -206,7 +206,7 @@ class Letterbox(Crop):
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
         centre: True: the image lies in the middle of the output. False: the image lies at the top left.
         upscale: whether an image that is smaller than ``size`` is enlarged.
-        shorter: length of the shorter side after resizing, or less, to fit into ``size``. A list: one of its values is
+        shorter: length of the shorter side after resizing; less if ``size`` requires it. A list: one of its values is
             drawn for each sample. None: the image is made as large as ``size`` allows.
         interpolation: ``bilinear`` or ``bicubic``.
 
@@ -283,8 +283,8 @@ class RandomIoUCrop(Crop):
         max_scale: maximum of crop side / canvas side, for height and width, at most 1.
         min_aspect_ratio: smallest width / height of the crop in pixels.
         max_aspect_ratio: largest width / height of the crop in pixels.
-        sampler_options: list of minimum IoUs. Each round draws one minimum, which at least one object's IoU with the
-            crop must reach. If 1 or more is drawn, the image is not cropped. None: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
+        sampler_options: list of minimum IoUs. Each round draws one. At least one object's IoU with the crop must
+            reach this minimum. If 1 or more is drawn, the image is not cropped. None: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops per round, 1..1000.
         zoom_out: range of canvas side / image side, 1 <= min <= max <= 100. None: no zooming out.
         zoom_p: probability of zooming out.
@@ -334,7 +334,7 @@ class RandomIoUCrop(Crop):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Number of uniforms: gates of crop and zoom, zoom factor, column, row, option, and four per trial."""
+        """Number of uniforms: crop or not, zoom or not, zoom factor, column, row, option, and four per trial."""
         return 6 + 4 * self.trials
 
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:

@@ -82,7 +82,7 @@ def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Le
 
 
 def grid(rows: Sequence[Sequence[Cell]], *, legend: Legend = (), groups: int = 1) -> Image.Image:
-    """Draw rows of pictures below a legend. The gap after each ``groups`` pictures is twice as wide."""
+    """Draw rows of pictures below a legend. If ``groups`` > 1, the gap after every ``groups`` pictures is doubled."""
     widths, captions, heights = _measured(rows)
     gaps = [GAP * (1 + (groups > 1 and n % groups == groups - 1)) for n in range(len(widths))]
     starts = [*accumulate([GAP, *(map(sum, zip(widths, gaps, strict=True)))])]

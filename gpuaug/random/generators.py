@@ -1,4 +1,4 @@
-"""Keeps the global random generators as they are while other code runs."""
+"""Restores the global random generators after other code has run."""
 
 from __future__ import annotations
 

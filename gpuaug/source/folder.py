@@ -37,8 +37,8 @@ class FolderSource(FileSource):
             without a folder is allowed. A folder that is not a class is an error.
         subset: a count or a fraction of samples, or a FILE or sequence of sample numbers. A count or fraction is spread
             evenly over the sorted files, so classes keep their proportions, and every run gets the same samples.
-        exclude: a FILE of samples to leave out after ``subset``. Each line is JSON with the field ``key``, as in
-            ``faults.file``. ``subset`` and ``exclude`` do not change the sample numbers.
+        exclude: a FILE of samples to leave out after ``subset`` is applied. Each line is JSON with the field ``key``,
+            as in ``faults.file``. ``subset`` and ``exclude`` do not change the sample numbers.
         extensions: file name extensions of images; case is ignored.
         remote: how to read from a URL.
 

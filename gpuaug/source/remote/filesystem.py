@@ -70,7 +70,7 @@ def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -
     except (TypeError, ValueError) as error:
         raise ConfigError(f"`source.remote.options` are not valid. {type(error).__name__}: {error}.") from error
     if protocol in ("s3", "s3a"):
-        system.retries = 1  # tries of s3fs, in addition to botocore's
+        system.retries = 1  # one try: s3fs would retry, too
     if unknown := _unknown_options(system, protocol, options):
         raise ConfigError(
             f"`source.remote.options` must be options of {protocol}://. Unknown options: {', '.join(sorted(unknown))}."

@@ -23,7 +23,7 @@ from gpuaug.source.remote.filesystem import UNUSED
 log = logging.getLogger("gpuaug")
 
 TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
-LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # seconds: a login is renewed after 60, or 300 before it expires
+LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # a login is renewed after 60 s, or 300 s before it expires
 LOGIN_RETRY_S = 5.0  # pause after a failed login
 # options that libcurl supports, or that do not matter for libcurl
 S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}

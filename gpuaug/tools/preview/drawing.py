@@ -36,7 +36,7 @@ from gpuaug.tools.request import Keys, Request
 WIDE, CELL = 6, 160  # defaults: augmented pictures in a row, and longer side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
 ORIGINAL = 1.35  # the original is larger than the other pictures by this factor, because it shows the crops too
-SHOWN = {"samples": 5, "operations": 8}  # default numbers of samples; show=operations shows only the most colorful one
+SHOWN = {"samples": 5, "operations": 8}  # default numbers of samples; of the 8, only the most colorful one is shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def preview(
 
 
 def _listed(name: str, given: Any, cell: int) -> list[int]:
-    """Return ``given`` as a list of whole numbers. Raises ConfigError if so many cells have too many pixels."""
+    """Return ``given`` as a list of whole numbers. Raises ConfigError if all cells together have too many pixels."""
     if isinstance(given, Sized):  # before the list is made, because it could be huge
         check_pixels(len(given) * cell**2)
     return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
@@ -324,7 +324,7 @@ def _original(sample: Sample, size: float, style: Style | None) -> Cell:
 
 
 def whole(loader: Loader, indices: Sequence[int], *, views: Sequence[View], epoch: int) -> list[list[Tensor]]:
-    """Images [view][sample], uint8 [H, W, 3]. A view with a crop gets images center-cropped to that size."""
+    """Images [view][sample], uint8 [H, W, 3]. A view with a crop gets images center-cropped to the crop's size."""
     originals = [image for image, _ in _originals(loader, indices, epoch)]
     for index, image in zip(indices, originals, strict=True):
         if not image.size:
