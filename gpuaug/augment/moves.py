@@ -1,7 +1,7 @@
 """How a recipe's operations move the pixels of each sample, for masks, boxes and keypoints.
 
 Coordinates count from the image's edge: an image spans 0..W x 0..H, and the centre of the first pixel is 0.5. Kornia's
-matrices map pixel indices. Kornia's flag ``align_corners`` only changes the padding by reflection.
+matrices map pixel indices. For matrices, the flag ``align_corners`` only changes the padding by reflection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Field:
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])
-        # The field of the images has at least two rows. A field of one row would differ in the last bits.
+        # A single sample is duplicated, as for the images: with one sample, the last bits would differ.
         group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
         at, keys = (torch.from_numpy(v[group]).to(masks.device, non_blocking=True) for v in (self.rows, self.keys))
         labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # grid_sample fills with 0

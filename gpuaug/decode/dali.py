@@ -150,8 +150,8 @@ class CudaPipeline:
         return [self._copied(view.as_tensor(), stream) for view in pipeline.run(stream)]
 
     def _copied(self, view: Any, stream: torch.cuda.Stream | None) -> Tensor:
-        # With DLPack, a thread of DALI would call cudaDeviceSynchronize before it frees memory. This call keeps a CPU
-        # core busy while the device trains.
+        # With DLPack, a thread of DALI would call cudaDeviceSynchronize before it frees memory. Such a wait keeps a
+        # CPU core busy while the device trains.
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         out = torch.empty(view.shape(), dtype=torch.uint8, device=self._device)

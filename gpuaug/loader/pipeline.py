@@ -125,7 +125,7 @@ class Pipeline:
         extra = encoded.extra or [None] * len(encoded)
         if bad:
             valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
-        if bad and self.faults.policy != "blank":  # under `raise`, `handle` raised unless only padding is bad
+        if bad and self.faults.policy != "blank":  # under `raise`, only padding can be bad here
             keep = torch.tensor([row for row in range(len(encoded)) if row not in bad], device="cpu")
             if not len(keep):
                 return None

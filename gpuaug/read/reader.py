@@ -51,7 +51,7 @@ _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], Encod
 class Reader:
     """Reads batches in a given order, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault. All images above 16 MiB of a batch share 2 GiB. An image that does not fit into
+    An image above 512 MiB is a fault. In a batch, all images above 16 MiB share 2 GiB. An image that does not fit into
     the 2 GiB is a fault, too. Memory-mapped sources have no limits.
 
     Args:
@@ -166,7 +166,7 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # frees the epoch's tasks, although the workers' DataLoader keeps its first generator
+            todo.close()  # DataLoader keeps its first generator; a closed generator holds no tasks
             if not ended():
                 _advance(self._generation)  # the workers then skip the batches that were requested ahead
 

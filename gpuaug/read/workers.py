@@ -40,7 +40,7 @@ class SilentError(BaseException):
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers. A wait for a batch ends soon after a worker has died or the iterator has ended.
 
-    DataLoader itself notices a dead worker only after its timeout (without a timeout after 5 s). DataLoader's signal
+    DataLoader itself notices a dead worker only after its timeout (5 s if no timeout is set). DataLoader's signal
     handler may raise an error anywhere in the main thread.
 
     Workers return ``dataset[request]`` for each of the ``requests``, in order. ``ended()`` is True if nobody waits for
@@ -125,7 +125,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         """End all workers within seconds."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
         if not kill and all(worker.is_alive() for worker in self._workers):
-            self._workers_done_event.set()  # a dead worker may hold the event's lock forever
+            self._workers_done_event.set()  # would hang if a dead worker held the event's lock
             for queue in self._index_queues:
                 queue.put(None)
             deadline = time.monotonic() + TIMEOUT_S

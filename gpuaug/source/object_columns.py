@@ -173,7 +173,7 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
         good |= field not in ("labels", "ids", "crowd") and types.is_floating(inner)
         good |= (field == "labels" and _is_text(inner)) or types.is_null(inner)
         if field == "ids" and not good:
-            del names[field]  # ids are optional, so text is ignored
+            del names[field]  # ids are optional, so ids that are no integers are ignored
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
     flatten = pyarrow.compute.list_flatten

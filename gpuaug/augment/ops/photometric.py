@@ -85,7 +85,7 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # The recipe draws the factors. ColorJitter's own ranges are not neutral, because ColorJitter skips neutral steps.
+    # The recipe draws the factors. The range 0.5 only keeps ColorJitter from skipping its steps.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)

@@ -1,7 +1,7 @@
 """`gpuaug materialize`: writes a loader's epochs in the format of :mod:`gpuaug.source.materialized`.
 
 A chunk is a file of consecutive samples of one epoch. After each chunk, a note with the chunk's checksum and faults is
-written. If a run is killed, the next run writes the chunks without a note. The manifest is written last.
+written. If a run is killed, the next run writes the chunks that have no note. The manifest is written last.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main(request: Request) -> int:
 CHUNK_BYTES = 1 << 27  # a few seconds of work, so that a killed run loses little
 PROBED_SAMPLES = 32  # samples that are decoded first, to learn the sizes of views and labels
 RAY_CORES = 4  # cores of each Ray process
-RAY_TASKS, RAY_CHUNKS = 64, 8  # up to 64 tasks on a cluster; more tasks if a task had more than 8 chunks
+RAY_TASKS, RAY_CHUNKS = 64, 8  # aim at 64 tasks on a cluster, with at most 8 chunks each
 SPARE_BYTES = 1 << 24  # disk space for keys, notes and the file system
 
 
