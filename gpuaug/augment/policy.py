@@ -128,7 +128,7 @@ def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Al
 
 
 def _given(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose every sample, and pass the uniforms to the module."""
+    """Choose the module for all samples, with the uniforms."""
     return np.zeros((len(u), 1), dtype=np.int64), (({"uniforms": u} if u.shape[1] else {},),)
 
 

@@ -58,7 +58,7 @@ def _hash(text: str) -> int:
 def seed_of_call() -> int:
     """Draw a seed from torch's default CPU generator.
 
-    The generators of ranks and DataLoader workers may have the same state. So their numbers are part of the seed.
+    The generators of ranks and DataLoader workers may have the same state. So the seed depends on rank and worker.
     """
     value = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else os.environ.get("RANK", 0)
@@ -112,7 +112,7 @@ def uniforms(
         seed: any integer.
         epoch: 0 <= epoch < 2**32.
         indices: int64 [B], the numbers of the samples in their source.
-        repeats: int64 [B] below 65536, how often the epoch already had the index; None: 0.
+        repeats: int64 [B] below 65536, how often the index occurred earlier in the epoch; None: 0.
 
     Returns:
         float32 [B, count] for each (view, copy, op), multiples of 2**-24.

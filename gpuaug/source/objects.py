@@ -81,9 +81,9 @@ class ObjectTable:
 
 
 class Damaged:
-    """The samples whose objects cannot be used; SourceError if these are all ``total`` samples.
+    """The samples whose objects cannot be used. Raises SourceError if all ``total`` samples are damaged.
 
-    ``reasons`` maps the numbers of these samples to the reasons.
+    ``reasons`` maps numbers of damaged samples to reasons.
     """
 
     def __init__(self, reasons: Mapping[int, str], total: int, *, place: str) -> None:

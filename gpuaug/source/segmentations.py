@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for a map; Pillow refuses larger images too
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # first number of packed run lengths, or of COCO's text; polygons: their count
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # packed runs begin with COUNTS, COCO's text with TEXT, polygons with their number
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # objects that are packed together, to save memory
 LONGEST_CODE = 7  # limit for the characters of one number in COCO's text

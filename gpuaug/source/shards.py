@@ -86,7 +86,7 @@ class ShardSource(ListedSource):
         remote: how to read from URLs.
 
     Raises:
-        SourceError: if a shard cannot be read, is compressed or damaged, or has a name that leads outside the shard.
+        SourceError: if a shard cannot be read, is compressed or damaged, or if a member's name leads outside the shard.
 
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     >>> source = ShardSource("data/scenes-{000..099}.tar", masks="seg.png", objects="json")

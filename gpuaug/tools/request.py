@@ -136,11 +136,11 @@ class Request:
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
-        # the configuration gets no classes, because OmegaConf would resolve a name such as `${oc.env:HOME}`
+        # the configuration gets no classes, because OmegaConf would resolve a class name such as `${oc.env:HOME}`
         return self.build(part, source=self.build(source, classes=list(classes)))
 
     def others(self) -> list[tuple[str, str]]:
-        """The overrides of the loader, each after the first word of its key."""
+        """The loader's overrides, as pairs (first word of the key, override)."""
         return self._overrides["loader"]
 
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:

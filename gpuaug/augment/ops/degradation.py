@@ -17,7 +17,7 @@ from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, pick, scale
 
-_LEAST = {1: 1, 3: 0}  # border type (1 reflect, 3 circular) to the minimum of (image side - kernel size // 2)
+_LEAST = {1: 1, 3: 0}  # by border type (1 reflect, 3 circular): least allowed image side - kernel size // 2
 
 
 def _check_kernel(op: Any, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The tests of `gpuaug doctor`. Spawned workers import this file, so functions import heavy modules."""
+"""The tests of `gpuaug doctor`. Spawned workers import this file, so only functions import heavy modules."""
 
 from __future__ import annotations
 

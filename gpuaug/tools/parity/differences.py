@@ -15,7 +15,7 @@ HEADINGS = {  # by stage, in the order of the table
     "reduced": "decode.reduced, which decodes at a smaller size if the crop allows this",
     "operation": "each operation of the recipe with its random parameters, on the same crop",
     "normalize": "normalize, on the same crop",
-    "mix": "mix, on the same crops as one batch",
+    "mix": "mix, on one batch of the same crops",
     "all": "everything, from the bytes to the normalized view",
     "targets": "masks and boxes, from the same input; boxes in pixels",
 }
@@ -147,7 +147,7 @@ class Parity:
 
     @property
     def nearest(self) -> list[Difference]:
-        """The comparisons of images. Of torchvision in float and in uint8, only the closer one."""
+        """The comparisons of images. Of a step's references, only the nearest is kept."""
         best: dict[tuple[str, str], Difference] = {}
         for d in sorted(self.differences, key=lambda d: d.mean):
             best.setdefault((d.stage, d.title), d)

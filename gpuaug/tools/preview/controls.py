@@ -31,7 +31,7 @@ CHOICES = {  # words that every class with this argument accepts
     "policy": ("imagenet", "cifar10", "svhn"),
     "style": ("torchvision", "mmseg"),
 }
-# Arguments without a control. `normalize` comes after the pixels of a preview. `backend` does not change the pixels.
+# Arguments without a control. Previews undo `normalize`. `backend` does not change the pixels.
 # The `mean` and `std` of an operation must equal those of `normalize`.
 LEFT_OUT = ("normalize", "backend", "mean", "std")
 LONGEST = 4  # lists of more numbers have no control

@@ -4,7 +4,7 @@ Stages overlap, and on the CPU they share the cores. Every prediction uses this 
 
     seconds per image = max(reading, headers, decoding, augmenting, model, CPU-seconds of all stages / cores)
 
-`reading` is the time of all workers together. `headers`, `decoding` and `augmenting` run in one thread each. `headers`
+`reading` runs in all workers in parallel. `headers`, `decoding` and `augmenting` run in one thread each. `headers`
 includes receiving batches, random values and crops. `augmenting` includes mix. Without workers, reading is part of
 `headers`. With ``prefetch=0``, the times of the threads and of the model are added. The whole is loader plus model.
 """
@@ -228,7 +228,7 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
     if stage in ("storage", "workers", "inter-process copy"):
         most = max(16, 2 * trials.cores) if stage == "storage" else trials.cores
         rest = max(value for term, value in predict(replace(m, workers=1)).terms.items() if term != "reading")
-        # with perfect scaling, so many workers read at least 1.5 times as fast as the slowest other term
+        # with perfect scaling, `wanted` workers read at least 1.5 times as fast as the slowest other term
         wanted = max(2 * m.workers, 1, math.ceil(1.5 * max(1, m.workers) * m.read.wall / max(rest, 1e-9)))
         counts = {min(most, 1 << (wanted - 1).bit_length()), min(most, 2 * max(1, m.workers))}
         for count in sorted(counts, reverse=True):

@@ -68,9 +68,9 @@ class Notes(list[Any]):
     ) -> Any:
         """Measure a round and add it: call ``work`` for ``seconds``, and at least ``least`` times.
 
-        ``work`` returns its number of images. The first ``skip`` calls are not measured. After the longer of
-        ``seconds`` and ``longest_s``, ``skip`` measured calls are enough. The CPU time of ``reader``'s workers is
-        included. Returns the seconds of all images.
+        ``work`` returns its number of images. The first ``skip`` calls are not measured. After
+        ``max(seconds, longest_s)``, ``skip`` measured calls are enough instead of ``least``. The CPU time of
+        ``reader``'s workers is included. Returns the seconds of all images.
         """
         started = time.perf_counter()
         for _ in range(skip):
