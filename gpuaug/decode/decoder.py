@@ -387,8 +387,8 @@ class Decoder:
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
-                # DALI names only one bad sample at a time. With halves, a batch of B bad samples costs log2(B) decodes.
-                # Without halves, it would cost B decodes.
+                # DALI names only one bad sample at a time. With halves, each of B bad samples is decoded about log2(B)
+                # times. Without: up to B times.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result

@@ -57,9 +57,9 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """The position after sample ``after`` in ``order``, int64 ``[n]``, even if ``order`` lacks the sample.
+        """Count the samples of ``order`` up to and including ``after``. ``order``, int64 ``[n]``, may lack ``after``.
 
-        ``seed`` and ``epoch`` decided ``order``.
+        ``seed`` and ``epoch`` are those of ``order``.
         """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
@@ -79,7 +79,7 @@ class Sequential:
         return torch.from_numpy(active_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """The position after sample ``after`` in ``order``, int64 ``[n]``, even if ``order`` lacks the sample.
+        """Count the samples of ``order`` up to and including ``after``. ``order``, int64 ``[n]``, may lack ``after``.
 
         ``seed`` and ``epoch`` have no effect.
         """

@@ -197,7 +197,7 @@ class LocalTree:
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
         """Yield the images of each folder, as paths relative to the root. ``folder``: a class folder; None: all."""
         listed: list[tuple[str, list[str]]] = []  # folders and the names of their images
-        visits: Counter[tuple[int, int]] = Counter()  # on paths with two or more links; by device and inode
+        visits: Counter[tuple[int, int]] = Counter()  # by device and inode, on paths with two or more links
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
         # breadth first and by name, so that every machine skips the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])

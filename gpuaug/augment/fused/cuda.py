@@ -3,13 +3,13 @@
 One kernel runs a stretch of consecutive colour steps. Another kernel first computes the mean gray for a contrast step.
 A blur takes two kernels. torch runs the other steps (cuda_steps.py).
 
-A thread block works on one sample, so branches on the steps cause no divergence. The recipe `standard` has about a
-hundred instructions per pixel, which take as long as the memory transfers. So a thread handles 16 pixels, a load has
-8 bytes, a store has 16 bytes, and clamps are part of the arithmetic instructions (``.sat``). test_triton_kernels.py
-compiles the kernels without a GPU and checks the instructions.
+A thread block works on one sample, so branches on the steps cause no divergence. The instructions of the recipe
+`standard`, about a hundred per pixel, take as long as its memory transfers. To save both, a thread handles 16 pixels, a
+load has 8 bytes, a store has 16 bytes, and clamps are part of the arithmetic instructions (``.sat``).
+test_triton_kernels.py compiles the kernels without a GPU and checks the instructions.
 
-A CUDA graph would save about 30 µs of host time per batch. But its copies would move four times as many bytes as
-`standard` moves.
+A CUDA graph would save about 30 µs of host time per batch. But copies to and from its memory would move more bytes than
+`standard`.
 """
 
 from __future__ import annotations
@@ -335,8 +335,8 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Run the steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
 
-    ``BLUR``: if ``place = places[sample]`` is not -1, the sample is stored in row ``place`` of ``mid``, without
-    ``ends``. The blur kernel continues there.
+    ``BLUR``: if ``place = places[sample]`` is not -1, the sample is stored in row ``place`` of ``mid``. The blur kernel
+    continues there and applies ``ends``.
     """
     # start with the last sample: its pixels are still in the cache, because the mean kernel ended there
     sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
@@ -374,7 +374,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Map a position, at most one image outside, to 0..size-1. The second result is False where the value is 0."""
+    """Map a position, at most one image outside, to 0..size-1. The second result is False in a border of zeros."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))

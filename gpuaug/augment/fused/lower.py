@@ -18,7 +18,7 @@ from gpuaug.random.keyed import Float
 
 
 class Column(NamedTuple):
-    """The columns of one slot in the program. They hold the steps of each sample's alternative."""
+    """The columns of one slot: the steps of the alternative chosen for each sample."""
 
     op: int
     slot: int
@@ -131,7 +131,7 @@ def warp_ramps(size: Size) -> Float:
 
 
 def _projective_scale(m: Tensor) -> Tensor:
-    """Clamp 1 to the range of a matrix's non-zero magnitudes. Kornia divides homographies by this number."""
+    """Kornia's divisor of a homography: the number nearest to 1 in the range of the matrix's non-zero magnitudes."""
     magnitude = m.abs()
     smallest = magnitude.masked_fill(magnitude == 0, float("inf")).amin(dim=(-2, -1), keepdim=True)
     return magnitude.amax(dim=(-2, -1), keepdim=True).clamp_max(1).maximum(smallest)

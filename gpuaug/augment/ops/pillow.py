@@ -65,7 +65,7 @@ def _rotate(m: _Float64, degrees: _Float64, size: Size) -> None:
     m[:] = np.stack([cos, sin, cos * -x + sin * -y + x, -sin, cos, -sin * -x + cos * -y + y], axis=1)
 
 
-_Fill = Callable[[_Float64, _Float64, Size], None]  # changes identity matrices [n, 6] by their magnitudes
+_Fill = Callable[[_Float64, _Float64, Size], None]  # changes identity matrices [n, 6] by magnitudes [n]
 
 
 def _backward(params: Params, size: Size, *, fill: _Fill) -> _Float64:

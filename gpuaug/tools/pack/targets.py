@@ -1,4 +1,4 @@
-"""Resizes masks with the images that `gpuaug pack` writes, and moves boxes and keypoints.
+"""Fits masks, boxes and keypoints to the images that `gpuaug pack` writes.
 
 Objects are neither clipped nor dropped here, because training does this later.
 """
