@@ -25,11 +25,12 @@ demo: $(PACKAGE)  ## train on real photographs, and preview two recipes: all int
 	$(BIN)/gpuaug preview source.root=$(PHOTOS)/train augment=standard out=demo/standard.png
 	$(BIN)/gpuaug preview source.root=$(PHOTOS)/train augment=simclr out=demo/simclr.png
 
+# Three processes on CI's two cores: many tests wait for processes of their own.
 test: lint  ## minutes; one test needs Chromium: apt-get install chromium
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-long: lint  ## everything
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 fuzz: $(READY)  ## hostile images for ten minutes, tars, and epochs with bad files; MINUTES=60 for more images
 	$(BIN)/python tests/fuzz.py images --minutes $(or $(MINUTES),10)

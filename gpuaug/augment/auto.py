@@ -40,6 +40,7 @@ class Policy(RecipeOp):
         self.fill = _colour(fill)
 
     def prepare(self, name: str) -> Prepared:
+        """Prepare the policy for the key ``name`` of a recipe's ``ops``."""
         raise NotImplementedError
 
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
@@ -80,7 +81,6 @@ class RandAugment(Policy):
         self.magnitude = checks.whole_number("magnitude", magnitude, 0, num_magnitude_bins - 1)
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy as the operation ``name`` of a recipe."""
         space = _Space(bins=self.num_magnitude_bins)
         rule = partial(_layers, space=space, slots=self.num_ops, low=self.magnitude, high=self.magnitude + 1)
         return Prepared(name, self, (self.modules_of(space.names),) * self.num_ops, _EACH * self.num_ops, rule)
@@ -106,7 +106,6 @@ class TrivialAugmentWide(Policy):
         self.num_magnitude_bins = checks.whole_number("num_magnitude_bins", num_magnitude_bins, 2, _BINS)
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy as the operation ``name`` of a recipe."""
         space = _Space(
             bins=self.num_magnitude_bins,
             shear=0.99,
@@ -140,7 +139,6 @@ class AutoAugment(Policy):
         self.policy = checks.one_of("policy", policy, ("imagenet", "cifar10", "svhn"))
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy as the operation ``name`` of a recipe."""
         table = auto_tables.read(self.policy)
         space = _Space(names=table.names, bins=10)
         slots = (self.modules_of(space.names),) * 2
@@ -189,7 +187,6 @@ class AugMix(Policy):
             )
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy as the operation ``name`` of a recipe."""
         space = _Space(
             names=(*GEOMETRIC, *_OTHERS, *(FACTORS if self.all_ops else ())),
             bins=10,

@@ -70,7 +70,6 @@ class TimmAugment(Policy):
         self.config, self._plan = config, parse(config)
 
     def prepare(self, name: str) -> Prepared:
-        """Prepare the policy as the operation ``name`` of a recipe."""
         plan = self._plan
         rule: Any = partial(_layers, plan=plan, either=self.interpolation == "random")
         count = plan.leading + _EACH * plan.slots

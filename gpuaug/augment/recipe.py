@@ -367,7 +367,7 @@ class Augment(RecipeBase):
         return {**self._made, "ops": named(self._made["ops"]), "copies": self.copies}
 
     def replace(self, **changes: Any) -> Augment:
-        """Return a new recipe with changed settings, for example ``replace(normalize=None)``."""
+        """Return a new recipe with ``changes`` of the settings, for example ``replace(normalize=None)``."""
         kept = {name: getattr(self, name) for name in ("crop", "ops", "normalize", "copies", "backend")}
         return Augment(**kept | changes)
 
@@ -397,7 +397,7 @@ class Augment(RecipeBase):
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
-        """Augment the cropped images of one view: uint8 [B, H, W, 3] to [B, 3, H, W].
+        """Augment cropped ``images``, uint8 [B, H, W, 3], of one view. Returns [B, 3, H, W].
 
         ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
         """
