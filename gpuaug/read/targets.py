@@ -58,11 +58,10 @@ def collect(
             if target is None:
                 raise ValueError("the source gave no target for this sample")
             columns = _columns(target, names, num_keypoints)
-            if "masks" in names:
-                masks[row] = _mask(target)
+            mask = _mask(target) if "masks" in names else _NO_MASK
             if target.size is not None:
                 sizes[row] = target.size
-            rows[row] = columns
+            rows[row], masks[row] = columns, mask
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
             faults[row] = str(error)
     fractions = np.array([target is not None and bool(target.fractions) for target in targets], dtype=np.bool_)
