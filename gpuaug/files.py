@@ -54,7 +54,7 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
     os.makedirs(folder, 0o700 if Path(folder) == cache_folder() else 0o777, exist_ok=True)
     part = os.path.join(folder, f".gpuaug-{uuid.uuid4().hex}.part")
     try:
-        with open(part, "xb") as file:  # not `tempfile`: only the owner can read its files
+        with open(part, "xb") as file:  # other users could not read a file of `tempfile`
             yield file
             file.flush()
             if sync:

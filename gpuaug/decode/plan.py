@@ -46,8 +46,8 @@ class HeaderInfo:
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
         route: [B], the :class:`Route` of each row.
         reducible: [B], whether the image may be decoded at a fraction of its size.
-        replaced: maps a row to repaired bytes, which are decoded instead of the sample's bytes: a JPEG with the missing
-            end marker, or a PNG without long texts and profiles.
+        replaced: maps a row to repaired bytes, which are decoded instead of the sample's bytes: a JPEG to which an end
+            marker was added, or a PNG from which long texts and profiles were removed.
     """
 
     height: Int64
@@ -140,7 +140,7 @@ class Plan:
         return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
 
     def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
-        """Per view: the first row's window and resized size before orientation, and its resize filter."""
+        """For each view: the first row's window and resized size, both before orientation, and the resize filter."""
         turn = -1 if self.swapped[0] else 1
         views = zip(self.parts, self.windows, strict=True)
         return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]

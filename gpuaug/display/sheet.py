@@ -237,7 +237,7 @@ def wrapped(text: str, face: Any, width: float) -> list[str]:
 
 
 def _cut(text: str, width: float) -> str:
-    """Leave out the middle of a very long text, which cannot fit. Measuring the rest is faster."""
+    """Leave out the middle of a text that is much too long to fit, because measuring a long text is slow."""
     most = max(8, round(width))
     return text if len(text) <= 2 * most else text[:most] + text[-most:]
 

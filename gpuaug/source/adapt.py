@@ -41,9 +41,10 @@ class Source(Protocol):
 
     A source may also have these:
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
-            get this label, else their value in ``labels``, else 0 or None.
+            get this label. Without ``label``, they get their value in ``labels``.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
-        prefetch: ``source.prefetch(numbers)`` announces the samples of the second ``read_many`` call from now.
+        prefetch: ``source.prefetch(numbers)`` announces samples. The ``read_many`` call after the next one reads
+            them.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
             ``i`` and are still in memory.
         mapped: True if the bytes are memory-mapped.

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
-MOST_PIXELS = 178_956_970  # limit for a map; Pillow refuses larger images too
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2  # packed runs begin with COUNTS, COCO's text with TEXT, polygons with their number
+MOST_PIXELS = 178_956_970  # limit for an image with outlines; Pillow refuses larger images too
+# An outline is packed as uint32. Its first number says what follows: run lengths (COUNTS), COCO's text (TEXT), or that
+# many polygons.
+COUNTS, TEXT = 2**32 - 1, 2**32 - 2
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # objects that are packed together, to save memory
 LONGEST_CODE = 7  # limit for the characters of one number in COCO's text

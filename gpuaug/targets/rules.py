@@ -145,7 +145,9 @@ class Targets:
                 "`targets.boxes` must be set if `targets.masks.kind` is instances. Set targets=instances."
             )
         if not self.names:
-            raise ConfigError("`targets` must have masks, boxes or keypoints. Found: none. Set targets=none.")
+            raise ConfigError(
+                "`targets` must have masks, boxes or keypoints. Found: none of them. To read none, set targets=none."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from gpuaug.random.keyed import Float
 
 
 class Column(NamedTuple):
-    """The columns of one slot: the steps of the alternative chosen for each sample."""
+    """A slot of the program. A sample's row holds the steps of the alternative that was chosen for the sample."""
 
     op: int
     slot: int
@@ -131,7 +131,7 @@ def warp_ramps(size: Size) -> Float:
 
 
 def _projective_scale(m: Tensor) -> Tensor:
-    """Kornia's divisor of a homography: the number nearest to 1 in the range of the matrix's non-zero magnitudes."""
+    """Kornia's divisor for a homography: 1, clamped to the range of the non-zero absolute values in ``m``."""
     magnitude = m.abs()
     smallest = magnitude.masked_fill(magnitude == 0, float("inf")).amin(dim=(-2, -1), keepdim=True)
     return magnitude.amax(dim=(-2, -1), keepdim=True).clamp_max(1).maximum(smallest)

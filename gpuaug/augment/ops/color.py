@@ -56,13 +56,13 @@ def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, An
 
 
 def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
-    """Prepare four slots with one module per step. Pixels are bit-identical to those of one module with all steps."""
+    """Prepare four slots, each with the modules of all four steps. The pixels are bit-identical to ``op``'s."""
     if fixed_order(op) is not None:
         return None
     count, factors = _factors(op, hsv=hsv)
     steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
     idle = np.array(_idle(op))
-    # if all steps are idle, they still run, because Kornia clamps the input
+    # if all steps are idle, no slot becomes empty (-1), because Kornia still clamps the input
     orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)
@@ -104,7 +104,7 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """A step with one argument per channel. ``clipped``: only modules with ``clip_output`` have the step."""
+    """A step with one argument per channel. ``clipped``: None without ``clip_output``."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         out[:, 0, :3] = values(params)

@@ -47,7 +47,7 @@ def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: Image.Res
 def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
     """torchvision's calls that match a Kornia operation for one sample. If there are none, the reason as text."""
     if isinstance(module, PillowOp):
-        return "its operations are Pillow's, level for level, and torchvision's functions for tensors differ from them"
+        return "this operation gives the levels of Pillow. torchvision's functions for tensors give other levels"
     make = by_class(TABLE, module)
     if make is None:
         return f"torchvision has no counterpart of {type(module).__name__} that takes the same parameters"
@@ -70,7 +70,7 @@ def calls_of(
         kinds.add(type(module).__name__)
         values = chosen.params[slot][choice]
         params = {k: v[0] for k, v in values.items()}
-        if chosen.keys is not None:  # add values per pixel, as the backends do
+        if chosen.keys is not None:  # values per pixel, such as noise, are made later
             made = fields(module, tensors(values), torch.from_numpy(chosen.keys), (size[0], size[1]))
             params |= {k: v[0].numpy() for k, v in made.items()}
         functions = counterpart(module, params)
@@ -191,7 +191,7 @@ TABLE: dict[str, Make] = {
 }
 
 _CUT = "torchvision's uint8 operations truncate after every step; gpuaug rounds nothing before the end"
-_WARP = "both sides move pixels alike, bilinearly; torchvision's RandomAffine and RandomRotation default to `nearest`"
+_WARP = "compared with bilinear interpolation on both sides; torchvision's classes default to `nearest`"
 _ALWAYS = {
     "RandomBrightness": "another formula: Kornia's RandomBrightness adds `factor - 1`, torchvision multiplies",
     "RandomContrast": "another formula: Kornia's RandomContrast multiplies, torchvision blends with the mean gray",
@@ -208,5 +208,5 @@ _FLOAT = {
 }
 _UINT8 = {
     "RandomGaussianBlur": "torchvision's uint8 blur rounds to whole levels; gpuaug rounds nothing before the end",
-    "RandomEqualize": "both sides use 256 levels",
+    "RandomEqualize": "equal levels are expected: both sides use 256 levels",
 }

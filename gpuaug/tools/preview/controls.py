@@ -47,7 +47,7 @@ class Control:
     group: str  # path of the operation in the recipe, such as ops.jitter; "" for the recipe's own parameters
     title: str  # name of the operation's class
     value: Any  # the value in the configuration
-    low: float | None = None  # ends and step of the slider; None if the value is not a number
+    low: float | None = None  # ends and step of the slider; None if the value has no numbers
     high: float | None = None
     step: float | None = None
     choices: tuple[str, ...] = ()  # words to choose from; empty if the value is not a word

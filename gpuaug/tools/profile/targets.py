@@ -17,7 +17,7 @@ from gpuaug.tools.pack.targets import encode_mask
 
 
 def object_seconds(stage: Any, headers: HeaderBatch) -> float:
-    """Repeat the work of `read_headers` on objects, and on masks that crops need. Returns CPU-seconds."""
+    """Repeat what `read_headers` does with objects and with masks that decide crops. Returns CPU-seconds."""
     began, placing = time.thread_time(), stage.targets
     upright = placing.upright(headers.encoded, headers.info, stage.decoder)
     placing.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)

@@ -33,9 +33,9 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         raise StateError(
             f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
         ) from error
-    version = parts.get("version") if isinstance(parts, dict) else type(parts).__name__
+    version = parts.get("version") if isinstance(parts, dict) else None
     if version != VERSION:
-        raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r}, {version}.")
+        raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r} of version {version}.")
     for name, holds in _PARTS.items():
         if not holds(part := parts.get(name, _MISSING)):
             found = "is missing" if part is _MISSING else f"is {str(part)[:60]!r}"

@@ -181,7 +181,7 @@ class Training:
         elif self.first and file.exists():
             log.info("%s of an earlier run will be overwritten. To continue that run, set resume=auto", file)
         if self.settings.amp == "auto":
-            log.info("amp %s: %s device", str(self.amp).removeprefix("torch."), self.device.type)
+            log.info("amp=auto: %s, because the device is %s", str(self.amp).removeprefix("torch."), self.device.type)
         with logging_redirect_tqdm(loggers=[log]):
             while self.loader.epoch < self.settings.epochs:
                 ended = self._epoch()
@@ -192,7 +192,7 @@ class Training:
                             "SIGTERM: stopped in epoch %d. To continue, set resume=%s", self.loader.epoch + 1, file
                         )
                     return TERMINATED
-        self.save(file)  # again, because the last held-out accuracy is new
+        self.save(file)  # the last save came before the last held-out accuracy
         self._report(report, file)
         return 0
 
@@ -202,8 +202,8 @@ class Training:
         whole = count_batches(loader)
         if self.settings.accumulate > whole:
             raise ConfigError(
-                f"`accumulate` must be at most the number of batches of an epoch, {whole}, because an epoch ends with "
-                f"a change of the weights. Found: {self.settings.accumulate}. Lower `accumulate`. A lower "
+                f"`accumulate` must be at most the number of batches of an epoch, {whole}, because the last "
+                f"step of an epoch changes the weights. Found: {self.settings.accumulate}. Lower `accumulate`. A lower "
                 "`batch_size` gives more batches."
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # batches done before a resume
@@ -232,7 +232,7 @@ class Training:
         return True
 
     def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
-        """Run the steps of an epoch after ``done`` batches. Returns False if SIGTERM came before the last step."""
+        """Run the steps of an epoch, except the first ``done`` batches. Returns False if SIGTERM came before the end."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
         position = self.loader.state_dict()["position"]  # after the last sample that changed the weights
         steps = math.ceil(whole / self.settings.accumulate)  # optimizer steps of an epoch
@@ -310,7 +310,7 @@ class Training:
 
     def _end_group(self) -> None:
         group = self.group
-        if (factor := group.divisor / max(1.0, group.valid)) != 1:  # fewer batches or valid samples than expected
+        if (factor := group.divisor / max(1.0, group.valid)) != 1:  # not the expected number of valid samples
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad *= factor
@@ -379,7 +379,7 @@ class Training:
         if self.ranks > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)  # use the first rank's running statistics, because each rank has its own
-        alone = EachView(model).eval()  # without DDP, because ranks would wait for each other
+        alone = EachView(model).eval()  # the model without DDP; with DDP, ranks would wait for each other
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         hidden = not (self.first and sys.stderr.isatty())
         for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=hidden):
