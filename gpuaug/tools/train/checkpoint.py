@@ -35,7 +35,9 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         ) from error
     version = parts.get("version") if isinstance(parts, dict) else None
     if version != VERSION:
-        raise StateError(f"`resume` must name a checkpoint of version {VERSION}. Found: {str(file)!r} of version {version}.")
+        raise StateError(
+            f"`resume` must name a checkpoint of version {VERSION}. Found: version {version} in {str(file)!r}."
+        )
     for name, holds in _PARTS.items():
         if not holds(part := parts.get(name, _MISSING)):
             found = "is missing" if part is _MISSING else f"is {str(part)[:60]!r}"

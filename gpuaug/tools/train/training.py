@@ -232,7 +232,7 @@ class Training:
         return True
 
     def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
-        """Run the steps of an epoch, except the first ``done`` batches. Returns False if SIGTERM came before the end."""
+        """Run the steps of an epoch, except the first ``done`` batches. Returns False if SIGTERM ended them."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
         position = self.loader.state_dict()["position"]  # after the last sample that changed the weights
         steps = math.ceil(whole / self.settings.accumulate)  # optimizer steps of an epoch
