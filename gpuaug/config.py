@@ -82,7 +82,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
 
 @contextmanager
 def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
-    """Start Hydra with ``config_dir`` before our folder, then restore the state of an outer Hydra application."""
+    """Start Hydra, which searches ``config_dir`` first. Then restore the state of an outer Hydra application."""
     from hydra import initialize_config_dir
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
@@ -100,9 +100,9 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
     try:
         with initialize_config_dir(str(first), version_base="1.3", job_name="gpuaug"):
             loader: Any = GlobalHydra.instance().config_loader()
-            if first != ours:  # `hydra.searchpath` would not find the configuration `name`
+            if first != ours:  # Hydra finds the configuration `name` before it reads `hydra.searchpath`
                 path = loader.get_search_path()
-                for folder in (first / "gpuaug", ours):  # the first folder holds the application's own recipes
+                for folder in (first / "gpuaug", ours):  # `first / "gpuaug"` holds the user's recipes
                     path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
                 loader.repository.initialize_sources(path)
             yield loader

@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def leading(self) -> int:
-        """Number of uniforms before those of the slots."""
+        """Number of random values before those of the slots."""
         return 1 if self.pairs else len(self.weights or ())
 
 
@@ -237,7 +237,7 @@ _WEIGHTS = dict.fromkeys(_RAND_INCREASING, 0.05) | {
 
 # --- choices
 
-_EACH = 6  # uniforms per slot: operation, gate, two for the level, sign, interpolation
+_EACH = 6  # random values per slot: operation, gate, two for the level, sign, interpolation
 
 
 def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tuple[Alternatives, ...]]:
@@ -249,7 +249,7 @@ def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tup
         pair = pick(u[:, 0], len(table.p))
         choice, p, magnitude = table.ops[pair], table.p[pair], table.magnitudes[pair].astype(np.float64)
     elif plan.weights:
-        # Exponential values have the weights as rates. Sorting them chooses by weight, without repetition.
+        # The order of exponential values, with the weights as rates, is a weighted choice without repetition.
         first = -np.log1p(-u[:, : plan.leading].astype(np.float64)) / np.array(plan.weights)
         choice = np.argsort(first, axis=1, kind="stable")[:, : plan.slots].astype(np.int64)
     else:

@@ -25,11 +25,11 @@ class Outputs:
     def __init__(self, most: int = 512 << 20, age: int = 64) -> None:
         self.most, self.age = most, age
         self._taken = 0
-        # the garbage collector may append a freed batch at any time, so no code here may take a lock
+        # a lock could deadlock: the garbage collector may append a freed batch while `take` runs
         self._free: deque[tuple[int, Tensor]] = deque()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:
-        """An uninitialised tensor [B, C, H, W]. Its memory is reused after the last tensor that uses it is freed."""
+        """An uninitialised tensor [B, C, H, W]. From 1 MiB on, its memory is reused when no tensor uses it."""
         size = dtype.itemsize * math.prod(shape)
         if size < _SMALL:
             memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -60,7 +60,7 @@ class Outputs:
 def mapped(size: int) -> Tensor:
     """A uint8 tensor [size] in its own memory mapping. Freeing the tensor returns the memory to the system.
 
-    malloc takes blocks below 32 MiB from the heap of the calling thread, and a heap keeps freed memory.
+    malloc may take blocks below 32 MiB from the heap of the calling thread, and a heap keeps freed memory.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))

@@ -43,7 +43,7 @@ LONGEST_REASON = 500  # characters
 EXAMPLES = 4  # samples that are read to learn the type of labels, if the first batch has no known label
 PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
 
-_MISSING: Any = object()  # stands for the label of a sample that failed
+_MISSING: Any = object()  # an unknown label
 # bytes of the images, then of the masks; labels; faults; targets; extras
 _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
 
@@ -51,8 +51,8 @@ _Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], Encod
 class Reader:
     """Reads batches in a given order, in worker processes that live for many epochs.
 
-    An image above 512 MiB is a fault. In a batch, all images above 16 MiB share 2 GiB. An image that does not fit into
-    the 2 GiB is a fault, too. Memory-mapped sources have no limits.
+    An image above 512 MiB is a fault. In a batch, the images above 16 MiB may have 2 GiB in total. An image that would
+    exceed the total is a fault, too. Memory-mapped sources have no limits.
 
     Args:
         source: see :mod:`gpuaug.source`. With a start method other than fork, every worker gets a pickled copy.
@@ -114,7 +114,7 @@ class Reader:
         Raises:
             ReadError: if a worker dies or no batch arrives in time. The next call starts new workers.
             SourceError: if a sample has the wrong form, or if the source or an extra cannot be pickled.
-            Exception: any other exception of the source, with its own type.
+            Exception: any other exception of the source; RuntimeError if it cannot be pickled.
         """
         _advance(self._generation)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
@@ -166,7 +166,7 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # DataLoader keeps its first generator; a closed generator holds no tasks
+            todo.close()  # DataLoader keeps the first `todo`; a closed generator holds no tasks
             if not ended():
                 _advance(self._generation)  # the workers then skip the batches that were requested ahead
 

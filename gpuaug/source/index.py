@@ -20,7 +20,7 @@ from gpuaug.errors import SourceError
 from gpuaug.source.local import open_text, read_file
 from gpuaug.source.shared_memory import share as share
 
-# numpy's exceptions for a damaged file, because numpy parses the header as Python
+# numpy may raise any of these for a damaged file, because it parses the header as Python
 NO_ARRAY = (
     OSError, ValueError, EOFError, TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
@@ -114,7 +114,7 @@ def occurrences(indices: Tensor) -> Tensor:
     grouped = numbers[by_number]
     count = np.empty_like(numbers)
     count[by_number] = np.arange(len(numbers)) - np.searchsorted(grouped, grouped)
-    # random numbers have 16 bits for the count: the 65,537th occurrence in an epoch gets the numbers of the first
+    # random numbers use 16 bits of the count: the 65,537th occurrence gets the random numbers of the first
     return torch.from_numpy(count & 0xFFFF)
 
 

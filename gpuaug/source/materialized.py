@@ -2,7 +2,7 @@
 
 A complete folder of `gpuaug materialize` contains
 
-- ``manifest.json``: source, recipe, views, sizes and labels of the epochs,
+- ``manifest.json``: source, recipe, views, numbers of rows, type of the labels,
 - ``epoch-0000/order.npy``: int64 [M], the sample number of each row of the epoch,
 - ``epoch-0000/00000.npy``: a chunk of these rows, as a structured array with the dtype of :func:`record`,
 - ``epoch-0000/00000.json``: the chunk's checksum, and the faults of samples without pixels,
@@ -38,7 +38,7 @@ from gpuaug.source.paths import absolute
 log = logging.getLogger("gpuaug")
 
 KIND, VERSION = "gpuaug materialize", 1
-MANIFEST, PLAN = "manifest.json", ".plan.json"  # an unfinished folder has only a PLAN
+MANIFEST, PLAN = "manifest.json", ".plan.json"  # an unfinished folder has a PLAN instead
 STORES = {"uint8": "|u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
 MAPPED_CHUNKS = 64  # chunks that a process keeps mapped; each needs a file descriptor
 
@@ -147,7 +147,7 @@ class Rows:
     """The source that workers read. Its rows are the samples of all stored epochs, in the order of the epochs.
 
     ``rows[n]`` is ``(data, label)``. ``data`` holds the pixels of all views in mapped memory. For a sample
-    without pixels, ``data`` is the fault as JSON. The fault never has as many bytes as pixels would have.
+    without pixels, ``data`` is the fault as JSON, whose length always differs from that of pixels.
     """
 
     indices = labels = classes = class_to_idx = num_classes = None
@@ -161,7 +161,7 @@ class Rows:
         self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes of a sample's pixels
         self.first = torch.from_numpy(np.cumsum([0, *manifest["rows"]]))  # int64 [K + 1], first row of each epoch
         self._labels = _load(Path(root, "labels.npy"), dtype=np.int64, optional=True)
-        # None: only the chunks have labels
+        # None: any labels are in the chunks
         self.label = None if self._labels is None else self._label
         self._repeats_logged = False
         self._chunk = lru_cache(maxsize=MAPPED_CHUNKS)(self._mapped)

@@ -95,12 +95,12 @@ def results(
     """Run tasks on this machine or on Ray. Yields each ``(task, result)`` as soon as the task is done.
 
     Args:
-        open_worker: pickled for other processes.
+        open_worker: makes the worker of each process; pickled for other processes.
         tasks: the tasks, which start in this order.
         on: ``local`` or ``ray``.
         progress: called with the number of newly finished samples.
-        num_workers: number of processes. None: as many as CPUs or GPUs allow. 0, for ``local`` only: this process.
-        cpus, gpus: CPUs (at most) and GPUs of each Ray process.
+        num_workers: number of processes. None: as many as CPUs or GPUs allow. 0 with ``local``: this process.
+        cpus, gpus: largest number of CPUs, and number of GPUs, of each Ray process.
     """
     if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:

@@ -31,7 +31,7 @@ _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
 
-Table = tuple[Int, int, Tensor]  # (rows, ascending; column; float32 [rows, ...])
+Table = tuple[Int, int, Tensor]  # ascending rows, their column, and float32 values [rows, ...]
 
 
 class CannotRunError(Exception):
@@ -63,7 +63,7 @@ class Stretch(NamedTuple):
     first: int
     last: int
     contrast: bool  # whether some of the steps are contrast steps
-    pillow: bool  # whether some of the steps in POINTS compute with Pillow's arithmetic
+    pillow: bool  # whether some steps in POINTS compute with Pillow's arithmetic
     rest: list[Group]  # the steps that are not in POINTS; only the last column has such steps
 
     @property
@@ -102,7 +102,7 @@ class Part(NamedTuple):
 
     stretch: Stretch
     flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down, 3 both
-    sums: Tensor  # int64 [B], zeros: the sums of gray for contrast steps
+    sums: Tensor  # int64 [B]: zeros; for contrast steps, a kernel adds the gray
     places: Tensor  # int32 [B]: row of the sample among the blurred samples, or -1
     rows: list[Tensor]  # int32 [n]: the rows of each group of `rest`, or of all blurs together
 
@@ -113,7 +113,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # float32 [2, 3] each: (1, 0) between parts, (scale, shift) for the output
+    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: 1 and 0 between parts, then the output's
     ramps: Tensor
 
 
@@ -163,7 +163,7 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 
 
 def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor) -> Tensor:
-    """Run a group's step on float32 [B, 3, H, W]. ``x`` may be overwritten. ``a``: arguments of the column."""
+    """Run a group's step on ``x``, float32 [B, 3, H, W], which may be overwritten. ``a``: arguments of the column."""
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
 
@@ -212,7 +212,7 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
 
 
 def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
-    """Fill each box with colour + std * noise. The noise is the first 3 * height * width values of ``table``."""
+    """Fill each box with colour + std * noise. A row of ``table`` begins with the noise of its box."""
     left, top, width, height = (a[:, k, None, None] for k in range(4))
     right = torch.arange(x.shape[3], device=x.device)[None, None, :] - left
     down = torch.arange(x.shape[2], device=x.device)[None, :, None] - top
@@ -229,7 +229,7 @@ def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
     """The table of a group, float32 [rows, ...]; None if the group's step has no table.
 
-    Tables of several operations are joined. Noise for erased boxes varies in length or is absent. Missing values are 0.
+    The tables of several operations are joined. Missing values are 0.
     """
     own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
     if not own or len(own[0][0]) == len(group.rows):

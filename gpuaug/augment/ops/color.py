@@ -37,7 +37,7 @@ def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
     count, rule = _uniform_factors(op)
     hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
     # A step with a neutral factor can change the last bits. Kornia skips the step if the whole batch is neutral. So
-    # neutral factors are replaced. Then a sample's pixels do not depend on its batch.
+    # almost neutral factors replace neutral ones. Then a sample's pixels do not depend on its batch.
     nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
     if hue[0] != hue[1]:
         nudged["hue_factor"] = (0, np.float32(1e-30))  # too small to change a pixel
@@ -104,7 +104,7 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """A step with one argument per channel. ``clipped``: None without ``clip_output``."""
+    """A step with one argument per channel. If ``clipped``, ops without ``clip_output`` have no steps."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         out[:, 0, :3] = values(params)

@@ -19,12 +19,12 @@ HEADINGS = {  # by stage, in the order of the table
     "all": "everything, from the bytes to the normalized view",
     "targets": "masks and boxes, from the same input; boxes in pixels",
 }
-EPOCHS = 32  # number of epochs to search for samples to which an operation is applied
+EPOCHS = 32  # epochs to search for samples to which an operation is applied
 # Limits of the verdicts. EQUAL, LEVEL and CLOSE are in levels, for images.
 EQUAL, LEVEL = 0.05, 1.001  # EQUAL: above the rounding of float32. LEVEL: one level plus the rounding of float32
 CLOSE = 4.0  # enough for eight operations in uint8, because each truncation loses half a level on average
 SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes. SAME_BOX: above the rounding of float32
-TIES = 0.002  # share of the mask pixels that may differ by rounding: at edges, and between two equally near pixels
+TIES = 0.002  # share of the mask pixels that rounding may change: at edges, or halfway between two pixels
 
 Image = NDArray[Any]
 
@@ -59,7 +59,7 @@ class Difference:
     mean: float = 0.0  # of the absolute differences
     largest_mean: float = 0.0  # the largest mean of one image
     bias: float = 0.0  # mean of ours minus theirs
-    off: float = 0.0  # share of pixels with a gap > LEVEL, of boxes with a gap > NEAR_BOX, or of unequal mask pixels
+    off: float = 0.0  # share of pixels above LEVEL, of boxes above NEAR_BOX, or of unequal mask pixels
     worst: Worst | str | None = None  # in the stage `targets`: the key of the sample
 
     @property
@@ -103,7 +103,7 @@ class Difference:
             self.worst = Worst(key, index, epoch, int(y), int(x), ours, theirs, what)
 
     def add_targets(self, gaps: NDArray[Any], key: str) -> None:
-        """Add one more image. ``gaps``: the largest difference of each box in pixels, or which mask pixels differ."""
+        """Add one more image. ``gaps``: each box's largest difference in pixels, or whether each mask pixel differs."""
         gaps = np.asarray(gaps, dtype=np.float64).reshape(-1)
         if not len(gaps):
             self.images += 1
@@ -124,7 +124,7 @@ class Difference:
             setattr(self, name, before + (mean - before) * count / self.count)
 
     def plain(self) -> dict[str, Any]:
-        """Everything but the pixels, for JSON."""
+        """The fields for JSON. Of the worst image, only the worst pixel."""
         values = {**vars(self), "verdict": self.verdict}
         if isinstance(w := self.worst, Worst):
             values["worst"] = {**vars(w), "ours": w.ours[w.y, w.x].tolist(), "theirs": w.theirs[w.y, w.x].tolist()}
@@ -147,14 +147,14 @@ class Parity:
 
     @property
     def nearest(self) -> list[Difference]:
-        """The comparisons of images. Of a step's references, only the nearest is kept."""
+        """Of each step, the comparison of images with the smallest mean difference."""
         best: dict[tuple[str, str], Difference] = {}
         for d in sorted(self.differences, key=lambda d: d.mean):
             best.setdefault((d.stage, d.title), d)
         return [d for d in self.differences if d.stage != "targets" and best[d.stage, d.title] is d]
 
     def at(self, stage: str, name: str, reference: str, why: str = "", *, view: str = "", kind: str = "") -> Difference:
-        """Return the comparison with these names, which is created if it is new."""
+        """Return the comparison with these names. Create it if it is missing."""
         names = stage, name, reference, view, kind
         for d in self.differences:
             if (d.stage, d.name, d.reference, d.view, d.kind) == names:

@@ -32,7 +32,7 @@ from gpuaug.tools.train.training import Training
 
 log = logging.getLogger("gpuaug")
 
-CLASSES = 1000  # classes of the model, if the loader knows no number
+CLASSES = 1000  # default for the number of classes of the model
 LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
 LENGTH = 720  # pixels of the longest bar
 
@@ -85,7 +85,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
     """Before a training begins, profile its first batches with a separate loader and model."""
     quiet = os.environ.get("RANK", "0") != "0"
     same = {name: getattr(loader, name) for name in ("num_workers", "source")}
-    if loader.pipeline.cache is not None:  # a small cache, because the first batches are repeated
+    if loader.pipeline.cache is not None:  # a small cache is enough for the first batches
         same["cache"] = RamCache(max_bytes=CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
@@ -205,7 +205,7 @@ def _ideal(gain: float) -> str:
 
 
 def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
-    """Draw a bar per stage for the time per image, and a thin line for the CPU time. A bottleneck is red."""
+    """Draw each stage's time per image as a bar, its CPU time as a thin line. A bottleneck is red, the step green."""
     shown = rows(m)
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
     drawn = []
@@ -221,7 +221,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
         drawn.append(Row(name.strip(), [f"{took}, {'free' if cost.rate >= 1e6 else rate}"], [Cell(bar, "")]))
     lines = [heading, "milliseconds per image; thin lines: CPU time of all cores", "", verdict.text]
     lines += [_advice(m, verdict, change) for change in verdict.changes or verdict.others]
-    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # the text for `model` names the gain
+    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, `verdict.text` names it
         lines.append(_ideal(verdict.ideal_gain))
     return sheet(drawn, heading="What one image costs", lines=lines)
 

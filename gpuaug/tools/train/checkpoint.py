@@ -15,7 +15,7 @@ import torch
 from gpuaug.errors import StateError
 from gpuaug.files import check_regular
 
-VERSION = 2  # version of the checkpoint format
+VERSION = 2
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:
