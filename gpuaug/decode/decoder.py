@@ -102,8 +102,8 @@ class Decode:
         """Open a decoder.
 
         Args:
-            device: the device of the views. ``auto``: CUDA if there is a CUDA device, else the CPU. ``cuda``:
-                LOCAL_RANK's device if this variable is set, else torch's current device.
+            device: the device of the views. ``auto``: CUDA if there is a CUDA device, else the CPU. ``cuda``: the
+                device with the index LOCAL_RANK if this environment variable is set, else torch's current device.
             accept_truncated: decode what exists of a truncated JPEG, instead of reporting a fault.
             batch_size: usual batch size. On CUDA, pipelines are built for at least this size.
         """
@@ -234,7 +234,7 @@ class Decoder:
         return info, route, None if data is original else np.frombuffer(data, dtype=np.uint8)
 
     def _check_header(self, data: bytes, info: Header) -> tuple[Header, Route]:
-        """Check the limits. Return the header, completed for TIFF and JPEG 2000, and the route."""
+        """Check the limits. Return the header and the route. For TIFF and JPEG 2000, Pillow reads the size."""
         codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
         if codec not in codecs:
             raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
@@ -356,7 +356,7 @@ class Decoder:
         )
 
     def _by_dali(self, plan: Plan, failed: list[int]) -> Iterator[tuple[Plan, Any]]:
-        """Decode the rows for DALI in chunks. Add rows that DALI cannot decode to ``failed``."""
+        """Let DALI decode its rows in chunks. Add rows that DALI cannot decode to ``failed``."""
         pending, rebuilds = self._chunks(plan)[::-1], 0
         while pending:
             part = pending.pop()
@@ -382,13 +382,13 @@ class Decoder:
                 rest = np.arange(len(part))
                 if len(part) == 1:
                     k = 0
-                if k is None or k >= len(part):  # for example, memory ran out
+                if k is None or k >= len(part):  # the failed image is unknown, or memory ran out
                     log.info("decode splits %d images into halves and tries again. Cause: %s", len(part), message)
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
                 # DALI names only one bad sample at a time. With halves, each of B bad samples is decoded about log2(B)
-                # times. Without: up to B times.
+                # times. Without halves, each is decoded up to B times.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result
