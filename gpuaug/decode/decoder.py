@@ -278,7 +278,7 @@ class Decoder:
             return images, [*too_large, *faults]
 
     def _too_large(self, plan: Plan) -> list[Fault]:
-        """Faults of images that would be too large after resizing, such as a very thin image."""
+        """Faults of images that would be too large after resizing, such as very thin images."""
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.windows], axis=0)
         faults = []
@@ -382,7 +382,7 @@ class Decoder:
                 rest = np.arange(len(part))
                 if len(part) == 1:
                     k = 0
-                if k is None or k >= len(part):  # the failed image is unknown, or memory ran out
+                if k is None or k >= len(part):  # for example, DALI names no image, or memory ran out
                     log.info("decode splits %d images into halves and tries again. Cause: %s", len(part), message)
                 else:
                     failed.append(int(part.rows[k]))

@@ -22,7 +22,7 @@ _NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_fact
 
 
 class PhotometricDistort(RecipeOp):
-    """Changes brightness, contrast, saturation, hue and the order of channels, each independently of the others.
+    """Changes brightness, contrast, saturation, hue and the order of channels, independently of each other.
 
     The order is: brightness, contrast (in half of the samples), saturation, hue, contrast (in the other half),
     channels. Pixels are clamped to 0..1 after each change. ``style`` selects the formulas:
