@@ -103,7 +103,7 @@ class Decode:
 
         Args:
             device: the device of the views. ``auto``: CUDA if there is a CUDA device, else the CPU. ``cuda``: the
-                device with the index LOCAL_RANK if this environment variable is set, else torch's current device.
+                device of the environment variable LOCAL_RANK, if set, else torch's current device.
             accept_truncated: decode what exists of a truncated JPEG, instead of reporting a fault.
             batch_size: usual batch size. On CUDA, pipelines are built for at least this size.
         """
@@ -382,20 +382,19 @@ class Decoder:
                 rest = np.arange(len(part))
                 if len(part) == 1:
                     k = 0
-                if k is None or k >= len(part):  # for example, DALI names no image, or memory ran out
+                if k is None or k >= len(part):  # no image is named: for example, memory ran out
                     log.info("decode splits %d images into halves and tries again. Cause: %s", len(part), message)
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
                 # DALI names only one bad sample at a time. With halves, each of B bad samples is decoded about log2(B)
-                # times. Without halves, each is decoded up to B times.
+                # times, not up to B times.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result
             del result
 
     def _chunks(self, plan: Plan) -> list[Plan]:
-        """The rows for DALI, in chunks."""
         if self._dali is None:
             return []
         rows, pixels = np.flatnonzero(_for_dali(plan.route, plan)), plan.stored.prod(axis=1)
