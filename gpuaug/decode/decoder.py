@@ -382,7 +382,7 @@ class Decoder:
                 rest = np.arange(len(part))
                 if len(part) == 1:
                     k = 0
-                if k is None or k >= len(part):  # no image is named: for example, memory ran out
+                if k is None or k >= len(part):  # no image is named, e.g. if memory ran out
                     log.info("decode splits %d images into halves and tries again. Cause: %s", len(part), message)
                 else:
                     failed.append(int(part.rows[k]))

@@ -59,7 +59,7 @@ class ListedSource:
         return len(self._names) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Encoded bytes and label; then the extra fields, such as captions, if the source has them."""
+        """Encoded bytes and label; then extra fields, such as captions, if there are any."""
         (item,) = self._read([self._check(index)])
         if isinstance(item, Exception):
             raise item
