@@ -85,7 +85,7 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # `_drawn` draws the factors, not ColorJitter. A range of 0 would make the fused program skip the change.
+    # `_drawn` draws the factors. With a range of 0, the fused program would skip the change.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
