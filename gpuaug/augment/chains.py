@@ -26,7 +26,7 @@ def mixed(x: Tensor, op: Prepared, chosen: Chosen, run: Callable[[Tensor, Chosen
     mix, *shares = weights.T[..., None, None, None]
     made = (_levels(run(x, own)) for own in _each(op, chosen))
     image = _levels(x)
-    # Multiply and add are separate calls, because addcmul rounds some elements of a tensor differently.
+    # Multiply and add are separate calls, because addcmul does not round all elements in the same way.
     total = torch.zeros_like(image) if op.rounds_twice else (1 - mix) * image
     for share, levels in zip(shares, made, strict=True):
         total += (share if op.rounds_twice else share * mix) * levels

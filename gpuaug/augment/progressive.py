@@ -81,7 +81,7 @@ class Progressive(ReadOnly):
 
     @property
     def main_thread(self) -> bool:
-        """Whether an operation of any stage uses the global generators."""
+        """Whether a stage must run in the iterating thread."""
         return any(stage.main_thread for stage in self.stages.values())
 
     def check_unchanged(self, *, quick: bool = False) -> None:

@@ -102,8 +102,8 @@ class Decode:
         """Open a decoder.
 
         Args:
-            device: the device of the views. ``auto``: CUDA if there is a CUDA device, else the CPU. ``cuda``:
-                LOCAL_RANK's device if this variable is set, else torch's current device.
+            device: the device of the views. ``auto``: CUDA if there is a CUDA device, else the CPU. ``cuda``: the
+                device of the environment variable LOCAL_RANK, if set, else torch's current device.
             accept_truncated: decode what exists of a truncated JPEG, instead of reporting a fault.
             batch_size: usual batch size. On CUDA, pipelines are built for at least this size.
         """
@@ -234,7 +234,7 @@ class Decoder:
         return info, route, None if data is original else np.frombuffer(data, dtype=np.uint8)
 
     def _check_header(self, data: bytes, info: Header) -> tuple[Header, Route]:
-        """Check the limits. Return the header, completed for TIFF and JPEG 2000, and the route."""
+        """Check the limits. Return the header and the route. For TIFF and JPEG 2000, Pillow reads the size."""
         codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
         if codec not in codecs:
             raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
@@ -278,7 +278,7 @@ class Decoder:
             return images, [*too_large, *faults]
 
     def _too_large(self, plan: Plan) -> list[Fault]:
-        """Faults of images that would be too large after resizing, such as a very thin image."""
+        """Faults of images that would be too large after resizing, such as very thin images."""
         most = self.settings.max_pixels
         pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.windows], axis=0)
         faults = []
@@ -356,7 +356,7 @@ class Decoder:
         )
 
     def _by_dali(self, plan: Plan, failed: list[int]) -> Iterator[tuple[Plan, Any]]:
-        """Decode the rows for DALI in chunks. Add rows that DALI cannot decode to ``failed``."""
+        """Let DALI decode its rows in chunks. Add rows that DALI cannot decode to ``failed``."""
         pending, rebuilds = self._chunks(plan)[::-1], 0
         while pending:
             part = pending.pop()
@@ -382,20 +382,19 @@ class Decoder:
                 rest = np.arange(len(part))
                 if len(part) == 1:
                     k = 0
-                if k is None or k >= len(part):  # for example, memory ran out
+                if k is None or k >= len(part):  # no image is named, e.g. if memory ran out
                     log.info("decode splits %d images into halves and tries again. Cause: %s", len(part), message)
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
                 # DALI names only one bad sample at a time. With halves, each of B bad samples is decoded about log2(B)
-                # times. Without: up to B times.
+                # times, not up to B times.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result
             del result
 
     def _chunks(self, plan: Plan) -> list[Plan]:
-        """The rows for DALI, in chunks."""
         if self._dali is None:
             return []
         rows, pixels = np.flatnonzero(_for_dali(plan.route, plan)), plan.stored.prod(axis=1)

@@ -59,7 +59,7 @@ class ListedSource:
         return len(self._names) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Encoded bytes and label, and the extra if the source has extras."""
+        """Encoded bytes and label; then extra fields, such as captions, if there are any."""
         (item,) = self._read([self._check(index)])
         if isinstance(item, Exception):
             raise item
@@ -92,7 +92,7 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces samples of the ``read_many`` call after the next. None for local files."""
+        """``prefetch(numbers)`` announces samples of the second ``read_many`` call from now. None for local files."""
         return self._prefetch if self._is_remote and type(self)._range is not ListedSource._range else None
 
     @property

@@ -33,7 +33,7 @@ class Field(NamedTuple):
 
     types: tuple[type, ...]  # allowed types of a value that Python's json returned
     kind: Any  # type that msgspec requires
-    default: Any = ...  # value of an absent field; ...: the field is required
+    default: Any = ...  # value of an absent field; Ellipsis: the field is required
 
 
 WHOLE, NUMBER, TEXT = Field((int,), int), Field((int, float), float), Field((str,), str)
@@ -78,7 +78,7 @@ class Annotations:
 def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotations:
     """Parse COCO's JSON of instances, person_keypoints or panoptic segments; SourceError if it is not valid.
 
-    ``masks`` is the argument of :class:`CocoSource`. ``place`` is the path of the file, for error messages.
+    ``masks``: ``instances``, ``panoptic`` or None. ``place``: the path of the file, for error messages.
     """
     try:
         return _annotations(data, masks)

@@ -174,7 +174,7 @@ def _tables(
 
 
 def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
-    """The weights of blurs: first those in x, then those in y. A motion blur has a square of weights."""
+    """The weights of blurs: first those in x, then those in y. The weights of a motion blur form a square."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []

@@ -17,12 +17,12 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
 
 Range = tuple[float, float]
-_GATES = 6  # uniforms for: brightness, contrast, saturation, hue, channels, and whether contrast comes early
+_GATES = 6  # uniforms for: brightness, contrast, saturation, hue, channels; whether contrast precedes saturation
 _NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 
 
 class PhotometricDistort(RecipeOp):
-    """Changes brightness, contrast, saturation, hue and the order of channels, each with its own probability.
+    """Changes brightness, contrast, saturation, hue and the order of channels, independently of each other.
 
     The order is: brightness, contrast (in half of the samples), saturation, hue, contrast (in the other half),
     channels. Pixels are clamped to 0..1 after each change. ``style`` selects the formulas:
@@ -85,7 +85,7 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # The recipe draws the factors. The range 0.5 only keeps ColorJitter from skipping its steps.
+    # `_drawn` draws the factors. With a range of 0, the fused program would skip the change.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)

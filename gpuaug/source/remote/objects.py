@@ -138,7 +138,7 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
         endpoint = f"https://s3.{region}.amazonaws.com{amazon[1] or ''}"
     elif "amazonaws.com" in endpoint:
         raise _UnfitError(f"unsupported endpoint {endpoint}")
-    # As in botocore, a bucket with dots is no subdomain, because certificates would not match.
+    # As in botocore, a bucket name with dots is never in the host name, because certificates would not match.
     virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
     root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
     lines = ("x-amz-request-payer: requester",) if system.requester_pays else ()

@@ -5,8 +5,8 @@ Stages overlap, and on the CPU they share the cores. Every prediction uses this 
     seconds per image = max(reading, headers, decoding, augmenting, model, CPU-seconds of all stages / cores)
 
 `reading` runs in all workers in parallel. `headers`, `decoding` and `augmenting` run in one thread each. `headers`
-includes receiving batches, random values and crops. `augmenting` includes mix. Without workers, reading is part of
-`headers`. With ``prefetch=0``, the times of the threads and of the model are added. The whole is loader plus model.
+includes random values, crops and receiving batches. `augmenting` includes mix. Without workers, reading is part of
+`headers`. With ``prefetch=0``, the times of threads and model are added. The whole is loader and model together.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Verdict:
     bottleneck: str  # a key of TITLES
     text: str
     evidence: list[str]
-    changes: list[Change]  # to be made together, in this order; each gain includes the changes before
-    others: list[Change]  # each gain is relative to all `changes`
+    changes: list[Change]  # to be made together, in this order; each gain includes the changes before it
+    others: list[Change]  # each gain comes on top of all `changes`
     prediction: Prediction  # without changes
     ideal_gain: float | None = None  # speedup with a loader that takes no time; None: no model
 
@@ -116,7 +116,7 @@ def predict(m: Measured) -> Prediction:
 def expected(m: Measured, then: Measured) -> float:
     """Predict seconds per image of the whole, if ``m`` changes to ``then``.
 
-    If the whole takes longer than its parts explain, the difference stays. If the whole takes less, the machine was
+    If the whole takes longer than its parts explain, the difference is added. If the whole takes less, the machine was
     busier while the parts were measured, so the prediction is lowered.
     """
     explained, after = predict(m).seconds, predict(then).seconds
@@ -147,7 +147,7 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
     if m.masks is not None:
         without["masks"] = m.masks.wall + m.finish.wall, {"masks": FREE, "finish": FREE}
     gains = {stage: _speedup(m, **free) for stage, (_, free) in without.items()}
-    # if two paths take equally long, removing a stage gains nothing; the slowest stage is then chosen
+    # if the two largest terms are equal, removing a stage gains nothing; then the slowest stage is chosen
     first = max(gains, key=lambda stage: (round(gains[stage], 2), without[stage][0]))
     if m.prefetch == 0 and m.step is not None:
         ahead = _speedup(m, prefetch=2)
@@ -175,8 +175,8 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
     if first != "reading":
         return ("model" if first == "step" else first), evidence
     if m.copy is not None and m.copy.wall > HANDING_OVER * m.read.wall:
-        text = f"{_ms(m.copy.wall)} of the {_ms(m.read.wall)} per image ({m.bytes_per_image / 2**20:.2g} MiB each)"
-        evidence.append(f"Copying bytes from the workers to this process, without reading them, takes {text}.")
+        text = f"{_ms(m.copy.wall)} of the {_ms(m.read.wall)} to read an image ({m.bytes_per_image / 2**20:.2g} MiB)"
+        evidence.append(f"Copying bytes from the workers to this process takes {text}.")
         return "inter-process copy", evidence
     evidence.append(f"Reading a sample takes {_ms(m.source.wall)}. A core is busy for {m.busy:.0%} of this time.")
     return ("storage" if m.busy < 0.5 else "workers"), evidence
@@ -291,7 +291,7 @@ def _others(trials: Profiler, m: Measured, current: Measured, stage: str, *, at:
         text = f"store pixels instead of image files, and masks without compression: {command}, then {use_packed}"
         propose(replace(stored, decode=FREE), (), text)
     if stage in ("decode", "masks", "inter-process copy", "storage") and (packed := trials.packed()) is not None:
-        side, fewer = packed  # the times of decoding and copying are proportional to pixels and bytes
+        side, fewer = packed  # `fewer`: share of the pixels that is kept; times shrink to this share
         decode = current.decode.scaled(fewer, fewer)
         masks = None if current.masks is None else current.masks.scaled(fewer, fewer)
         read = current.read if stage in ("decode", "masks") else current.read.scaled(max(fewer, 0.05), max(fewer, 0.05))

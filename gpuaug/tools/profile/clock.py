@@ -28,10 +28,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 def waited_for_a_core() -> float:
-    """Seconds so far in which this thread waited for a core."""
+    """Seconds so far in which this thread waited for a core; 0 if the kernel does not count them."""
     try:
         return int((machine.read("/proc/thread-self/schedstat") or "").split()[1]) / 1e9
-    except (ValueError, IndexError):  # without the kernel's count, a busy machine looks like slow storage
+    except (ValueError, IndexError):
         return 0.0
 
 

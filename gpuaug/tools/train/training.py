@@ -202,9 +202,9 @@ class Training:
         whole = count_batches(loader)
         if self.settings.accumulate > whole:
             raise ConfigError(
-                f"`accumulate` must be at most the number of batches of an epoch, {whole}, because the last "
-                f"step of an epoch changes the weights. Found: {self.settings.accumulate}. Lower `accumulate`. A lower "
-                "`batch_size` gives more batches."
+                f"`accumulate` must be at most the number of batches of an epoch, {whole}, because the "
+                f"weights also change after an epoch's last batch. Found: {self.settings.accumulate}. Lower "
+                "`accumulate`. A lower `batch_size` gives more batches."
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # batches done before a resume
         self.each.train()
@@ -232,7 +232,7 @@ class Training:
         return True
 
     def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
-        """Run the steps of an epoch, except the first ``done`` batches. Returns False if SIGTERM ended them."""
+        """Train on the epoch's batches after the first ``done``. Returns False if SIGTERM ended the epoch early."""
         batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
         position = self.loader.state_dict()["position"]  # after the last sample that changed the weights
         steps = math.ceil(whole / self.settings.accumulate)  # optimizer steps of an epoch
@@ -246,7 +246,7 @@ class Training:
                 self._forget_group(epoch, position)
                 return False
             if batch is None:
-                if self.group.batches:  # `faults.policy=drop` removed all of the epoch's last batch
+                if self.group.batches:  # `faults.policy=drop` removed every sample of the epoch's last batch
                     self._end_group()
                 return True
             pace.have()
