@@ -232,7 +232,7 @@ def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
 def _paths(
     u: Float, size: Size, *, members: Sequence[Sequence[Member]], slots: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose one sub-policy of ``members`` per sample. Each of its operations has its own probability."""
+    """Choose one sub-policy of ``members`` per sample. Each operation of a sub-policy has its own ``p``."""
     taken = pick(u[:, 0], len(members))
     choice = np.full((len(u), slots), -1, dtype=np.int64)
     params: list[Alternatives] = [()] * slots

@@ -48,7 +48,7 @@ class YoloSource(FileSource):
             list, or a mapping from numbers), ``nc``, ``kpt_shape`` and ``flip_idx``. ``train``, ``val`` and ``test``
             are folders of images, or text files that list images. If ``path`` names a folder below a local
             ``root``, these paths are relative to that folder. All images must be below ``root``.
-        split: name of the split. Without a YAML file: the folder ``images/<split>``, or a local ``<split>/images``.
+        split: name of the split. Without a YAML file: the folder ``images/<split>``, or (local only) ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
         subset, exclude: as in :class:`FolderSource`.
@@ -137,7 +137,7 @@ class YoloSource(FileSource):
         ]
 
     def _listed(self, place: str, endings: tuple[str, ...]) -> list[bytes]:
-        """Paths that a text file of images lists, relative to the root."""
+        """Image paths in a text file, relative to the root."""
         file = join(self.root, place)
         lines = read_list(file, self._storage, key="source.split")
         for line in lines:

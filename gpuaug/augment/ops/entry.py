@@ -102,8 +102,8 @@ class RecipeOp(nn.Module):
 class Steps:
     """The steps of one module, and the function that writes their arguments.
 
-    If a step needs more than ARGS numbers, ``table`` makes them, float32 [n, ...], from the params of n rows. These
-    params include those of ``Entry.fields``.
+    If a step needs more than ARGS numbers, ``table`` makes the others, float32 [n, ...], from the params of n rows.
+    These params include those of ``Entry.fields``.
     """
 
     codes: tuple[Code, ...]
