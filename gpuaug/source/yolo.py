@@ -48,7 +48,7 @@ class YoloSource(FileSource):
             list, or a mapping from numbers), ``nc``, ``kpt_shape`` and ``flip_idx``. ``train``, ``val`` and ``test``
             are folders of images, or text files that list images. If ``path`` names a folder below a local
             ``root``, these paths are relative to that folder. All images must be below ``root``.
-        split: name of the split. Without a YAML file: the folder ``images/<split>``, or (local only) ``<split>/images``.
+        split: name of the split. Without a YAML file: the folder ``images/<split>`` or (local only) ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
         subset, exclude: as in :class:`FolderSource`.
@@ -187,7 +187,7 @@ class YoloSource(FileSource):
 class _Data:
     """Content of the YAML file."""
 
-    place: str  # path of the file, or the root if there is no file; for messages
+    place: str  # the file, or the root if there is none; for messages
     folder: str = ""  # the splits' paths start in this folder below the root
     splits: dict[str, list[str]] | None = None  # None: no file
     names: list[str] | None = None

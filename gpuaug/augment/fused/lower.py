@@ -59,8 +59,8 @@ class Lowering:
             if len(column.alternatives) == 1:
                 column.alternatives[0].write(args[:, where], params[0], size)
                 continue
-            # Compute every alternative for all samples: selecting rows for each would take further calls. The slots of a
-            # color jitter share `params`, so their arguments are computed once.
+            # Compute every alternative for all samples: selecting rows would take further calls. The slots of a color
+            # jitter share `params`, so their arguments are computed once.
             if id(params) not in values:
                 stacked = np.zeros((len(params), batch, width, ARGS), dtype=np.float32)
                 for alternative, a in enumerate(column.alternatives):

@@ -38,7 +38,6 @@ class Range(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Maximum number of bytes to read."""
         return self.most or (local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE)
 
 
