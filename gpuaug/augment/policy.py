@@ -27,8 +27,8 @@ from gpuaug.random.keyed import Float, Int, pick
 logger = logging.getLogger("gpuaug")
 
 _FASTER = (
-    ". If its output depends only on its input and on random numbers per image, it can run on whole batches: see "
-    "`uniforms` in docs/guide.md"
+    ". If its output depends only on its input and on random numbers per image, the module can run on whole batches: "
+    "see `uniforms` in docs/guide.md"
 )
 
 

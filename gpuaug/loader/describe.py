@@ -27,7 +27,6 @@ def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int
 
 
 def facts(loader: Any) -> dict[str, str]:
-    """Return the titles and texts of the description."""
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
