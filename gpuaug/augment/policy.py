@@ -122,7 +122,7 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
 
 
 def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw the rule's parameters. The first uniform decides whether the operation is applied."""
+    """Draw the rule's parameters. The first uniform is compared with ``p``."""
     choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
     return choice, ((rule(u[:, 1:], size),),)
 

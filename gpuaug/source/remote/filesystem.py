@@ -33,7 +33,7 @@ class Range(NamedTuple):
     begin: int = 0  # first byte
     size: int | None = None  # bytes; None: the whole file
     version: str = ""  # from a listing; a local file with another version is refused
-    image: int | None = None  # bytes of an encoded image; 0: size not known; None: not an image
+    image: int | None = None  # bytes of an encoded image; 0: not known; None: not an image
     most: int = 0  # limit in bytes; 0: 512 MiB for an image, 1 GiB for other data
 
     @property
