@@ -76,7 +76,7 @@ class EncodedTargets:
 
     Attributes:
         offsets: [B + 1]; sample i has the rows ``offsets[i]:offsets[i + 1]`` of the table.
-        boxes, labels, keypoints, crowd: N rows.
+        boxes, labels, keypoints, crowd: N rows, one per object.
         area: [N]; NaN: not known.
         ids: [N]; -1: not known.
         sizes: [B, 2], (height, width) of the image that the annotations were made for; 0: not known.

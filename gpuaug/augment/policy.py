@@ -27,8 +27,8 @@ from gpuaug.random.keyed import Float, Int, pick
 logger = logging.getLogger("gpuaug")
 
 _FASTER = (
-    ". A module whose pixels depend only on its input and on random numbers per image can run on whole batches: see "
-    "`uniforms` in docs/guide.md"
+    ". If its output depends only on its input and on random numbers per image, the module can run on whole batches: "
+    "see `uniforms` in docs/guide.md"
 )
 
 
@@ -122,18 +122,18 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
 
 
 def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw the rule's parameters. The first uniform is for the gate."""
+    """Draw the rule's parameters. The first uniform is compared with ``p``."""
     choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
     return choice, ((rule(u[:, 1:], size),),)
 
 
 def _given(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose the module for all samples, with the uniforms."""
+    """Choose the module for all samples. The uniforms are its parameters."""
     return np.zeros((len(u), 1), dtype=np.int64), (({"uniforms": u} if u.shape[1] else {},),)
 
 
 def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose a member for each sample. The first uniform is for the gate, the second selects the member."""
+    """Choose a member for each sample. The first uniform is compared with ``p``, the second selects the member."""
     which = pick(u[:, 1], len(members))
     which[u[:, 0] >= np.float32(p)] = -1
     choice = np.full((len(u), max(len(m.slots) for m in members)), -1, dtype=np.int64)
@@ -220,7 +220,7 @@ def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
     """Prepare AutoAugment; slot i contains the i-th operation of each sub-policy."""
     policies = [list(child.children()) for child in op.children()]
     members = tuple(tuple(_member(operation, key) for operation in operations) for operations in policies)
-    width = 1 + max(count for path in members for count, _, _ in path)  # one uniform for the gate
+    width = 1 + max(count for path in members for count, _, _ in path)  # one uniform is compared with p
     slots = tuple(
         tuple(always_applied(operations[slot].op) for operations in policies if slot < len(operations))
         for slot in range(max(map(len, policies)))
@@ -232,7 +232,7 @@ def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
 def _paths(
     u: Float, size: Size, *, members: Sequence[Sequence[Member]], slots: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose one sub-policy of ``members`` per sample. Each operation of a sub-policy has its own gate."""
+    """Choose one sub-policy of ``members`` per sample. Each operation of a sub-policy has its own ``p``."""
     taken = pick(u[:, 0], len(members))
     choice = np.full((len(u), slots), -1, dtype=np.int64)
     params: list[Alternatives] = [()] * slots
@@ -265,7 +265,7 @@ _POLICIES: dict[str, Callable[..., Prepared]] = {
 
 # --- modules that `ops` refuses
 
-# From "package.class" to (requirement, remedy). The first class of the module's MRO in this table decides.
+# From "package.class" to (requirement, remedy). Of the module's MRO, the first class in this table decides.
 _REFUSED = {
     name: (required, remedy)
     for names, required, remedy in (
@@ -312,7 +312,7 @@ def _check(key: str, op: Any) -> None:
         raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
         value = getattr(op, setting, wanted)
-        if value is not None and value != wanted:  # containers have None
+        if value is not None and value != wanted:  # Kornia's policies have None
             raise ConfigError(
                 f"`{key}.{setting}` must be {wanted}, because each sample is augmented independently of its batch. "
                 f"Found: {value!r}. Remove the setting."

@@ -351,7 +351,7 @@ class RandomIoUCrop(Crop):
         waiting = np.flatnonzero(known & (np.diff(first) > 0) & (draws[:, 0] < np.float32(self.p)))
         start, rounds = 0, 1 if redraw is None else self.ROUNDS
         while len(waiting) and start < rounds:
-            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once, for fewer and fewer rows
+            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once, for samples without a crop
             stack = [draws[waiting] if redraw is None or not n else redraw(n, waiting) for n in numbers]
             rows = np.tile(waiting, len(stack))
             done, found = self._rounds(np.concatenate(stack)[:, 5:], canvas[rows], boxes, first[rows], first[rows + 1])

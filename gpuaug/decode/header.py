@@ -23,7 +23,7 @@ _SIGNATURES = re.compile(
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _JUNK = 65_536  # limit of the bytes outside segments before a JPEG's first scan
-_CHUNKS = 131_072  # limit of the number of chunks: libpng writes 1 GB in chunks of 8 kB
+_CHUNKS = 131_072  # limit of the number of chunks; enough for 1 GB in libpng's chunks of 8 kB
 _BLOCKS = 64  # rows; a multiple of the height of a JPEG's blocks (8, 16 or 32 rows, depending on subsampling)
 _SCANS = 256  # limit of the scans of a JPEG; encoders write about ten
 _PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
@@ -173,7 +173,7 @@ def _jpeg(data: bytes) -> Header:
     if frame is None:
         raise HeaderError("jpeg without a frame header")
     marker, bits, height, width, parts = frame
-    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the crop would miss this
+    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the crop would not see a missing end
         raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
     scans = 1
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time

@@ -71,7 +71,7 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
 
     def name(number: int) -> str:
         text = str(classes[number]) if classes is not None and 0 <= number < len(classes) else f"label {number}"
-        # the font lacks characters, so two names could look the same
+        # the font lacks some characters, so two names could look the same
         return text if drawable(text) == text else f"{number}: {text}"
 
     if value is None or isinstance(value, int):

@@ -27,7 +27,6 @@ def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int
 
 
 def facts(loader: Any) -> dict[str, str]:
-    """Return the titles and texts of the description."""
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
@@ -47,7 +46,7 @@ def facts(loader: Any) -> dict[str, str]:
 
 
 def _sizes(loader: Any) -> str:
-    """Return the shapes of the views in the current epoch, as text."""
+    """The shapes of the views in the current epoch."""
     crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
     sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
     counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]

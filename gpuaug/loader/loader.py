@@ -255,7 +255,7 @@ class Loader(AsItIs):
         if "source" in changes:
             raise ConfigError("`replace` keeps the source. Build a new loader for another source.")
         given = {**self._given, "device": self.device, "num_workers": self.num_workers}
-        for pair in (("order", "shuffle"), ("last", "drop_last")):  # a pair names one setting twice
+        for pair in (("order", "shuffle"), ("last", "drop_last")):  # both names of a pair are one setting
             if changes.keys() & pair:
                 given = {name: value for name, value in given.items() if name not in pair}
         if (cache := self.pipeline.cache) is not None:

@@ -48,7 +48,7 @@ class YoloSource(FileSource):
             list, or a mapping from numbers), ``nc``, ``kpt_shape`` and ``flip_idx``. ``train``, ``val`` and ``test``
             are folders of images, or text files that list images. If ``path`` names a folder below a local
             ``root``, these paths are relative to that folder. All images must be below ``root``.
-        split: name of the split. Without a YAML file: the folder ``images/<split>`` or ``<split>/images``.
+        split: name of the split. Without a YAML file: the folder ``images/<split>`` or (local only) ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
         subset, exclude: as in :class:`FolderSource`.
@@ -137,7 +137,7 @@ class YoloSource(FileSource):
         ]
 
     def _listed(self, place: str, endings: tuple[str, ...]) -> list[bytes]:
-        """Images that a text file lists, relative to the root."""
+        """Image paths in a text file, relative to the root."""
         file = join(self.root, place)
         lines = read_list(file, self._storage, key="source.split")
         for line in lines:
@@ -187,8 +187,8 @@ class YoloSource(FileSource):
 class _Data:
     """Content of the YAML file."""
 
-    place: str  # path of the file, for errors
-    folder: str = ""  # where the paths of splits begin, relative to the root
+    place: str  # the file, or the root if there is none; for messages
+    folder: str = ""  # the splits' paths start in this folder below the root
     splits: dict[str, list[str]] | None = None  # None: no file
     names: list[str] | None = None
     points: tuple[int, int] | None = None

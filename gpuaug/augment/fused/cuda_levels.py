@@ -19,7 +19,7 @@ PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
 
 @triton.jit
 def over_255(x):  # type: ignore[no-untyped-def]
-    """Compute ``x / 255`` with a single rounding, for a level ``x`` in 0..255."""
+    """Compute ``x / 255``, correctly rounded, for a level ``x`` in 0..255."""
     return x * PART_1 + x * PART_2
 
 
@@ -39,7 +39,7 @@ def level(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def gray_level(r, g, b):  # type: ignore[no-untyped-def]
     """The gray level 0..255 that Pillow computes from levels of red, green and blue."""
-    return tl.floor((r * 19595.0 + g * 38470.0 + b * 7471.0 + 32768.0) * (1.0 / 65536.0))  # exact: a sum is below 2^24
+    return tl.floor((r * 19595.0 + g * 38470.0 + b * 7471.0 + 32768.0) * (1.0 / 65536.0))  # exact: sums are below 2^24
 
 
 @triton.jit

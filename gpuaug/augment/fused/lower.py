@@ -18,7 +18,7 @@ from gpuaug.random.keyed import Float
 
 
 class Column(NamedTuple):
-    """A slot of the program. A sample's row holds the steps of the alternative that was chosen for the sample."""
+    """The place of one slot in the program. There, each sample has the steps of its chosen alternative."""
 
     op: int
     slot: int
@@ -28,7 +28,7 @@ class Column(NamedTuple):
 
 
 class Lowering:
-    """Turns the choices for consecutive operations into a program. ``slots``: :func:`lowered_slots` per operation."""
+    """Turns choices for consecutive operations into a program. ``slots``: each operation's :func:`lowered_slots`."""
 
     def __init__(self, ops: list[Prepared], slots: list[list[tuple[Steps, ...]]]) -> None:
         self.ops = ops
@@ -59,7 +59,7 @@ class Lowering:
             if len(column.alternatives) == 1:
                 column.alternatives[0].write(args[:, where], params[0], size)
                 continue
-            # Compute every alternative for all samples: a selection of rows would need more calls. The slots of a color
+            # Compute every alternative for all samples: selecting rows would take further calls. The slots of a color
             # jitter share `params`, so their arguments are computed once.
             if id(params) not in values:
                 stacked = np.zeros((len(params), batch, width, ARGS), dtype=np.float32)

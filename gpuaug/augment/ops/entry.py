@@ -1,7 +1,7 @@
 """The type of entries, and helpers that many entries share.
 
 From the same uniform random numbers ("uniforms"), an entry and Kornia compute bit-identical parameters. A step is an
-instruction of the fused backend. The formulas are in fused/cpu.cpp, fused/cuda.py and fused/cuda_steps.py.
+instruction of the fused backend. The steps' formulas are in fused/cpu.cpp, fused/cuda.py and fused/cuda_steps.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Code(IntEnum):
     RESAMPLE = 23  # (Pillow's matrix from output to input: 6 float64 as 12 arguments; interpolation, r, g, b)
     ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
     FILTER = 25  # (kernel size, angle, direction, interpolation: kornia.constants.Resample, border); a motion blur
-    RAIN = 26  # (drops, height, width, maximum of drops, maximum length); with a table of coordinates
+    RAIN = 26  # (drops, height, width, most drops, largest height or width); with a table of coordinates
     REPLACE = 27  # (); with a table: values >= 0 replace pixels
     FIELD = 28  # (0: add a table, 1: multiply the distance from 0.5 by a table); clamps the result
     FILL = 29  # (value, then for each of r, g, b: 1 if this channel is filled)
@@ -102,8 +102,8 @@ class RecipeOp(nn.Module):
 class Steps:
     """The steps of one module, and the function that writes their arguments.
 
-    If a step needs more than ARGS numbers, ``table`` makes them, float32 [n, ...], from the params of n rows. These
-    params include those of ``Entry.fields``.
+    If a step needs more than ARGS numbers, ``table`` makes the others, float32 [n, ...], from the params of n rows.
+    These params include those of ``Entry.fields``.
     """
 
     codes: tuple[Code, ...]
@@ -129,7 +129,7 @@ def all_uniform(op: Any) -> tuple[int, Rule]:
 
 
 def uniform_from(*names: str) -> Parameters:
-    """The rule for uniform parameters. ``names`` has Kornia's drawing order. A name without a sampler is left out.
+    """The rule for uniform parameters. Kornia draws ``names`` in this order. A name without a sampler is left out.
 
     The sampler of ``x`` and of ``x_factor`` is called ``x_sampler``.
     """

@@ -128,7 +128,7 @@ ENTRIES = {
     "translate_x": _moves(partial(_element, at=2, sign=-1)),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
     "translate_y": _moves(partial(_element, at=5, sign=-1)),  # pixels down
     "rotate": _moves(_rotate),  # degrees counter-clockwise: Image.rotate
-    "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # magnitude of this and the next 3: factor of ImageEnhance
+    "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # magnitude here and in the next 3: ImageEnhance's factor
     "color": _color(Code.SATURATION, _M, 0, 0, 1),
     "contrast": _color(Code.CONTRAST, _M, 0, 0, 1),
     "sharpness": _color(Code.SHARPNESS, _M, 0, 0, 1),

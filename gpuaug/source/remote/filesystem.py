@@ -32,13 +32,12 @@ class Range(NamedTuple):
     path: str  # local path or URL
     begin: int = 0  # first byte
     size: int | None = None  # bytes; None: the whole file
-    version: str = ""  # from a listing; a local file must still have this version
-    image: int | None = None  # size of an encoded image in bytes, 0: not known; None: not an image
+    version: str = ""  # from a listing; a local file with another version is refused
+    image: int | None = None  # bytes of an encoded image; 0: not known; None: not an image
     most: int = 0  # limit in bytes; 0: 512 MiB for an image, 1 GiB for other data
 
     @property
     def limit(self) -> int:
-        """Maximum number of bytes to read."""
         return self.most or (local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE)
 
 
@@ -70,7 +69,7 @@ def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -
     except (TypeError, ValueError) as error:
         raise ConfigError(f"`source.remote.options` are not valid. {type(error).__name__}: {error}.") from error
     if protocol in ("s3", "s3a"):
-        system.retries = 1  # one try: s3fs would retry, too
+        system.retries = 1  # one try, because gpuaug retries
     if unknown := _unknown_options(system, protocol, options):
         raise ConfigError(
             f"`source.remote.options` must be options of {protocol}://. Unknown options: {', '.join(sorted(unknown))}."
@@ -115,7 +114,7 @@ async def read(system: Any, threads: Executor | None, url: str, *, part: Range) 
 
 
 async def _read_http(system: Any, part: Range) -> bytes | OSError:
-    """Send a GET without fsspec, because fsspec downloads the whole file for a range, and has no size limit."""
+    """Send a GET without fsspec. fsspec has no size limit, and accepts a whole file instead of a range."""
     session = await system.set_session()
     options = dict(system.kwargs)
     headers = {**(options.pop("headers", None) or {}), "Accept-Encoding": "identity"}
