@@ -27,7 +27,7 @@ class ConfigError(GpuaugError, ValueError):
 
 
 class ReadOnlyError(ConfigError, AttributeError):
-    """A setting was changed too late."""
+    """A setting was changed after the loader or recipe was created."""
 
 
 class SourceError(GpuaugError, ValueError):

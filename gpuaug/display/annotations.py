@@ -42,7 +42,7 @@ class Annotations:
     keypoints: NDArray[np.float32] | None  # [n, K, 3], (x, y, visibility)
     labels: NDArray[np.int64]  # [n]
     crowd: NDArray[np.bool_]  # [n]
-    ids: NDArray[np.int64]  # [n], id of each annotation in its file, or -1
+    ids: NDArray[np.int64]  # [n], id of each annotation in its file; -1: none
 
     @classmethod
     def of(cls, targets: BatchTargets, row: int, rules: Targets | None) -> Annotations:
@@ -68,7 +68,7 @@ class Style:
     rules: Targets | None = None
     classes: Sequence[str] | None = None
     skeleton: Sequence[tuple[int, int]] = ()  # keypoints that a line connects
-    numbers: Mapping[int, int] | None = None  # annotation id to color number; None: the object's position
+    numbers: Mapping[int, int] | None = None  # color number of each annotation id; None: use the object's position
 
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
@@ -227,7 +227,7 @@ def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, fl
 
 
 def _box(pen: Any, box: Sequence[int], color: Color) -> None:
-    """Draw a line inside the box, between two thin black or white lines. The box is then visible on any image."""
+    """Draw a box between two thin black or white boxes, so that it is visible on any image."""
     x1, y1, x2, y2 = box[0], box[1], max(box[0], box[2] - 1), max(box[1], box[3] - 1)
     for grow, tone, width in ((1, (*_contrast(color), 150), 1), (-2, (*_contrast(color), 110), 1), (0, color, 2)):
         corners = (x1 - grow, y1 - grow, x2 + grow, y2 + grow)

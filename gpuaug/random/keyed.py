@@ -1,8 +1,8 @@
 """Keyed random numbers: every value is a function of (seed, epoch, index, repeat, view, copy, operation).
 
 The generator is Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its key is a
-hash of the seed and the stream. Its counter holds the index, the epoch, the repeat and the number of the block of four
-values. So a new operation, view or sample does not change the random numbers of the others.
+hash of seed, view, copy and operation. Its counter holds index, epoch, repeat and the number of a block of four values.
+So a new operation, view or sample does not change the random numbers of the others.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ _AT_ONCE = 2**21  # values per call; each value needs about 40 bytes of temporar
 
 
 def field(keys: Tensor, count: int) -> Tensor:
-    """Uniform values in (0, 1), float32 [B, count], on the device of ``keys``. :func:`sample_keys` makes ``keys``."""
+    """Uniform values in (0, 1], float32 [B, count], on the device of ``keys``. :func:`sample_keys` makes ``keys``."""
     if keys.device.type == "cpu" and (native := library()) is not None:
         keys, values = keys.contiguous(), torch.empty((len(keys), count), dtype=torch.float32)
         threads = torch.get_num_threads() if values.numel() >= 100_000 else 1

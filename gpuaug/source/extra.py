@@ -69,5 +69,5 @@ class ExtraTable:
         self._columns = [Names.of([[pickle.dumps(value) for value in column]]) for column in columns]
 
     def __getitem__(self, index: int) -> Any:
-        # safe: this source has pickled the values
+        # safe: this class has pickled the values
         return self._fields.value(pickle.loads(column[index]) for column in self._columns)

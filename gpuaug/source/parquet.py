@@ -44,7 +44,7 @@ class ParquetSource(RowSource):
     because the cache stores whole groups.
 
     With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. The column of objects is a struct of lists or a list
-    of structs, as in Hugging Face's COCO. Its fields are those of the objects in :class:`ShardSource`. The columns
+    of structs, as in Hugging Face's COCO. Objects have the same fields as in :class:`ShardSource`. The columns
     ``width`` and ``height`` hold the size of the annotated image. A damaged row becomes a fault when it is read.
 
     Args:
@@ -53,8 +53,8 @@ class ParquetSource(RowSource):
         image: column of the images: binary, or a struct with the field ``bytes``; None: the only column of these types,
             apart from ``mask`` and ``extra``.
         label: column of the labels (whole numbers, floats, names, lists); ``none``: no labels; ``auto``: ``label`` or
-            ``labels``, else the only ClassLabel of ``datasets``. With ``mask``, ``objects`` or ``extra``, ``auto`` is
-            ``label``, ``labels`` or ``none``. Class names are read from the files' metadata.
+            ``labels``, else the only column with class names. With ``mask``, ``objects`` or ``extra``, ``auto`` takes
+            no column of another name. Class names are read from the files' metadata.
         mask: column of the encoded masks, of the same types as images.
         objects: column of the objects.
         box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
@@ -188,7 +188,7 @@ class ParquetSource(RowSource):
         return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yield each group with its columns or its error. Groups in memory are first, because reading may drop them."""
+        """Yield each group with its columns or error. Groups in memory come first: reading others may drop them."""
         missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:

@@ -15,8 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for an image with outlines; Pillow refuses larger images too
-# An outline is packed as uint32. Its first number says what follows: run lengths (COUNTS), COCO's text (TEXT), or that
-# many polygons.
+# A packed outline begins with a uint32: COUNTS before run lengths, TEXT before COCO's text, or the number of polygons.
 COUNTS, TEXT = 2**32 - 1, 2**32 - 2
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # objects that are packed together, to save memory
@@ -102,7 +101,7 @@ def _is_numbers(values: Any) -> bool:
 
 
 def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and stops of an object's pixels, column by column."""
+    """Starts and stops of the pixel runs of an object, column by column."""
     if not packed:
         raise ValueError("is missing")
     (kind,) = struct.unpack_from("<I", packed)

@@ -127,7 +127,7 @@ class _Builder(ElementTree.TreeBuilder):
 def _parse(
     data: bytes, mapping: Mapping[str, int], *, drop: bool
 ) -> tuple[tuple[int, int], list[tuple[tuple[float, ...], int]]]:
-    """Return (height, width) of the image, and (box, class) of each object. An unknown side is 0."""
+    """Return (height, width) of the image, and (box, class) of each object. An unknown height or width is 0."""
     try:
         root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_Builder()))
     except (ElementTree.ParseError, LookupError) as error:  # LookupError: an encoding that is not known

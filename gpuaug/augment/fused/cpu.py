@@ -43,7 +43,7 @@ def run(
     dtype: torch.dtype,
     channels_last: bool,
 ) -> Tensor:
-    """Run the program and return ``x * scale + shift``, [B, 3, H, W].
+    """Run the program and return ``result * scale + shift``, [B, 3, H, W].
 
     Args:
         images: uint8 [B, H, W, 3] or float32 [B, 3, H, W].

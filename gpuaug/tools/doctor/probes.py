@@ -13,7 +13,7 @@ from typing import Any
 Answer = tuple[bool | None, str, Any]  # good, text and value of a `Verdict`
 
 ROUNDS = 8  # repetitions of a test for race conditions
-TOLERANCE = 4  # how many levels (0 to 255) GPU and CPU decoders may differ, as in DALI's tests
+TOLERANCE = 4  # levels (0 to 255) by which GPU and CPU decoders may differ, as in DALI's tests
 IN_A_ROW = 4  # batches decoded while the device is busy
 PRODUCTS = 64  # matrix products that keep the multiprocessors busy: about 15 ms on an H200
 BUSY = 10_000_000  # clock cycles to wait before a batch is used: about 6 ms
@@ -207,7 +207,7 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
-    """Compare the fused backend with Kornia's modules. If compilation fails, ``unbuilt`` is the first result."""
+    """Compare the fused backend with Kornia's modules. ``unbuilt``: value of ``good`` if compilation fails."""
     import logging
 
     import kornia.augmentation as K

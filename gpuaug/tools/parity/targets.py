@@ -68,7 +68,7 @@ def compare(
         boxes=None if asked.boxes is None else Boxes(min_size=0, min_area=0, crowd="keep"),
     )
     if asked.keypoints is not None:
-        parity.note("keypoints are not compared: torchvision's are up to a pixel off; gpuaug moves them like boxes")
+        parity.note("keypoints are not compared: torchvision's are up to a pixel off; gpuaug moves its own like boxes")
     if getattr(view.augment.crop, "centres", False):
         parity.note(
             "boxes with their centre outside the crop are not compared: gpuaug drops them, as RandomIoUCrop does"
@@ -150,7 +150,7 @@ class _Comparer:
         if given.boxes is not None and ours.boxes is not None:
             theirs, dropped = _boxes(given, window, calls)
             kept = np.isin(given.numbers, ours.numbers)
-            gaps = np.zeros(len(theirs))  # for a box that only torchvision keeps: the box's shorter side
+            gaps = np.zeros(len(theirs))  # gap of a box that only torchvision keeps: its shorter side
             gaps[kept] = np.abs(theirs[kept] - ours.boxes).max(axis=1, initial=0)
             gaps[~kept] = np.where(dropped, 0, (theirs[:, 2:] - theirs[:, :2]).min(axis=1, initial=np.inf))[~kept]
             only_kept = getattr(now.crop, "centres", False)
@@ -211,7 +211,7 @@ def _boxes(given: _Placed, window: CropWindows, calls: Sequence[Call]) -> tuple[
     boxes = torch.from_numpy(given.boxes.astype(np.float64))
     steps = [*_called(BoundingBoxes(boxes, format="XYXY", canvas_size=given.size), window, calls, {})]
     made = [np.asarray(step.as_subclass(torch.Tensor).numpy()) for step in steps]
-    # torchvision keeps a removed box at the border with no area, and a later rotation can give it an area again
+    # torchvision keeps a removed box, without area, at the border; a later rotation can give this box an area again
     empty = [(step[:, 2:] <= step[:, :2]).any(axis=1) for step in made]
     return made[-1], np.logical_or.reduce(empty)
 

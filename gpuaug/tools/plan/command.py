@@ -1,4 +1,4 @@
-"""`gpuaug plan`: finds out how much memory a run needs. :class:`gpuaug.tools.memory.Usage` says what counts.
+"""`gpuaug plan`: finds out how much memory a run needs. :class:`gpuaug.tools.memory.Usage` says which memory counts.
 
 An upper bound is computed from the headers of some images. Then a child process runs the loader for a short time. The
 values measured in this rehearsal replace the bound. Formulas add the cache, the buffer ``ahead``, and other ranks.
@@ -131,7 +131,7 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
 
 
 MIB = 2**20
-SPARE = 0.1  # a plan leaves this share of the free memory for other processes and its own errors
+SPARE = 0.1  # a plan leaves this share of the free memory for other processes and wrong estimates
 CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused, because a plan may be wrong by 15 %
 BEHIND = 4  # encoded batches that left the workers: 1 waits, 1 is in header reading, 1 in decoding, 1 in augmentation
 MASK_BYTES = {"int64": 8, "int32": 4, "uint8": 1}
@@ -174,7 +174,7 @@ class Costs:
     step: int = 0  # a step of the model, on the host
     device: int = 0  # device memory without the ready batches
     batches: int = 0  # batches of the rehearsal; 0: all values are upper bounds
-    epoch: int = 0  # the epoch with the largest images, from the loader's epoch on
+    epoch: int = 0  # from the loader's epoch on, the epoch with the largest images
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ def _mask_bytes(loader: Loader, views: Sequence[tuple[int, ...]], rows: int, pix
     wide = 4 if getattr(loader.source, "panoptic", False) else 1  # bytes per pixel; 16-bit masks are too rare to count
     early = any("masks" in getattr(view.augment.crop, "needs", ()) for _, view in views_of(loader.augment))
     values = rows * sum(height * width for height, width in views)
-    decoded = int(rows * pixels) * (3 if early else 1)  # crops get masks early, so 3 batches of masks exist
+    decoded = int(rows * pixels) * (3 if early else 1)  # if a crop needs masks, 3 batches are decoded early
     ready = wide if loader.pipeline.stage.main_thread else MASK_BYTES[loader.targets.masks.dtype]
     return values * ready, wide * (decoded + 3 * values)
 
@@ -440,8 +440,8 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
 def rehearsal() -> None:
     """In the child process: run the job on stdin, and print the answer as the last line. Job and answer are JSON.
 
-    ``host`` and ``shared`` are the bytes left in host memory and /dev/shm; null: unknown. ``model`` is null, or holds
-    the number of ``classes`` and the ``settings`` of the training.
+    The job's ``host`` and ``shared`` are the bytes left in host memory and /dev/shm; null: unknown. Its ``model`` is
+    null, or holds the number of ``classes`` and the ``settings`` of the training.
     """
     from gpuaug.tools.profile.command import training_step
     from gpuaug.tools.train.training import Settings as Training
@@ -499,7 +499,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Runs need more memory than is left: the message and the remedy."""
+    """Message and remedy for runs that need more memory than is left."""
 
     text: str
     clear: bool  # the shortage is larger than a possible error of the plan

@@ -36,7 +36,7 @@ from gpuaug.tools.request import Keys, Request
 WIDE, CELL = 6, 160  # defaults: augmented pictures in a row, and longer side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
 ORIGINAL = 1.35  # the original is larger than the other pictures by this factor, because it shows the crops too
-SHOWN = {"samples": 5, "operations": 8}  # default numbers of samples; of the 8, only the most colorful one is shown
+SHOWN = {"samples": 5, "operations": 8}  # default number of samples; `operations` shows the most colorful of the 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +238,7 @@ def indices_of(given: Any) -> list[int] | None:
 
 
 def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """Return ``indices``. If None: ``count`` evenly spread numbers of samples that the source does not exclude."""
+    """Return ``indices``; None: ``count`` evenly spread samples that the source does not exclude."""
     active = active_numbers(source)
     if indices is None:
         count = min(count, len(active))

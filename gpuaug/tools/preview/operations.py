@@ -29,7 +29,7 @@ from gpuaug.random.keyed import Float, Stream, sample_keys
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
 # the parameter of each step of a jitter; `fixed_order` lists positions in this tuple
 STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
-EXAMPLES = 3  # at most this many pictures of a known range; exactly this many of an unknown range
+EXAMPLES = 3  # number of pictures of an unknown range; maximum for a known range
 
 
 class Span(NamedTuple):
