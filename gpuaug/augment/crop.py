@@ -120,7 +120,7 @@ class RandomResizedCrop(Crop):
         h = np.rint(np.sqrt(target / ratio)).astype(np.int64)
         fits = (w > 0) & (w <= widths[:, None]) & (h > 0) & (h <= heights[:, None])
         fitting, at = fits.any(axis=1), (np.arange(len(u)), fits.argmax(axis=1))
-        # Fallback: the whole image, cut to the nearest allowed ratio. A side that rounds to 0 becomes 1; torchvision fails.
+        # Fallback: the image, cut to the nearest allowed ratio. A side that rounds to 0 becomes 1; torchvision fails.
         narrowest, widest = self.ratio
         tall, wide = widths / heights < narrowest, widths / heights > widest
         central_h = np.clip(np.where(tall, np.rint(widths / narrowest), heights).astype(np.int64), 1, heights)
@@ -207,8 +207,8 @@ class ResizeCenterCrop(Crop):
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         h, w = resized_sides(self.resize, heights, widths)
         H, W = self.size
-        # If h < H, CenterCrop pads (H - h) // 2 pixels at the top. If h > H, its first row is
-        # int(round((h - H) / 2)). The width is alike. Python's round and rint round half to even.
+        # If h < H, CenterCrop pads (H - h) // 2 pixels at the top. If h > H, the crop starts at row
+        # int(round((h - H) / 2)). Columns likewise. Python's round and rint round half to even.
         y = np.where(h < H, (H - h) // 2, -np.rint((h - H) / 2.0))
         x = np.where(w < W, (W - w) // 2, -np.rint((w - W) / 2.0))
         box, resized, offset = (stack_rows(len(u), *v) for v in ((0, 0, heights, widths), (h, w), (y, x)))

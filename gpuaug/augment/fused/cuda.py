@@ -413,7 +413,7 @@ def _blur_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, args, ends, height, width, column, steps,
     VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Blur a tile of one channel: along x, or if VERTICAL along y and then apply ``ends``."""
+    """Blur a tile of one channel along x. If VERTICAL: along y instead, and then apply ``ends``."""
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
