@@ -136,7 +136,7 @@ class RandomCrop(Crop):
     """Pads the image and crops a fixed size at a random position, without resizing, like torchvision's ``RandomCrop``.
 
     Args:
-        size: (H, W) of the crop, not above the size of the padded image; an int is a square.
+        size: (H, W) of the crop, not larger than the padded image; an int is a square.
         padding: pixels around the image: one value, (left and right, top and bottom) or (left, top, right, bottom).
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
 
@@ -174,7 +174,7 @@ class RandomCrop(Crop):
         # top left corner of the crop window; the window may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # If the window is outside the image, its box is one pixel high or wide and is not seen in the output.
+        # A window outside the image gets a box one pixel high or wide, not seen in the output.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)

@@ -91,7 +91,7 @@ class TargetStage:
         self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
     def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
-        """Check the annotated sizes, convert fractions to pixels, and decode the masks if a crop needs them."""
+        """Check the annotated sizes, convert fractions to pixels, and decode masks that a crop needs."""
         table = encoded.targets
         assert table is not None
         sizes = np.stack([info.height, info.width], axis=1)

@@ -40,8 +40,8 @@ class SilentError(BaseException):
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers. A wait for a batch ends soon after a worker has died or the iterator has ended.
 
-    DataLoader itself waits for up to ``timeout`` (5 s if it is 0) before it notices a dead worker. DataLoader's signal
-    handler notices sooner, but may raise its error anywhere in the main thread.
+    DataLoader itself notices a dead worker after up to ``timeout`` (5 s if it is 0). Its signal handler notices sooner,
+    but may raise an error anywhere in the main thread.
 
     Workers return ``dataset[request]`` for each of the ``requests``, in order. ``ended()`` is True if nobody waits for
     a batch any more. For the other arguments see :class:`~gpuaug.read.reader.Reader`.

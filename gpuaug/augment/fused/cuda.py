@@ -9,7 +9,7 @@ load has 8 bytes, a store has 16 bytes, and clamps are part of the arithmetic in
 test_triton_kernels.py compiles the kernels without a GPU and checks the instructions.
 
 A CUDA graph would save about 30 µs of host time per batch. But copies to and from the graph's memory would move more
-bytes than the recipe `standard` does.
+bytes than `standard`.
 """
 
 from __future__ import annotations
