@@ -21,9 +21,9 @@ _FIXED = 6  # uniforms before those of the pairing: mix or not, CutMix or MixUp,
 class Mix:
     """Mixes the images and labels of sample pairs in a batch, with the semantics of timm's ``Mixup``.
 
-    A batch is mixed with probability ``p``, by MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899). Lambda is the
-    share of a sample's own image. One lambda and one pairing apply to the whole batch and all its views. The random
-    numbers depend on seed, epoch and the index of the batch's first sample. Returned labels are soft, mixed or not.
+    A batch is mixed with probability ``p``, by MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899). One lambda (the
+    share of a sample's own image) and one pairing apply to the whole batch and all its views. The random numbers depend
+    on seed, epoch and the index of the batch's first sample. Returned labels are soft, mixed or not.
 
     Args:
         mixup_alpha: MixUp's lambda has the distribution Beta(alpha, alpha); 0 switches MixUp off.

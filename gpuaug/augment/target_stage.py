@@ -40,7 +40,7 @@ class Upright:
     boxed: Objects  # the same objects in pixels of the upright images, for crops
     matrices: Float64  # [B, 3, 3], from the annotated to the upright image
     sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
-    masks: list[NDArray[Any] | None] | None  # None: not decoded yet, or no masks. An element None: no mask for this row
+    masks: list[NDArray[Any] | None] | None  # None: not decoded yet, or no masks. Element None: the row has no mask
     faults: list[Fault]
 
 

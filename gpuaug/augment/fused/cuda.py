@@ -27,7 +27,7 @@ from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_
 from gpuaug.augment.ops import entry
 from gpuaug.augment.ops.entry import ARGS, Code
 
-BLOCK = 1024  # pixels per Triton program: 224 x 224 pixels take 49 programs, 96 x 96 pixels take 9
+BLOCK = 1024  # pixels per Triton program: 224 x 224 take 49 programs, 96 x 96 take 9
 WARPS = 2  # 64 threads, so 16 pixels per thread
 TILE = (64, 32)  # rows and columns per Triton program of a blur
 BLUR_WARPS = 8
@@ -413,7 +413,7 @@ def _blur_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, args, ends, height, width, column, steps,
     VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Blur a tile of one channel along x. If VERTICAL: along y instead, and then apply ``ends``."""
+    """Blur a tile of one channel along x. If VERTICAL: along y instead, then apply ``ends``."""
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
