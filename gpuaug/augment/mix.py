@@ -121,7 +121,7 @@ def _symmetric_beta(alpha: float, u: float, v: float) -> float:
     half = 2.0**-25  # half a step of the uniforms, to avoid log(0)
     cos = math.cos(2.0 * math.pi * (v + half))
     power = -math.log(u + half) / alpha
-    # square = t^2 / (2 alpha) = (u^(-1/alpha) - 1) cos^2. The limit of 700 prevents an overflow and changes no result.
+    # square = t^2 / (2 alpha) = (u^(-1/alpha) - 1) cos^2. The limit of 700 avoids overflow; no result changes.
     square = math.expm1(min(power, 700.0)) * cos * cos
     return 0.5 + math.copysign(0.5, cos) * math.sqrt(square / (1.0 + square))
 

@@ -140,7 +140,7 @@ def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: 
 
 
 def _light(count: int, *names: str) -> Callable[[Any], tuple[int, Rule]]:
-    """A gradient of light from ``count`` uniforms. ``names``: Kornia's samplers, in the order of their draws."""
+    """A gradient of light from ``count`` uniforms. ``names``: Kornia's samplers in order of their draws."""
     return lambda op: (count, partial(_gradient, op=op, samplers=[f"{name}_sampler" for name in names]))
 
 
