@@ -120,7 +120,7 @@ class RandomResizedCrop(Crop):
         h = np.rint(np.sqrt(target / ratio)).astype(np.int64)
         fits = (w > 0) & (w <= widths[:, None]) & (h > 0) & (h <= heights[:, None])
         fitting, at = fits.any(axis=1), (np.arange(len(u)), fits.argmax(axis=1))
-        # Fallback: the whole image, cut to the nearest allowed ratio. If a side rounds to 0, torchvision fails.
+        # Fallback: the image, cut to the nearest allowed ratio. A side that rounds to 0 becomes 1; torchvision fails.
         narrowest, widest = self.ratio
         tall, wide = widths / heights < narrowest, widths / heights > widest
         central_h = np.clip(np.where(tall, np.rint(widths / narrowest), heights).astype(np.int64), 1, heights)
@@ -136,7 +136,7 @@ class RandomCrop(Crop):
     """Pads the image and crops a fixed size at a random position, without resizing, like torchvision's ``RandomCrop``.
 
     Args:
-        size: (H, W) of the crop, at most that of the padded image; an int is a square.
+        size: (H, W) of the crop, not larger than the padded image; an int is a square.
         padding: pixels around the image: one value, (left and right, top and bottom) or (left, top, right, bottom).
         fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
 
@@ -174,7 +174,7 @@ class RandomCrop(Crop):
         # top left corner of the crop window; the window may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # A window outside the image gets a box one pixel high or wide. The box lands outside the output.
+        # A window outside the image gets a box one pixel high or wide, outside the output.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)
@@ -207,8 +207,8 @@ class ResizeCenterCrop(Crop):
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         h, w = resized_sides(self.resize, heights, widths)
         H, W = self.size
-        # CenterCrop pads a smaller image with (H - h) // 2 pixels at the top and left. It crops a larger image from
-        # int(round((h - H) / 2)). Python's round and rint round half to even.
+        # If h < H, CenterCrop pads (H - h) // 2 pixels at the top. If h > H, the crop starts at row
+        # int(round((h - H) / 2)). Columns likewise. Python's round and rint round half to even.
         y = np.where(h < H, (H - h) // 2, -np.rint((h - H) / 2.0))
         x = np.where(w < W, (W - w) // 2, -np.rint((w - W) / 2.0))
         box, resized, offset = (stack_rows(len(u), *v) for v in ((0, 0, heights, widths), (h, w), (y, x)))
@@ -221,8 +221,8 @@ class Resize(Crop):
     Args:
         size: (H, W) is the exact size. An int is the new shorter side; the longer side follows from the aspect ratio,
             rounded down. With an int, all resized images of a batch must have the same size.
-        max_size: maximum of the longer side. ``size`` must then be an int below ``max_size``. A longer side above the
-            maximum becomes ``max_size``; the shorter side shrinks in proportion, rounded down. None: no maximum.
+        max_size: maximum of the longer side; None: no maximum. With a maximum, ``size`` must be an int below it. A
+            longer side above the maximum becomes ``max_size``; the shorter side shrinks in proportion, rounded down.
         interpolation: ``bilinear`` or ``bicubic``.
 
     >>> Resize((224, 224))

@@ -21,13 +21,13 @@ _FIXED = 6  # uniforms before those of the pairing: mix or not, CutMix or MixUp,
 class Mix:
     """Mixes the images and labels of sample pairs in a batch, with the semantics of timm's ``Mixup``.
 
-    A batch is mixed with probability ``p``, by MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899). One lambda and
-    one pairing apply to the whole batch and all its views. The random numbers depend on seed, epoch and the index of
-    the batch's first sample. The returned labels are always soft, even if the batch is not mixed.
+    A batch is mixed with probability ``p``, by MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899). One lambda (the
+    share of a sample's own image) and one pairing apply to the whole batch and all its views. The random numbers depend
+    on seed, epoch and the index of the batch's first sample. Returned labels are soft, mixed or not.
 
     Args:
         mixup_alpha: MixUp's lambda has the distribution Beta(alpha, alpha); 0 switches MixUp off.
-        cutmix_alpha: the same for CutMix. The labels' lambda is the share of pixels that the first view keeps.
+        cutmix_alpha: the same for CutMix. The labels' lambda is the share of the first view outside the pasted box.
         p: probability that a batch is mixed.
         switch_p: probability of CutMix if both MixUp and CutMix are on.
         label_smoothing: epsilon. A label y with C classes becomes ``(1 - epsilon) y + epsilon / C``.
@@ -75,7 +75,7 @@ class Mix:
             The mixed views, and soft labels float32 [B, C].
         """
         soft = self._soft(labels, num_classes)
-        stream = Stream("", -1, "mix", _FIXED + len(valid))  # no operation has copy -1, so none shares this stream
+        stream = Stream("", -1, "mix", _FIXED + len(valid))  # copies count from 0, so no other stream has copy -1
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
         cut = u[1] < self.switch_p if self.cutmix_alpha and self.mixup_alpha else self.cutmix_alpha > 0
@@ -121,7 +121,7 @@ def _symmetric_beta(alpha: float, u: float, v: float) -> float:
     half = 2.0**-25  # half a step of the uniforms, to avoid log(0)
     cos = math.cos(2.0 * math.pi * (v + half))
     power = -math.log(u + half) / alpha
-    # square = t^2 / (2 alpha) = (u^(-1/alpha) - 1) cos^2. If square > e^700, square / (1 + square) is 1.
+    # square = t^2 / (2 alpha) = (u^(-1/alpha) - 1) cos^2. The limit of 700 avoids overflow; no result changes.
     square = math.expm1(min(power, 700.0)) * cos * cos
     return 0.5 + math.copysign(0.5, cos) * math.sqrt(square / (1.0 + square))
 

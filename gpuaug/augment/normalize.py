@@ -48,7 +48,7 @@ class Normalize(nn.Module):
         self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def values(self) -> dict[str, list[float]]:
-        """Mean and std as lists. Reading a GPU would wait, so a module on a GPU returns the constructor's values."""
+        """Mean and std as lists. On a GPU: the constructor's values, because reading buffers would wait for the GPU."""
         return {k: b.tolist() if (b := getattr(self, k)).device.type == "cpu" else v for k, v in self.settings.items()}
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Moves the targets of a batch like its images. Objects move on the host, masks also on the device."""
+"""Moves the targets of a batch like its images. Objects move on the host, masks on the host and the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Upright:
     boxed: Objects  # the same objects in pixels of the upright images, for crops
     matrices: Float64  # [B, 3, 3], from the annotated to the upright image
     sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
-    masks: list[NDArray[Any] | None] | None  # None: no crop needs masks. In the list: None for a row without a mask
+    masks: list[NDArray[Any] | None] | None  # None: not decoded yet, or no masks. Element None: the row has no mask
     faults: list[Fault]
 
 
@@ -91,7 +91,7 @@ class TargetStage:
         self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
     def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
-        """Check the targets against the headers, and convert them to pixels of the upright images."""
+        """Check the annotated sizes, convert fractions to pixels, and decode masks that a crop needs."""
         table = encoded.targets
         assert table is not None
         sizes = np.stack([info.height, info.width], axis=1)
@@ -163,8 +163,7 @@ class TargetStage:
     ) -> None:
         """Crop and resize upright masks for every view of ``batch``.
 
-        If a view's first move is a matrix, the same step applies it. On a GPU, this holds only for masks of
-        object numbers.
+        A view's first move is applied too if it is a matrix, and the device is the CPU or masks hold object numbers.
         """
         small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances
@@ -368,7 +367,7 @@ class Given:
         values = _array(self.masks)
         if values.shape != shape or values.dtype.kind not in "biu":
             raise ConfigError(
-                f"`masks` must be integers {list(shape)}, as the images. Found: {values.dtype} {list(values.shape)}."
+                f"`masks` must be integers {list(shape)}, like the images. Found: {values.dtype} {list(values.shape)}."
             )
         low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
         if not 0 <= low <= high < 2**31:

@@ -35,7 +35,7 @@ def size_and_bits(data: bytes, codec: str) -> tuple[int, int, int]:
 
 
 def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
-    """Decode a box of the first frame, uint8 [h, w, 3], RGB, before EXIF orientation is applied.
+    """Decode a box of the first frame to RGB, uint8 [h, w, 3]. EXIF orientation is not applied.
 
     Args:
         size: (height, width) in the header.

@@ -95,7 +95,7 @@ def grid(rows: Sequence[Sequence[Cell]], *, legend: Legend = (), groups: int = 1
 
 
 def _measured(rows: Sequence[Sequence[Cell]]) -> tuple[list[int], list[list[list[str]]], list[int]]:
-    """The width of each column, the caption of each cell in lines, and the height of each row."""
+    """The width of each column, the lines of each cell's caption, and the height of each row."""
     small, columns = font(12), zip_longest(*rows)
     widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
     captions = [[wrapped(cell.caption, small, room) for cell, room in zip(row, widths, strict=False)] for row in rows]

@@ -96,8 +96,8 @@ def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
     if position is None:
         raise StateError(
             f"this state was taken inside epoch {state.epoch} of another order. The order "
-            f"{describe(order)} gives other samples here. Restore source and order to finish the epoch, or start the "
-            f"next epoch with `set_epoch({state.epoch + 1})`."
+            f"{describe(order)} gives other samples in this epoch. Restore source and order to finish the epoch, or "
+            f"start the next epoch with `set_epoch({state.epoch + 1})`."
         )
     assert state.after is not None
     at = int(position(seed, state.epoch, ordered.indices, state.after))

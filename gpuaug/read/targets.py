@@ -121,7 +121,7 @@ def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) ->
             raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
         if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
             raise ValueError(f"{name} must be below 2**63. Found: {array.max()}")
-        with np.errstate(over="ignore"):  # `_bad_values` refuses infinity
+        with np.errstate(over="ignore"):  # `_bad_values` refuses infinite coordinates
             columns[name] = array.astype(kind)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:

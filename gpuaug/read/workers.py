@@ -40,8 +40,8 @@ class SilentError(BaseException):
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers. A wait for a batch ends soon after a worker has died or the iterator has ended.
 
-    DataLoader itself notices a dead worker only after its timeout (5 s if no timeout is set). DataLoader's signal
-    handler may raise an error anywhere in the main thread.
+    DataLoader itself notices a dead worker after up to ``timeout`` (5 s if it is 0). Its signal handler notices sooner,
+    but may raise an error anywhere in the main thread.
 
     Workers return ``dataset[request]`` for each of the ``requests``, in order. ``ended()`` is True if nobody waits for
     a batch any more. For the other arguments see :class:`~gpuaug.read.reader.Reader`.
@@ -141,7 +141,7 @@ class Workers(_MultiProcessingDataLoaderIter):
 
 
 def remedy(error: Exception) -> str:
-    """Return what a user can change if the machine ran out of a resource."""
+    """Advice for an error that the lack of a resource caused."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         return "Allow more open files (`ulimit -n`), or lower `num_workers`."
     if isinstance(error, RuntimeError) or getattr(error, "errno", None) == errno.ENOSPC:
@@ -158,7 +158,7 @@ def _settle(worker: int) -> None:
     # the parent's memory (54 MB for a test process).
     gc.freeze()
     parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid != os.getppid():  # child of a forkserver: torch watches only the forkserver
+    if parent is not None and parent.pid != os.getppid():  # under a forkserver, torch notices only the forkserver's end
         machine.exit_with_parent()
 
 

@@ -38,7 +38,7 @@ class PackedSource(ListedSource):
     """Reads the folder that `gpuaug pack` wrote, with the keys, labels, classes and targets of the original source.
 
     Samples 0 .. N - 1 are in the order of the original source. Local uint8 arrays are memory-mapped and cropped
-    without a copy. ``num_workers`` is then 0 by default, because workers would copy every batch into shared memory.
+    without a copy. For them, ``num_workers`` is 0 by default: workers would copy every batch into shared memory.
 
     If the original source had masks, boxes or keypoints, a sample is ``(bytes, Target)``. Coordinates are pixels of
     the packed image. If the original source had extras, a sample is ``(bytes, label, extra)``.
@@ -326,9 +326,9 @@ class PackedSource(ListedSource):
 
 
 class Rows(SourceView):
-    """The N samples of a packed source at several sizes. A row number is (position of the size) * N + sample number.
+    """The N samples of a packed source at several sizes.
 
-    So workers learn the size from the row number and do not need the epoch.
+    A row number is (index of the size in ``source.used``) * N + sample number. So workers need not know the epoch.
     """
 
     def __init__(self, source: PackedSource) -> None:

@@ -1,15 +1,15 @@
 """Runs the fused program on CUDA with Triton kernels.
 
-One kernel runs a stretch of consecutive colour steps. Another kernel first computes the mean gray for a contrast step.
-A blur takes two kernels. torch runs the other steps (cuda_steps.py).
+One kernel runs a stretch of consecutive colour steps. Before it, another kernel computes the mean gray for contrast
+steps. A blur takes two kernels. torch runs the other steps (cuda_steps.py).
 
 A thread block works on one sample, so branches on the steps cause no divergence. The instructions of the recipe
 `standard`, about a hundred per pixel, take as long as its memory transfers. To save both, a thread handles 16 pixels, a
 load has 8 bytes, a store has 16 bytes, and clamps are part of the arithmetic instructions (``.sat``).
 test_triton_kernels.py compiles the kernels without a GPU and checks the instructions.
 
-A CUDA graph would save about 30 µs of host time per batch. But copies to and from its memory would move more bytes than
-`standard`.
+A CUDA graph would save about 30 µs of host time per batch. But copies to and from the graph's memory would move more
+bytes than `standard`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_
 from gpuaug.augment.ops import entry
 from gpuaug.augment.ops.entry import ARGS, Code
 
-BLOCK = 1024  # pixels per Triton program: an image of 224 x 224 takes 49 programs, one of 96 x 96 takes 9
+BLOCK = 1024  # pixels per Triton program: 224 x 224 take 49 programs, 96 x 96 take 9
 WARPS = 2  # 64 threads, so 16 pixels per thread
 TILE = (64, 32)  # rows and columns per Triton program of a blur
 BLUR_WARPS = 8
@@ -72,7 +72,7 @@ def _sin(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    part = tl.fma(bits, PART_1, -8388608.0 * PART_1)  # exact, because both products are exact
+    part = tl.fma(bits, PART_1, -8388608.0 * PART_1)  # byte * PART_1, exactly; `bits` is 2^23 + byte
     return part * _REST + part
 
 
@@ -256,7 +256,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
     src, code, args, flips, sums, height, width, first, last, steps,
     KIND: tl.constexpr, PILLOW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gray of each sample before its contrast step into ``sums`` (int64 [B], units of 2^-24)."""
+    """Add to ``sums`` (int64 [B], units of 2^-24) each sample's sum of gray just before its contrast step."""
     sample, block = tl.program_id(1), tl.program_id(0)
     place = last
     erased = 0
@@ -374,7 +374,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Map a position, at most one image outside, to 0..size-1. The second result is False in a border of zeros."""
+    """Map a position from -size to 2 size - 1 to 0..size-1. The second result is False in a border of zeros."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))
@@ -413,7 +413,7 @@ def _blur_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, args, ends, height, width, column, steps,
     VERTICAL: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Blur a tile of one channel along x. If VERTICAL, blur the tile along y and apply ``ends``."""
+    """Blur a tile of one channel along x. If VERTICAL: along y instead, then apply ``ends``."""
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -459,7 +459,7 @@ def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-
     mask = at < half
     seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
     radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
-    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # in -pi..pi, for errors below 2^-20.9
+    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # -pi..pi: errors of sin, cos < 2^-20.9
     to = dst + row.to(tl.int64) * count
     tl.store(to + at, -radius * _cos(angle), mask)
     tl.store(to + half + at, -radius * _sin(angle), mask & (half + at < count))

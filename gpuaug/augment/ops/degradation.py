@@ -17,7 +17,7 @@ from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, pick, scale
 
-_LEAST = {1: 1, 3: 0}  # by border type (1 reflect, 3 circular): least allowed image side - kernel size // 2
+_LEAST = {1: 1, 3: 0}  # minimum of (image side - kernel size // 2), by border type: 1 reflect, 3 circular
 
 
 def _check_kernel(op: Any, key: str) -> None:
@@ -140,7 +140,7 @@ def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: 
 
 
 def _light(count: int, *names: str) -> Callable[[Any], tuple[int, Rule]]:
-    """The rule for a gradient of light, float32 [B, 3, H, W]; ``names``: Kornia's samplers in drawing order."""
+    """A gradient of light from ``count`` uniforms. ``names``: Kornia's samplers in order of their draws."""
     return lambda op: (count, partial(_gradient, op=op, samplers=[f"{name}_sampler" for name in names]))
 
 
