@@ -4,7 +4,7 @@ The memory is one unnamed file (memfd). A page of the file takes memory only aft
 
     head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
     index     int64 [N]   0: not stored; above 0: position of the record; below 0: minus the id of the writing process
-    records   up to the limit; each: length of the image, length of the rest, image, rest (pickled label, extra)
+    records   up to the limit; each: lengths of image and rest, image, rest (pickled label, extra)
 
 A process writes the record first and its position last. If the process is killed, the sample counts as not stored.
 """

@@ -1,4 +1,4 @@
-"""The objects of a batch, as one table on the host. The crop and the operations move objects and pixels alike."""
+"""The objects of a batch, as one table on the host."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ Step = Callable[[Batch], None]
 
 CHUNK = 32  # samples per batch if only reading is measured, because slow storage takes minutes for larger batches
 FEW_READS = 8  # samples per batch if one process reads them one by one
-CACHED = 4  # batches kept for the stages after reading: at least so many, up to CACHE_BYTES
+CACHED = 4  # batches for the stages after reading: at least so many, up to CACHE_BYTES
 IMAGES = 64  # images kept: at least so many, up to CACHE_BYTES
 CACHE_BYTES = 2**28  # after so many bytes, no further batch is kept
 LONGEST_S = 6.0  # time limit of one measurement, if `seconds` is not longer
@@ -70,7 +70,7 @@ class Notes(list[Any]):
 
         ``work`` returns its number of images. The first ``skip`` calls are not measured. After
         ``max(seconds, longest_s)`` seconds, the round ends as soon as ``skip`` calls were measured. The CPU time of
-        ``reader``'s workers is included. Returns the round's three times in seconds, not per image.
+        ``reader``'s workers is included. Returns the round's three times in seconds.
         """
         started = time.perf_counter()
         for _ in range(skip):
@@ -154,7 +154,6 @@ class Profiler(contextlib.ExitStack):
             )
 
     def measure(self) -> Measured:
-        """Measure every stage alone, and all stages together."""
         stages = self._stages()
         for number in range(-1, self.repeats):  # the first round warms up: workers start, kernels are compiled
             if number <= 0:
@@ -244,7 +243,7 @@ class Profiler(contextlib.ExitStack):
 
         with contextlib.closing(batches):
             workers = reader.num_workers
-            # skip the first batches: all workers start at the same time, so these come in a burst
+            # skip the first batches: all workers start together, so these come in a burst
             notes.measure(take, seconds=self.seconds, skip=workers, least=max(1, 2 * workers), reader=reader)
 
     def _decode(self, notes: Notes, masks: Notes, *, stage: Any = None, encoded: Any = None) -> None:
