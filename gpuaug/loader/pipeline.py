@@ -24,7 +24,7 @@ from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
-TIMEOUT_S = 5.0  # for the threads of a pass to end
+TIMEOUT_S = 5.0  # longest wait for the threads of a pass to end
 Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch; on CUDA, also the event that marks it complete
 
 
@@ -224,7 +224,7 @@ class Pass(Iterator[Batch]):
         self._closed = self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # A view of a mapped file is not read before decoding. So a buffer needs copies.
+        # The system reads a mapped file only when its bytes are used. So a buffer needs copies.
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
         if buffer_bytes is not None:
             encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)

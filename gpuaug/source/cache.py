@@ -1,11 +1,10 @@
 """Caches the encoded bytes of a source in memory. All workers and ranks of a machine share one copy.
 
-The memory is one unnamed file (memfd) as large as the limit. A page of the file takes memory only after a write. The
-file holds:
+The memory is one unnamed file (memfd). A page of the file takes memory only after a write. The file holds:
 
     head      int64 [8]   bytes used, samples stored, 1 if a sample did not fit, 1 if a warning was logged
     index     int64 [N]   0: not stored; above 0: position of the record; below 0: minus the id of the writing process
-    records   length of the image, length of the rest, image, rest (pickled: label, and extra if any)
+    records   up to the limit; each: lengths of image and rest, image, rest (pickled label, extra)
 
 A process writes the record first and its position last. If the process is killed, the sample counts as not stored.
 """

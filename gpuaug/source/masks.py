@@ -107,7 +107,7 @@ class MaskFolderSource(FileSource):
         self._activate(subset, exclude, began=began)
 
     def _is_mask(self, text: str, ending: str) -> bool:
-        """Whether a listed image is a mask. Masks may lie in the folder of images, or below it."""
+        """Whether a file below the folder of images is a mask. Masks may lie in this folder, or below it."""
         if self.masks == self.root:
             return text.lower().endswith(ending.lower())
         return f"{self.root}/{text}".startswith(f"{self.masks}/") and self.masks.startswith(f"{self.root}/")

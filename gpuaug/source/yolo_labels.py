@@ -70,7 +70,7 @@ def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[i
 
 
 def _blocks(files: Iterable[bytes | Exception]) -> Iterator[tuple[int, list[bytes | Exception]]]:
-    """Yield groups of files of about `BLOCK_BYTES`, each with the number of its first file."""
+    """Yield (number of the first file, files) for blocks of about `BLOCK_BYTES`."""
     block: list[bytes | Exception] = []
     first = size = 0
     for data in files:

@@ -1,4 +1,4 @@
-"""The objects of a batch: one table on the host, which moves with the images through the crop and the operations."""
+"""The objects of a batch, as one table on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDING = 1e-9  # pixels; tolerance for rounding errors, so that a box of exac
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objects:
-    """All objects of a batch, in the order of their samples. Whole-number coordinates are the edges of pixels.
+    """All objects of a batch, in the order of their samples. Pixel edges have whole-number coordinates.
 
     Attributes:
         sample: [N], position of each object's image in the batch; ascending.
@@ -104,8 +104,8 @@ def carry(
 
     Args:
         objects: in pixels of their images.
-        crop: matrices [B, 3, 3] from the annotated image to the canvas, which is the output before the operations. A
-            crop can only scale, move, mirror and transpose.
+        crop: matrices [B, 3, 3] from the annotated image to the canvas, which is the image after the crop. A crop can
+            only scale, move, mirror and transpose.
         ops: matrices [B, 3, 3] from the canvas to the output.
         size: (H, W) of the canvas, and of the output.
         rules: limits of boxes.
@@ -168,14 +168,14 @@ def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) ->
     area = sides[:, 0] * sides[:, 1]
     keep = _both(sides >= limits.min_size - _ROUNDING) & (area >= limits.min_area - _ROUNDING)
     if limits.min_visibility > 0:
-        hull = geometry.hulls(ops, cut)  # a box that reaches behind the viewer becomes NaN, and is dropped
+        hull = geometry.hulls(ops, cut)  # NaN if a perspective puts a corner behind the viewer; such a box is dropped
         whole = (hull[:, 2] - hull[:, 0]) * (hull[:, 3] - hull[:, 1])
         keep &= area >= limits.min_visibility * whole - _ROUNDING
     return keep
 
 
 def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: Float64, canvas: Float64) -> Float64:
-    """Keypoints [N, K, 3] after the crop and the operations. Keypoints that left image or output are (0, 0, 0)."""
+    """Keypoints [N, K, 3] after the crop and the operations. Keypoints outside image or output become (0, 0, 0)."""
     visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
     for m, area in ((crop, covered), (ops, canvas)):
         xy, _ = geometry.points(m, xy)

@@ -47,9 +47,9 @@ def save(file: Path, key: str, data: bytes | str) -> None:
 
 
 def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and a paragraph, wrapped at the smaller of ``width`` and the terminal's width.
+    """``first`` and ``text`` as one paragraph, wrapped at the smaller of ``width`` and the terminal's width.
 
-    The other lines are indented by ``indent`` spaces. Text with line breaks, such as a table, is not wrapped.
+    Later lines are indented by ``indent`` spaces. Text with line breaks, such as a table, is not wrapped.
     """
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns

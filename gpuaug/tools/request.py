@@ -68,7 +68,7 @@ class Request:
 
     @cached_property
     def _overrides(self) -> dict[str, list[tuple[str, str]]]:
-        """For each receiver: pairs of a key's first word, such as ``source``, and the whole override."""
+        """For each receiver: pairs (first word of the key, override in the form that `config.compose` needs)."""
         overrides: dict[str, list[tuple[str, str]]] = {"command": [], "held out": [], "loader": []}
         for text in self.overrides:
             sign, root, rest = OVERRIDE.fullmatch(text).groups()  # type: ignore[union-attr]  # always matches

@@ -55,7 +55,7 @@ def generated(op: Any, u: Tensor, size: tuple[int, int], samplers: Sequence[str]
 
 
 def generator_values(op: Any) -> dict[str, Any]:
-    """All attributes of an operation's generator, and its samplers; {} if the operation draws no parameters."""
+    """All attributes and samplers of an operation's generator; {} if the operation draws no parameters."""
     values = {} if op._param_generator is None else dict(vars(op._param_generator))
     return values | values.get("sampler_dict", {})
 
@@ -66,7 +66,7 @@ def fixed_order(op: Any) -> Any:
 
 
 def policy_parameter(operation: Any) -> tuple[Any, Any]:
-    """For a policy's operation: the name of the magnitude's parameter (or None), and the function that computes it."""
+    """The name of the parameter that a policy's magnitude sets (or None), and the function that computes its value."""
     return operation._factor_name, getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
 
 

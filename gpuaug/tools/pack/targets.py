@@ -128,7 +128,7 @@ class TargetRows:
 
     faults: list[Fault]
     masks: list[list[bytes]]  # [row][size], encoded; empty if there are no masks
-    sizes: list[Objects]  # for each size; `ids` come from the annotations
+    sizes: list[Objects]  # one per size; `ids` are the annotations' own ids
     rules: Targets
 
     def columns(self, rows: Sequence[int], names: Sequence[Size]) -> Columns:

@@ -1,7 +1,7 @@
 """Compares the images of a loader with Pillow's and torchvision's, stage by stage and operation by operation.
 
 In each stage both sides get the same input, so a difference comes from that stage alone. Differences are in levels:
-1/255 of the pixel range. torchvision runs in float and in uint8, because the results differ.
+1/255 of the pixel range. torchvision runs in float and in uint8, because its two results differ.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESIZE = (
     "the vertical pass, and the order of the passes depends on the release"
 )
 REDUCED = "libjpeg decodes each block to fewer pixels, which filters the image differently than resizing does"
-ADDED = "all differences above add up; a threshold (solarize, posterize, equalize) turns one level into many"
+ADDED = "all differences above add up; solarize, posterize and equalize can turn one level of difference into many"
 
 
 @dataclass(eq=False)
@@ -159,7 +159,7 @@ def _by_pillow(data: bytes) -> Image:
 
 
 def _operations(parity: Parity, loader: Loader, view: View, samples: list[Sample], *, epoch: int) -> None:
-    """Compare each operation alone, on the cropped uint8 view of each sample to which the operation is applied."""
+    """Compare each operation alone, on the cropped uint8 views of the samples that get the operation."""
     of = f" of {view.name}" if view.name else ""
     ops, images = [], Counter[str]()  # for each operation's name: number of images so far
     for op in view.augment.prepared:
@@ -204,7 +204,7 @@ def _chosen(op: Prepared, drawn: Drawn, view: View, row: int, image: Image) -> C
 
 
 def _parts(op: Prepared, chosen: Chosen) -> list[tuple[str, list[int]]]:
-    """The names and slots to compare: all slots together, or one by one if the operation is a random choice."""
+    """The names and slots to compare: all slots together, or one by one if they hold several types of operations."""
     active = [s for s in range(len(op.slots)) if chosen.choice[0, s] >= 0]
     if len({type(module) for modules in op.slots for module in modules}) == 1:
         return [(op.name, [*range(len(op.slots))])] if active else []
@@ -253,7 +253,7 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
     for kind in kinds:
         other = "cutmix" if kind == "mixup" else "mixup"
         alone = replace(mix, p=1.0, label_smoothing=0.0, **{f"{other}_alpha": 0.0})
-        (ours, shares), (marked, _) = (  # marked: for each pixel, the number of its image before CutMix
+        (ours, shares), (marked, _) = (  # marked: after CutMix, the number of the image that each pixel comes from
             alone(
                 [x.to(device) for x in batch],
                 torch.eye(count, device=device),

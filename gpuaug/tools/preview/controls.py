@@ -75,7 +75,7 @@ class Control:
 
 
 def controls(augment: Any) -> list[Control]:
-    """The parameters that can be changed in a recipe's configuration. Those of nested mappings come last."""
+    """The parameters that can be changed in a recipe's configuration. Parameters of nested mappings come last."""
     from omegaconf import OmegaConf
 
     if not OmegaConf.is_dict(augment):

@@ -1,4 +1,4 @@
-"""Measures a loader: every stage alone on prepared batches, the whole, and the effect of changes."""
+"""Measures a loader: every stage alone, all stages together, and the effect of changes."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ Step = Callable[[Batch], None]
 
 CHUNK = 32  # samples per batch if only reading is measured, because slow storage takes minutes for larger batches
 FEW_READS = 8  # samples per batch if one process reads them one by one
-CACHED = 4  # smallest number of batches kept for the stages after reading
-IMAGES = 64  # smallest number of images kept
+CACHED = 4  # batches for the stages after reading: at least so many, up to CACHE_BYTES
+IMAGES = 64  # images kept: at least so many, up to CACHE_BYTES
 CACHE_BYTES = 2**28  # after so many bytes, no further batch is kept
 LONGEST_S = 6.0  # time limit of one measurement, if `seconds` is not longer
 FEW = 16  # images for testing changes of a recipe
 
 
 class Notes(list[Any]):
-    """The rounds of one stage. A round is float64 [3]: seconds per image on each clock of :func:`now`."""
+    """Rounds of one stage, each float64 [3]: seconds per image of wall time, own CPU time and workers' CPU time."""
 
     def measure(
         self,
@@ -69,8 +69,8 @@ class Notes(list[Any]):
         """Measure a round and add it: call ``work`` for ``seconds``, and at least ``least`` times.
 
         ``work`` returns its number of images. The first ``skip`` calls are not measured. After
-        ``max(seconds, longest_s)``, ``skip`` measured calls are enough instead of ``least``. The CPU time of
-        ``reader``'s workers is included. Returns the seconds of all images.
+        ``max(seconds, longest_s)`` seconds, the round ends as soon as ``skip`` calls were measured. The CPU time of
+        ``reader``'s workers is included. Returns the round's three times in seconds.
         """
         started = time.perf_counter()
         for _ in range(skip):
@@ -100,7 +100,7 @@ class Notes(list[Any]):
 class Profiler(contextlib.ExitStack):
     """Measures a loader without changing it. Do not iterate the loader at the same time.
 
-    Of the first ``tried`` images, ``faults`` could not be read or decoded. These faults are recorded nowhere else.
+    ``faults`` counts those of the first ``tried`` images that could not be read or decoded. Nothing else records them.
 
     Args:
         loader: the loader to measure.
@@ -154,7 +154,6 @@ class Profiler(contextlib.ExitStack):
             )
 
     def measure(self) -> Measured:
-        """Measure every stage alone, and the whole."""
         stages = self._stages()
         for number in range(-1, self.repeats):  # the first round warms up: workers start, kernels are compiled
             if number <= 0:
@@ -167,7 +166,7 @@ class Profiler(contextlib.ExitStack):
         costs = {name: notes.cost() for name, notes in self._notes.items() if notes}
         host_parts = {name: statistics.median(values) for name, values in self._values.items()}
         cores, busy = host_parts.pop("cores"), host_parts.pop("busy")
-        host = sum(host_parts.values())  # of one Python thread, so the CPU time is the wall time
+        host = sum(host_parts.values())  # one Python thread does this, so its CPU time is the wall time
         loader, mix = self.loader, costs.pop("mix", FREE)
         if loader.mix is not None:
             host_parts["mix"] = mix.wall
@@ -244,7 +243,7 @@ class Profiler(contextlib.ExitStack):
 
         with contextlib.closing(batches):
             workers = reader.num_workers
-            # skip the first batches, because all workers start at the same time
+            # skip the first batches: all workers start together, so these come in a burst
             notes.measure(take, seconds=self.seconds, skip=workers, least=max(1, 2 * workers), reader=reader)
 
     def _decode(self, notes: Notes, masks: Notes, *, stage: Any = None, encoded: Any = None) -> None:
@@ -472,7 +471,7 @@ def _without(name: str, augment: Augment) -> Augment:
 
 
 def _ratios(then: Notes, before: Notes) -> tuple[float, float]:
-    """Ratios ``then`` / ``before`` of wall time and CPU time. If the rounds alternate, other load cancels."""
+    """Ratios ``then`` / ``before`` of wall time and CPU time. If the rounds alternate, other load slows both."""
     new, old = then.cost(), before.cost()
     return new.wall / max(old.wall, 1e-9), new.cpu / max(old.cpu, 1e-9)
 
