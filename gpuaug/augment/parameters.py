@@ -31,8 +31,8 @@ class Chosen:
 
     Attributes:
         choice: int64 [B, S], the alternative that the sample takes in each slot; -1: none.
-        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every row is valid. Slots
-            and alternatives may share one dictionary.
+        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Samples that do not take
+            the alternative have parameters too. Slots and alternatives may share one dictionary.
         keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
         weights: float32 [B, 1 + chains]: the part of the mixture that comes from chains, and the share of each chain in
             this part. None for an operation without chains.
@@ -76,7 +76,7 @@ class Prepared:
     rounds_twice: bool = False
 
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
-        """Draw choices from uniforms float32 [B, count], the image size (H, W) and, if ``keyed``, keys int64 [B, 2]."""
+        """Draw from uniforms float32 [B, count] for images of ``size``. ``keys``, int64 [B, 2], are only stored."""
         choice, params, *weights = self.rule(u, size)
         return Chosen(choice, params, keys, *weights)
 

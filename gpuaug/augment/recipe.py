@@ -58,17 +58,17 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """All random numbers of a batch, for all views."""
+    """The random numbers of a batch, for all views."""
 
     uniforms: Mapping[tuple[str, int, str], Float]  # (view, copy, operation or "crop") to float32 [B, n]
     keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
-    seed: int = 0  # seed to repeats: the arguments of `draw`, for `again`
+    seed: int = 0  # this and the next fields: the arguments of `draw`
     epoch: int = 0
     indices: Int | None = None
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
-        """Draw more uniforms for a view's crop: float32 [n, count] for n ``rows``. ``number``: which round."""
+        """Draw more uniforms for the crop of ``view``: float32 [n, count] for n ``rows``, new for each ``number``."""
         assert self.indices is not None
         # no operation has this name, because names contain no null character
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
@@ -178,7 +178,7 @@ class RecipeBase(ReadOnly):
         Args:
             drawn: the batch's random numbers.
             heights, widths: int64 [B], image sizes after EXIF orientation.
-            objects, masks: as for the ``windows`` of a crop. None if no crop needs them.
+            objects, masks: boxes, and B masks [h, w], after EXIF orientation. None if no crop needs them.
         """
         windows = []
         for view in self.views:
@@ -381,7 +381,7 @@ class Augment(RecipeBase):
         }
 
     def _values(self) -> list[Any]:
-        """List the attributes of crop and operations, also those in dictionaries, for a comparison by identity."""
+        """List the attribute values of crop and operations. The values in dictionaries are listed too."""
         choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
         ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
         modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
