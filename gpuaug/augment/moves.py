@@ -1,7 +1,7 @@
 """How a recipe's operations move the pixels of each sample, for masks, boxes and keypoints.
 
 Coordinates count from the image's edge: an image spans 0..W x 0..H, and the centre of the first pixel is 0.5. Kornia's
-matrices map pixel indices. If an operation has a matrix, ``align_corners`` only changes its padding by reflection.
+matrices map pixel indices. With a matrix, Kornia's flag ``align_corners`` changes only the padding by reflection.
 """
 
 from __future__ import annotations

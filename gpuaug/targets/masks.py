@@ -338,7 +338,7 @@ def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int,
 def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
     """Warp masks [n, H, W] on their device, bit-equal to :func:`place`. Does not wait for the device.
 
-    ``inverse``: matrices [n, 3, 3] from the output to the input, as at the top of this module.
+    ``inverse``: matrices [n, 3, 3] from the output to the input.
     """
     _, H, W = masks.shape
     out = torch.empty_like(masks, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Finds the :class:`Entry` of an operation. Each family of operations has its own file."""
+"""Finds the :class:`Entry` of an operation."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def entry_of(op: Any) -> Entry | None:
 
 
 def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:
-    """Return further parameters, such as noise per pixel; {} for most operations."""
+    """Return the parameters that ``params`` lacks, such as noise per pixel; {} for most operations."""
     entry = entry_of(op)
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)

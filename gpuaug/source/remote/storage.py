@@ -138,7 +138,7 @@ class Storage:
         ]
 
     def read_file(self, path: str, *, limit: int = 0) -> bytes:
-        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: most bytes; 0: 1 GiB."""
+        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: in bytes; 0: 1 GiB."""
         (data,) = self.read([Range(path, most=limit)])
         if isinstance(data, Exception):
             raise data
@@ -378,7 +378,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer. A temporary error becomes a ReadError, so that the reader does not try again."""
+        """A temporary error becomes a ReadError, so that the reader does not try again."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):
