@@ -1,7 +1,7 @@
 """How a recipe's operations move the pixels of each sample, for masks, boxes and keypoints.
 
 Coordinates count from the image's edge: an image spans 0..W x 0..H, and the centre of the first pixel is 0.5. Kornia's
-matrices map pixel indices. For matrices, the flag ``align_corners`` only changes the padding by reflection.
+matrices map pixel indices. With a matrix, Kornia's flag ``align_corners`` changes only the padding by reflection.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Field:
     keys: Int  # [n, 2], the keys of their noise
 
     def apply(self, masks: Tensor, fill: int) -> Tensor:
-        """Move ``masks`` [B, H, W] of integers up to 2**24 like the images. Pixels from outside get ``fill``."""
+        """Move ``masks``, integers [B, H, W] up to 2**24, like the images. Pixels from outside get ``fill``."""
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])

@@ -31,8 +31,8 @@ class Chosen:
 
     Attributes:
         choice: int64 [B, S], the alternative that the sample takes in each slot; -1: none.
-        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every row is valid. Slots
-            and alternatives may share one dictionary.
+        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every sample has them.
+            Slots and alternatives may share one dictionary.
         keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
         weights: float32 [B, 1 + chains]: the part of the mixture that comes from chains, and the share of each chain in
             this part. None for an operation without chains.
@@ -56,8 +56,8 @@ class Prepared:
         count: number of uniforms per sample. The first is for the gate, if there is one.
         rule: function from uniforms [B, count] and (H, W) to ``choice``, ``params`` and, with chains, ``weights``.
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
-        seeded: reason why gpuaug cannot draw the parameters; None: it can. With a reason, the module keeps its own
-            ``p`` and runs on one sample at a time. The sample's key seeds the global generators.
+        seeded: reason why gpuaug cannot draw the parameters; None: it can. A seeded module keeps its own ``p`` and
+            runs on one sample at a time. The sample's key seeds the global generators.
         members: the prepared operations that a OneOf chooses from; () for other operations.
         chains: number of chains, or 0. ``slots`` holds the slots of all chains, chain after chain. Each chain starts
             from the unchanged image, and the results are mixed (chains.py).
@@ -76,7 +76,7 @@ class Prepared:
     rounds_twice: bool = False
 
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
-        """Draw choices from uniforms float32 [B, count], the image size (H, W) and, if ``keyed``, keys int64 [B, 2]."""
+        """Draw from uniforms float32 [B, count] for images of ``size``. ``keys``, int64 [B, 2], are only stored."""
         choice, params, *weights = self.rule(u, size)
         return Chosen(choice, params, keys, *weights)
 

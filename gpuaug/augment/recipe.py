@@ -52,23 +52,23 @@ class View:
     """One of the views that a recipe makes of each sample."""
 
     name: str  # name of the view in a MultiView; "" in an Augment
-    copy: int  # number of the copy, from 0 to `copies` - 1
+    copy: int  # 0 .. `copies` - 1
     augment: Augment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """All random numbers of a batch, for all views."""
+    """The random numbers of a batch, for all views."""
 
     uniforms: Mapping[tuple[str, int, str], Float]  # (view, copy, operation or "crop") to float32 [B, n]
     keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
-    seed: int = 0  # seed to repeats: the arguments of `draw`, for `again`
+    seed: int = 0  # this and the next fields: the arguments of `draw`
     epoch: int = 0
     indices: Int | None = None
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
-        """Draw more uniforms for a view's crop: float32 [n, count] for n ``rows``. ``number``: which round."""
+        """Draw more uniforms for the crop of ``view``: float32 [n, count] for n ``rows``, new for each ``number``."""
         assert self.indices is not None
         # no operation has this name, because names contain no null character
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
@@ -178,7 +178,7 @@ class RecipeBase(ReadOnly):
         Args:
             drawn: the batch's random numbers.
             heights, widths: int64 [B], image sizes after EXIF orientation.
-            objects, masks: as for the ``windows`` of a crop. None if no crop needs them.
+            objects, masks: the boxes, and B masks [h, w], after EXIF orientation. None if no crop needs them.
         """
         windows = []
         for view in self.views:
@@ -381,7 +381,7 @@ class Augment(RecipeBase):
         }
 
     def _values(self) -> list[Any]:
-        """List the attributes of crop and operations, also those in dictionaries, for a comparison by identity."""
+        """List the attribute values of crop and operations, and the values in their dictionaries."""
         choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
         ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
         modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
@@ -433,7 +433,7 @@ class MultiView(RecipeBase):
     4
     """
 
-    _of_views = ("crop", "ops", "normalize", "copies")  # a MultiView has no such settings; its views have them
+    _of_views = ("crop", "ops", "normalize", "copies")  # settings of the views only
     _read_once = ("views", "augments", "backend", *_of_views)
 
     def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
@@ -509,7 +509,7 @@ def _channels_last(images: Any) -> Tensor:
 
 
 def _conversion(images: Any) -> str:
-    """A sentence that says how to convert ``images`` to a uint8 batch; an empty string if no way is known."""
+    """A sentence that says how to convert ``images`` to a uint8 batch; "" if no way is known."""
     if isinstance(images, Tensor) and images.is_floating_point():
         return " If pixels are in 0..1, use `images.mul(255).round().to(torch.uint8)`. Normalize later."
     if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 3:

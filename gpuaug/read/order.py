@@ -57,9 +57,9 @@ class Shuffle:
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Count the samples of ``order`` up to and including ``after``. ``order``, int64 ``[n]``, may lack ``after``.
+        """Count the samples of ``order``, int64 ``[n]``, up to and including sample number ``after``.
 
-        ``seed`` and ``epoch`` are those of ``order``.
+        ``order`` may lack it. ``seed`` and ``epoch`` are those of ``order``.
         """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
@@ -79,9 +79,9 @@ class Sequential:
         return torch.from_numpy(active_numbers(source))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
-        """Count the samples of ``order`` up to and including ``after``. ``order``, int64 ``[n]``, may lack ``after``.
+        """Count the samples of ``order``, int64 ``[n]``, up to and including sample number ``after``.
 
-        ``seed`` and ``epoch`` have no effect.
+        ``order`` may lack it. ``seed`` and ``epoch`` have no effect.
         """
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
@@ -304,7 +304,7 @@ class EpochOrder(Sequence[Task]):
         if isinstance(k, slice):
             return [self[i] for i in range(*k.indices(len(self)))]
         if not 0 <= k < len(self):
-            raise IndexError(f"`k` must be a batch 0 .. {len(self) - 1} from position {self.start} on. Found: {k}.")
+            raise IndexError(f"`k` must be 0 .. {len(self) - 1}, a batch from position {self.start} on. Found: {k}.")
         total, step = len(self.epoch), self.batch_size * self.world_size
         begin = self.start + self.rank + k * step
         end = begin + step if self.last == "pad" else min(begin + step, total)

@@ -92,7 +92,7 @@ class _Buffer:
         self._changed = threading.Condition()
 
     def fill(self, items: Iterator[Any], device: torch.device | None) -> None:
-        """Produce the items. Items in the buffer are referenced only there."""
+        """Produce the items. The thread keeps no reference to a produced item."""
         try:
             if device is not None and device.type == "cuda":
                 torch.cuda.set_device(device)

@@ -161,7 +161,7 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
     names, kinds = _members(column.type)
     if "boxes" not in names:
         raise SourceError(
-            f"the objects in {place} must be a struct of lists, or a list of structs, with bbox: lists of 4 numbers. "
+            f"the objects in {place} must be a struct of lists, or a list of structs, with 4 numbers in each `bbox`. "
             f"Found: {column.type}."
         )
     types = pyarrow.types

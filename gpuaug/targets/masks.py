@@ -257,7 +257,7 @@ def place(
         masks: n masks, uint8 or int32 [h, w], upright, with any strides; None: the row becomes ``fill``.
         windows: n rows. Their ``interpolation`` and ``fill`` are not used.
         out: uint8, int32 or int64 [n, H, W], contiguous; not uint8 if any mask is int32.
-        inverse: matrices [n, 3, 3] from the output to the canvas, in pixel edges; None: no operation moves the masks.
+        inverse: matrices [n, 3, 3] from the output to the canvas; None: no operation moves the masks.
         fill: value of output pixels that no mask pixel covers.
         threads: number of threads of masks.cpp.
         each: a function that calls ``work(k)`` for every k. It is used only without masks.cpp.
@@ -338,7 +338,7 @@ def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int,
 def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
     """Warp masks [n, H, W] on their device, bit-equal to :func:`place`. Does not wait for the device.
 
-    ``inverse``: matrices [n, 3, 3] from the output to the input, in pixel edges.
+    ``inverse``: matrices [n, 3, 3] from the output to the input.
     """
     _, H, W = masks.shape
     out = torch.empty_like(masks, memory_format=torch.contiguous_format)
@@ -353,7 +353,7 @@ def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
 
 
 def _gather(masks: Tensor, inverse: Tensor, first: int, out: Tensor, fill: int, affine: bool) -> None:
-    """Fill ``out`` with rows of the warped masks. The first of these rows is ``first``."""
+    """Fill ``out`` with rows of the warped masks, from row ``first`` on."""
     _, H, W = masks.shape
     m = inverse[:, :, :, None, None]
     u = torch.arange(W, dtype=torch.float64, device=masks.device) + 0.5

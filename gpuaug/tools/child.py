@@ -33,7 +33,7 @@ def run(
     except subprocess.TimeoutExpired:
         return Ended()
     finally:
-        # wait for at most 10 s, because a process that hangs in a driver ignores SIGKILL
+        # wait at most 10 s, because a process that hangs in a driver ignores SIGKILL
         with suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=10)

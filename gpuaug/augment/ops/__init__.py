@@ -1,4 +1,4 @@
-"""The entries of operations, with one file per family of operations."""
+"""Finds the :class:`Entry` of an operation."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def entry_of(op: Any) -> Entry | None:
 
 
 def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:
-    """Return the params that ``Entry.fields`` makes; {} for most operations."""
+    """Return the parameters that ``params`` lacks, such as noise per pixel; {} for most operations."""
     entry = entry_of(op)
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)

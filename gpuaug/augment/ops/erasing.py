@@ -32,7 +32,7 @@ class RandomErasing(RecipeOp):
 
     Args:
         p: probability that an image is changed.
-        scale: range of the area of all boxes of an image, as a share of the image.
+        scale: range of the total area of an image's boxes, as a share of the image.
         ratio: range of height / width. Its logarithm is uniform.
         mode: ``pixel`` (normal noise per pixel), ``rand`` (one normal colour per box) or ``const`` (the mean).
         count: largest number of boxes. An image gets 1 to ``count``, all equally likely.
@@ -123,7 +123,7 @@ def _prepare(name: str, op: RandomErasing) -> Prepared:
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw all boxes. The uniforms are: ``p``, the number of boxes, and per box areas, ratios, position and colour."""
+    """Draw all boxes. ``u`` holds uniforms for ``p``, the number of boxes, and each box: see :func:`_box`."""
     count = np.floor(u[:, 1].astype(np.float64) * op.count) + 1
     choice = np.full((len(u), op.count), -1, dtype=np.int64)
     slots = []
@@ -136,7 +136,7 @@ def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, 
 
 
 def _box(u: np.ndarray[Any, Any], size: Size, op: RandomErasing, count: np.ndarray[Any, Any]) -> tuple[Params, Any]:
-    """Draw one box by timm's formulas; also return whether any attempt fits."""
+    """Draw one box by timm's formulas; also return whether any attempt fits. ``u``: areas, ratios, position, colour."""
     height, width = size
     (least, most), (low, high) = op.scale, (math.log(v) for v in op.ratio)
     area = (least + u[:, :_ATTEMPTS] * (most - least)) * (height * width) / count[:, None]

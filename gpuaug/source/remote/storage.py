@@ -131,14 +131,14 @@ class Storage:
         return results
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Announce the ranges of the read after the next. During the next read, libcurl fetches the small ranges."""
+        """Announce ranges needed only after the next read. During the next read, libcurl fetches the small ranges."""
         self._reset_after_fork()
         self._next = [
             x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
         ]
 
     def read_file(self, path: str, *, limit: int = 0) -> bytes:
-        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: bytes; 0: 1 GiB."""
+        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: in bytes; 0: 1 GiB."""
         (data,) = self.read([Range(path, most=limit)])
         if isinstance(data, Exception):
             raise data
@@ -378,7 +378,7 @@ class Storage:
         return self.remote.timeout + size / BYTES_PER_S
 
     def _final(self, error: Any, request: _Request, tries: int) -> Any:
-        """The answer. A temporary error becomes a ReadError, so that the reader does not try again."""
+        """A temporary error becomes a ReadError, so that the reader does not try again."""
         if isinstance(error, BUGS):
             raise error
         if not isinstance(error, Exception) or isinstance(error, GpuaugError):

@@ -79,7 +79,7 @@ def worst_cases(parity: Parity, rows: int) -> list[Difference]:
 
 
 def row(difference: Difference) -> Row:
-    """The row of a comparison's worst image: ours, theirs, and the amplified difference. Gray is zero."""
+    """The row of a comparison's worst image: ours, theirs, and the amplified difference, gray where both are equal."""
     worst = difference.worst
     assert isinstance(worst, Worst)  # every comparison has at least one image
     amplify = next((k for k in (128, 64, 32, 16, 8, 4, 2) if k * difference.largest <= 128), 1)

@@ -57,7 +57,7 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 def calls_of(
     op: Prepared, chosen: Chosen, slots: Iterable[int], size: tuple[int, ...]
 ) -> tuple[list[Call] | str, set[str]]:
-    """torchvision's calls for one sample's modules in ``slots``, and the class names of these modules.
+    """torchvision's calls for the modules that one sample takes in ``slots``, and the class names of these modules.
 
     If a module has no counterpart, the reason replaces the calls. ``size`` is the image's (H, W).
     """
@@ -70,7 +70,7 @@ def calls_of(
         kinds.add(type(module).__name__)
         values = chosen.params[slot][choice]
         params = {k: v[0] for k, v in values.items()}
-        if chosen.keys is not None:  # values per pixel, such as noise, are made later
+        if chosen.keys is not None:  # add further parameters, such as noise per pixel
             made = fields(module, tensors(values), torch.from_numpy(chosen.keys), (size[0], size[1]))
             params |= {k: v[0].numpy() for k, v in made.items()}
         functions = counterpart(module, params)
@@ -197,12 +197,12 @@ _ALWAYS = {
     "RandomContrast": "another formula: Kornia's RandomContrast multiplies, torchvision blends with the mean gray",
     "RandomSaturation": "another formula: Kornia's RandomSaturation scales S of HSV, torchvision blends with gray",
     "ColorJiggle": "another formula: ColorJiggle adds brightness, multiplies for contrast and saturates in HSV; "
-    "ColorJitter is torchvision's",
+    "ColorJitter has torchvision's formulas",
     "RandomPerspective": "torchvision applies the homography at pixel centers (x + 0.5), Kornia at whole coordinates",
     **dict.fromkeys(("RandomAffine", "RandomRotation", "RandomShear", "RandomTranslate"), _WARP),
 }
 _FLOAT = {
-    "RandomPosterize": "torchvision's float posterize is floor(x * 2**bits) / 2**bits; ours equals its uint8 version",
+    "RandomPosterize": "torchvision's float posterize is floor(x * 2**bits) / 2**bits; gpuaug equals its uint8 version",
     "RandomGrayscale": "torchvision's weight of red is 0.2989, Kornia's 0.299",
     "RandomAutoContrast": "if a channel is constant, torchvision keeps it, and Kornia makes it black",
 }

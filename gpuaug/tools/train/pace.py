@@ -21,7 +21,7 @@ class Pace:
         self._device = device
         self._last: float | None = None  # time up to which `seconds` counts; None between epochs
         self._asked: Any = None  # time of the request for the next batch
-        self._gaps: deque[tuple[Any, Any]] | None = None  # (begin, end) of uncounted waits; None: no batch yet
+        self._gaps: deque[tuple[Any, Any]] | None = None  # (begin, end) of waits not yet in `waited`; None at first
 
     def ask(self) -> None:
         """Call before you request the next batch."""
