@@ -53,7 +53,7 @@ extern "C" void gpuaug_uniforms(const uint32_t* keys, int64_t blocks, const int6
     }
 }
 
-// `field` of keyed.py for CPU tensors, bit-identical: values in (0, 1), from the words of a sample's Philox blocks.
+// `field` of keyed.py for CPU tensors, bit-identical: values in (0, 1], from the words of a sample's Philox blocks.
 //
 // keys: int64 [batch, 2]; out: float32 [batch, count].
 extern "C" void gpuaug_field(const int64_t* keys, int64_t batch, int64_t count, int64_t threads, float* out) {
