@@ -144,7 +144,7 @@ class Materialize:
         epochs: number of epochs.
         start_epoch: the first epoch.
         store: ``uint8``: pixels before normalization, rounded to levels from 0 to 255. ``final``: the loader's pixels,
-            bit for bit. With ``backend=kornia`` on CUDA, pixels differ by at most 2e-6.
+            bit for bit, or within 2e-6 with ``backend=kornia`` on CUDA.
         chunk: samples per file. None: as many as fit in 128 MiB.
         on: ``local``: this machine. ``ray``: a Ray cluster, where all machines must see ``out``.
 
@@ -528,7 +528,7 @@ def _save(file: Path, plan: dict[str, Any]) -> None:
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
-    """Join consecutive chunks to spans of at most ``most``. A span is (epoch, first chunk, last chunk + 1)."""
+    """Join consecutive chunks to spans of at most ``most`` chunks. A span is (epoch, first chunk, last chunk + 1)."""
     spans: list[tuple[int, int, int]] = []
     for slot, number in chunks:
         if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:
