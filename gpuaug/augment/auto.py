@@ -296,6 +296,6 @@ def chained(
         depths = 1 + pick(u[:, 1 + chains : 1 + 2 * chains], FREE_DEPTH)
         position = np.arange(choice.shape[1])
         choice = np.where(position % FREE_DEPTH < depths[:, position // FREE_DEPTH], choice, -1)
-    exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # a uniform, k * 2^-24, can be 0
+    exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # uniforms are multiples of 2^-24, also 0
     shares = exponential / exponential.sum(axis=1, keepdims=True)  # distributed as Dirichlet(1, ..., 1)
     return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # Beta(1, 1) is uniform

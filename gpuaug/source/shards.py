@@ -86,7 +86,8 @@ class ShardSource(ListedSource):
         remote: how to read from URLs.
 
     Raises:
-        SourceError: if a shard is unreadable, compressed or damaged, or if a member's name is absolute or has a part ``..``.
+        SourceError: if a shard cannot be read, is compressed or damaged, or has a member whose name is absolute or has
+            a part ``..``.
 
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     >>> source = ShardSource("data/scenes-{000..099}.tar", masks="seg.png", objects="json")
