@@ -290,7 +290,7 @@ def exit_with_parent() -> None:
     import threading
     from multiprocessing import connection
 
-    parent = multiprocessing.parent_process()  # the process that started this one, not the forkserver
+    parent = multiprocessing.parent_process()  # never the forkserver
     if parent is None:
         return
 

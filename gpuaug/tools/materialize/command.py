@@ -289,7 +289,6 @@ class Materialize:
                 files.write(self.out / f"{name}.npy", *npy(values.numpy()), sync=True)
 
     def _write(self, progress: Callable[[int], Any]) -> None:
-        """Write the missing chunks."""
         arguments = _arguments(self._loader, final=self.plan["store"] != "uint8")
         most, gpus = len(self.missing), 0
         if self.on == "ray":  # no cache, because a Ray process reads only a part of the source
@@ -300,7 +299,7 @@ class Materialize:
         list(results(make, tasks, on=self.on, progress=progress, num_workers=workers, cpus=RAY_CORES, gpus=gpus))
 
     def _finish(self) -> int:
-        """Write the manifest, and return the number of faults. GpuaugError if chunks are missing."""
+        """Write the manifest, and return the number of faults."""
         self.missing = [place for place in self._chunks if not self._is_done(*place)]
         if self.missing:
             raise GpuaugError(
