@@ -150,8 +150,7 @@ class AugMix(Policy):
 
     ``mixture_width`` copies of the image go through separate chains of operations. The results and the unchanged image
     are mixed with random weights. Use the policy as an entry of a recipe's ``ops``, but not with masks, boxes or
-    keypoints. torchvision runs the operations on tensors. Its pixels differ from Pillow's by 0.1 of 255 levels on
-    average.
+    keypoints. torchvision works on tensors. Its pixels differ from Pillow's by 0.1 of 255 levels on average.
 
     Args:
         severity: largest magnitude of an operation, 1 to 10.
