@@ -74,7 +74,7 @@ def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 
 
 def memory_left() -> tuple[int, str] | None:
-    """Bytes of memory that this process can still get, and the name of the limit: machine or control group."""
+    """Bytes of memory that this process can still get, and what limits them: MemAvailable or a control group."""
     known = memory()
     both = [(known and known[1], "MemAvailable"), (cgroup_left(), "limit of the control group")]
     return min(((left, by) for left, by in both if left is not None), default=None)
@@ -171,7 +171,7 @@ VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
     "hardware": "the GPU's JPEG engine decodes as the CPU does, and in the right order on a busy device",
-    "stream": "decoding stays in order with a consumer's busy stream",
+    "stream": "decoded batches that are used late have the right pixels",
     "fused_cuda": "the compiled augmentations on the GPU equal Kornia's",
 }
 VERDICTS_VERSION = 3  # files of other versions are ignored; increase it when a check becomes stricter
@@ -247,7 +247,7 @@ def local_world_size() -> int:
     if "LOCAL_WORLD_SIZE" in env:
         return max(1, int(env["LOCAL_WORLD_SIZE"]))
     if "SLURM_PROCID" in env and "SLURM_LOCALID" in env:
-        # tasks per node, such as "4(x2),3"; a Slurm step may use only a part of its job
+        # tasks per node, such as "4(x2),3"; a Slurm step may have fewer tasks than its job
         text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "")
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
         tasks = [int(count) for count, nodes in groups for _ in range(int(nodes or 1))]
@@ -290,7 +290,7 @@ def exit_with_parent() -> None:
     import threading
     from multiprocessing import connection
 
-    parent = multiprocessing.parent_process()  # not the forkserver
+    parent = multiprocessing.parent_process()  # never the forkserver
     if parent is None:
         return
 

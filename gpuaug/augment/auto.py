@@ -150,7 +150,7 @@ class AugMix(Policy):
 
     ``mixture_width`` copies of the image go through separate chains of operations. The results and the unchanged image
     are mixed with random weights. Use the policy as an entry of a recipe's ``ops``, but not with masks, boxes or
-    keypoints. torchvision runs the operations on tensors: its pixels differ by 0.1 of 255 levels on average.
+    keypoints. torchvision works on tensors. Its pixels differ from Pillow's by 0.1 of 255 levels on average.
 
     Args:
         severity: largest magnitude of an operation, 1 to 10.
@@ -295,6 +295,6 @@ def chained(
         depths = 1 + pick(u[:, 1 + chains : 1 + 2 * chains], FREE_DEPTH)
         position = np.arange(choice.shape[1])
         choice = np.where(position % FREE_DEPTH < depths[:, position // FREE_DEPTH], choice, -1)
-    exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # uniforms are multiples of 2^-24
+    exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # uniforms are multiples of 2^-24, also 0
     shares = exponential / exponential.sum(axis=1, keepdims=True)  # distributed as Dirichlet(1, ..., 1)
     return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # Beta(1, 1) is uniform

@@ -44,5 +44,5 @@ class AsItIs:
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
             f"a gpuaug.Loader cannot be copied or sent to another process: {REMEDY} For a second loader, build "
-            "another. To save its position, use `state_dict`."
+            "another. To save the loader's position, use `state_dict`."
         )

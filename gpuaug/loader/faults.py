@@ -130,7 +130,7 @@ class Faults:
                 old_samples, old_bad = self._recent.popleft()
                 self._recent_samples -= old_samples
                 self._recent_bad -= old_bad
-            # The rate is over at least a whole window. Otherwise the first bad sample could exceed the rate.
+            # The rate is computed over at least `window` samples. Otherwise the first bad sample could exceed the rate.
             if self._recent_bad <= self.max * max(self.window, self._recent_samples):
                 return
             bad_ones = f"{self._recent_bad} of the last {self._recent_samples} samples"

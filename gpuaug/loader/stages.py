@@ -218,7 +218,7 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """The order of ``epoch``, int64 [M]. If a sample is not stored: the order of the epoch that ``epoch`` repeats."""
+    """Order of ``epoch``, int64 [M]. If not all its samples are stored: order of the epoch that ``epoch`` repeats."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

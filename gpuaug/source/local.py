@@ -10,7 +10,7 @@ from collections.abc import Callable
 from gpuaug.files import LARGEST_FILE, check_regular
 from gpuaug.source.paths import redact
 
-LARGEST_IMAGE = 1 << 29  # bytes; 3 for each of 178 million pixels, the decoder's limit
+LARGEST_IMAGE = 1 << 29  # bytes; the decoder's limit is 178 million pixels of 3 bytes
 LARGE = 1 << 24  # bytes; a larger image must begin with an image signature
 LARGEST_BATCH = 1 << 31  # bytes of all images above `LARGE` in a batch
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # reading is not tried again

@@ -86,7 +86,8 @@ class ShardSource(ListedSource):
         remote: how to read from URLs.
 
     Raises:
-        SourceError: if a shard cannot be read, is compressed or damaged, or if a member's name leads outside the shard.
+        SourceError: if a shard cannot be read, is compressed or damaged, or has a member whose name is absolute or has
+            a part ``..``.
 
     >>> source = ShardSource("data/train-{000..099}.tar", labels="json", label_key="category")
     >>> source = ShardSource("data/scenes-{000..099}.tar", masks="seg.png", objects="json")
@@ -404,7 +405,7 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
         entry["keys"].append(os.fsdecode(_unique(wanted[0].name, times)))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
         entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
-        if label is not None:  # rarely a request, because the piece with the headers usually contains the label
+        if label is not None:  # the piece with the headers usually has the label, so `read` rarely reads again
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
     if more := [name for name, count in times.items() if count > 1]:
         log.warning(

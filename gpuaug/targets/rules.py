@@ -16,7 +16,7 @@ Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
 def _largest(table: Any) -> int:
-    """The largest new value of a table. ``lookup`` refuses values that are not numbers."""
+    """The largest new value of a table. Values that are not numbers are refused later."""
     values = table.values() if isinstance(table, Mapping) else () if table is None or isinstance(table, str) else table
     return max((value for value in values if isinstance(value, int)), default=0)
 

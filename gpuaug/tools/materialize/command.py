@@ -144,7 +144,7 @@ class Materialize:
         epochs: number of epochs.
         start_epoch: the first epoch.
         store: ``uint8``: pixels before normalization, rounded to levels from 0 to 255. ``final``: the loader's pixels,
-            bit for bit. With ``backend=kornia`` on CUDA, pixels differ by at most 2e-6.
+            bit for bit, or within 2e-6 with ``backend=kornia`` on CUDA.
         chunk: samples per file. None: as many as fit in 128 MiB.
         on: ``local``: this machine. ``ray``: a Ray cluster, where all machines must see ``out``.
 
@@ -289,7 +289,6 @@ class Materialize:
                 files.write(self.out / f"{name}.npy", *npy(values.numpy()), sync=True)
 
     def _write(self, progress: Callable[[int], Any]) -> None:
-        """Write the missing chunks."""
         arguments = _arguments(self._loader, final=self.plan["store"] != "uint8")
         most, gpus = len(self.missing), 0
         if self.on == "ray":  # no cache, because a Ray process reads only a part of the source
@@ -300,7 +299,7 @@ class Materialize:
         list(results(make, tasks, on=self.on, progress=progress, num_workers=workers, cpus=RAY_CORES, gpus=gpus))
 
     def _finish(self) -> int:
-        """Write the manifest, and return the number of faults. GpuaugError if chunks are missing."""
+        """Write the manifest, and return the number of faults."""
         self.missing = [place for place in self._chunks if not self._is_done(*place)]
         if self.missing:
             raise GpuaugError(
@@ -528,7 +527,7 @@ def _save(file: Path, plan: dict[str, Any]) -> None:
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
-    """Join consecutive chunks to spans of at most ``most``. A span is (epoch, first chunk, last chunk + 1)."""
+    """Join consecutive chunks to spans of at most ``most`` chunks. A span is (epoch, first chunk, last chunk + 1)."""
     spans: list[tuple[int, int, int]] = []
     for slot, number in chunks:
         if spans and spans[-1][0] == slot and spans[-1][2] == number and number - spans[-1][1] < most:

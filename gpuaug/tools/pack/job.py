@@ -134,7 +134,7 @@ class Job:
         """Everything that decides the written bytes, as JSON."""
         source, extra = self.source, getattr(self.source, "extra", None)
         what = {**asdict(self.what), "sizes": self.what.names}
-        del what["pixel_centers"]  # for keypoints, `targets` includes it
+        del what["pixel_centers"]  # stored in `targets` if keypoints need it
         if self.what.format == "uint8":
             del what["quality"], what["subsampling"]
         return {

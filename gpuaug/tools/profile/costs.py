@@ -27,7 +27,7 @@ FREE = Cost(0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements of each stage alone, and of the whole."""
+    """The measurements of each stage alone, and of the complete loader."""
 
     batch_size: int
     workers: int
@@ -36,7 +36,7 @@ class Measured:
     device_type: str
     source: Cost  # reading samples in one process
     read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None = None  # packing bytes that are in memory, and copying them to this process; None: no workers
+    copy: Cost | None = None  # as `read`, but the samples are already in memory; None: no workers
     take: float  # CPU-seconds per image that this process needs to receive batches from the workers
     decode: Cost
     masks: Cost | None = None  # decoding, cropping and moving masks; None: the loader has no targets
@@ -47,7 +47,7 @@ class Measured:
     step: Cost | None = None  # the training step alone, on finished batches; None: no model
     whole: Cost | None = None  # the complete loader and the step; None: not measured
     cores: float  # cores that this process gets
-    busy: float = 1.0  # share of the reading time spent computing, not waiting for bytes
+    busy: float = 1.0  # share of the reading time in which a core is busy
     bytes_per_image: float = 0.0
 
     @property

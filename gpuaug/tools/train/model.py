@@ -33,7 +33,7 @@ class SmallNet(nn.Module):
 
     def __init__(self, *, num_classes: int, width: int = 32) -> None:
         super().__init__()
-        # patches of 4 x 4 pixels; larger first feature maps would take most of the time at 224 x 224
+        # patches of 4 x 4 pixels; larger first feature maps would take most of the training time at 224 x 224
         self.stem = nn.Conv2d(3, width, 4, stride=4, bias=False)
         self.stages = nn.Sequential(
             _Block(width, width, stride=2),
