@@ -175,7 +175,7 @@ class ShardSource(ListedSource):
         offsets = self._offsets.numpy().reshape(-1, self._count)[:, 1 + len(self._members) :]
         for name, column in zip(self._extras, offsets.T, strict=True):
             if not column.any():
-                reason = "only samples have that are left out" if name in other else "no sample has"
+                reason = "only left-out samples have" if name in other else "no sample has"
                 raise SourceError(
                     f"`source.extra` must name members beside the images of {place!r}. "
                     f"Found: {name!r}, which {reason}. {_ADJACENT} Extensions found: {some(other)}."

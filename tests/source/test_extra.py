@@ -240,7 +240,7 @@ def test_members_that_cannot_be_extras_say_why(tmp_path):
     apart = [("a.jpg", IMAGES[0]), ("b.jpg", IMAGES[1]), ("a.txt", b"x"), ("b.txt", b"y")]
     write_tar(tmp_path / "two" / "a.tar", apart)
     rule = "must stand next to each other, with the same name up to its first dot"
-    with pytest.raises(SourceError, match=rf"'txt', which only samples have that are left out.*{rule}"):
+    with pytest.raises(SourceError, match=rf"'txt', which only left-out samples have.*{rule}"):
         ShardSource(tmp_path / "two", labels="none", extra="txt")
     with pytest.raises(SourceError, match=rf"Extensions found: .*'txt'.*{rule}"):
         ShardSource(tmp_path / "two", labels="txt")
