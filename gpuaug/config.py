@@ -100,7 +100,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
     try:
         with initialize_config_dir(str(first), version_base="1.3", job_name="gpuaug"):
             loader: Any = GlobalHydra.instance().config_loader()
-            if first != ours:  # Hydra finds the configuration `name` before it reads `hydra.searchpath`
+            if first != ours:  # `hydra.searchpath` is too late: Hydra reads it after it has found `name`
                 path = loader.get_search_path()
                 for folder in (first / "gpuaug", ours):  # `first / "gpuaug"` holds the user's recipes
                     path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
@@ -189,7 +189,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
 
 
 def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
-    """A sentence that says where to set ``word`` instead of in ``node``; "" if this is not known."""
+    """A sentence that names the right place for ``word``, which ``node`` does not have; "" if none is known."""
     if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
         return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
     for name in ("views", "stages"):
@@ -454,7 +454,7 @@ def _check_arguments(called: Target, kwargs: Mapping[str, Any], *, key: str, tar
         if parameter.default is parameter.empty and name not in kwargs:
             raise ConfigError(f"`{_join(key, name)}` must be given: {target} needs it.")
     for name, hint in _hints(called).items():
-        # constructors check other types; without this check, text such as `no` could count as true
+        # only true/false is checked here: text such as `no` could count as true
         if name in kwargs and set(_members(hint)) <= {bool, NoneType} and not _fits(kwargs[name], hint):
             raise ConfigError(f"`{_join(key, name)}` must be {_words(hint)}. Found: {kwargs[name]!r}.")
 

@@ -26,7 +26,7 @@ class State:
 
     epoch: int
     position: int  # number of samples of the epoch that all ranks together have consumed
-    after: int | None = None  # number of the last consumed sample; None at the start of an epoch
+    after: int | None = None  # the sample consumed last, by its number; None at the start of an epoch
     order: str | None = None  # hash of the epoch's whole order; None at the start of an epoch
     fingerprint: dict[str, Any]
 
@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
-    """Return the position at which ``state`` continues. ``ordered`` is the order of the state's epoch."""
+    """Return the position at which ``state`` continues. ``ordered``: what ``order`` gives for that epoch."""
     if ordered.digest == state.order:
         if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
             raise StateError(
@@ -95,7 +95,7 @@ def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
     position = getattr(order, "position", None)
     if position is None:
         raise StateError(
-            f"this state was taken inside epoch {state.epoch} of another order. The order "
+            f"this state was taken inside epoch {state.epoch} of another order. The present order "
             f"{describe(order)} gives other samples in this epoch. Restore source and order to finish the epoch, or "
             f"start the next epoch with `set_epoch({state.epoch + 1})`."
         )

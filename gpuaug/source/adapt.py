@@ -43,8 +43,8 @@ class Source(Protocol):
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
             get this label. Without ``label``, they get their value in ``labels``.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
-        prefetch: ``source.prefetch(numbers)`` announces samples. The ``read_many`` call after the next one reads
-            them.
+        prefetch: ``source.prefetch(numbers)`` announces samples. The next ``read_many`` call reads other samples,
+            and the call after it reads these.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
             ``i`` and are still in memory.
         mapped: True if the bytes are memory-mapped.
@@ -87,7 +87,7 @@ class MapSource:
     """Makes a source from an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
 
     ``object[i]`` may also be ``(bytes, label, extra)``. The source uses these attributes of the object: ``key``,
-    ``digest``, ``labels`` or torchvision's ``targets``, ``classes``, ``class_to_idx`` and ``num_classes``.
+    ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and ``num_classes``.
 
     Args:
         samples: the object.

@@ -93,6 +93,7 @@ class OpenFile:
             raise OSError(errno.ESTALE, "the file changed since it was indexed", self.path)
         return _read(self.fd, begin, size, self.path, image=image)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # Python's exit may delete `os.close`
+    # a default argument, because Python's exit may delete `os.close`
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
             close(self.fd)

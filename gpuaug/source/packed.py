@@ -162,7 +162,9 @@ class PackedSource(ListedSource):
         try:
             extra = () if self._extras is None else (json.loads(self._extras[number]),)
         except (ValueError, RecursionError) as error:
-            return SourceError(f"index/extra.bin in {redact(self.root)!r} is damaged at {number}: {error}. {_REPAIR}")
+            return SourceError(
+                f"index/extra.bin in {redact(self.root)!r} is damaged at sample {number}: {error}. {_REPAIR}"
+            )
         if not self._mask_begins:
             return data, label, *extra
         length, mask = int(self._bytes[self.used[position]].numpy()[number]), self._mask_bytes[self.used[position]]
@@ -312,7 +314,9 @@ class PackedSource(ListedSource):
         schedule: list[tuple[int, Size]] = []
         for epoch, chosen in size.items() if isinstance(size, Mapping) else [(0, size)]:
             if isinstance(epoch, bool) or not str(epoch).isascii() or not str(epoch).isdecimal():
-                raise ConfigError(f"the keys of a mapping `source.size` must be epochs, from 0 on. Found: {epoch!r}.")
+                raise ConfigError(
+                    f"if `source.size` is a mapping, its keys must be epochs, from 0 on. Found: {epoch!r}."
+                )
             if isinstance(chosen, bool) or chosen not in self.sizes:
                 known = ", ".join(map(str, self.sizes))
                 raise ConfigError(f"`source.size` must be one of the packed sizes: {known}. Found: {chosen!r}.")
@@ -320,7 +324,7 @@ class PackedSource(ListedSource):
         schedule.sort(key=lambda item: item[0])
         if not schedule or schedule[0][0] != 0 or len(dict(schedule)) < len(schedule):
             raise ConfigError(
-                f"a mapping `source.size` must have the key 0, and each epoch only once. Found: {dict(size)!r}."
+                f"if `source.size` is a mapping, it must have the key 0 and no epoch twice. Found: {dict(size)!r}."
             )
         return schedule
 
@@ -328,7 +332,8 @@ class PackedSource(ListedSource):
 class Rows(SourceView):
     """The N samples of a packed source at several sizes.
 
-    A row number is (index of the size in ``source.used``) * N + sample number. So workers need not know the epoch.
+    A row number is (index of the size in ``source.used``) * N + sample number. So workers learn the size from
+    the row number, and need not know the epoch.
     """
 
     def __init__(self, source: PackedSource) -> None:

@@ -53,7 +53,7 @@ def check_out(out: Path, *ours: str) -> None:
 
 
 def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
-    """Raise ``error`` if the job ``before`` in ``out`` differs from the job ``here``."""
+    """Raise ``error`` if ``before``, the job recorded in ``out``, differs from ``here``, the job of this run."""
     if changes := differences(before, json.loads(json.dumps(here))):
         listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} in this run" for where, a, b in changes[:5])
         raise error(f"`out` holds another job: {str(out)!r}. {listed}. Use those settings, or set another `out`.")
@@ -100,7 +100,8 @@ def results(
         on: ``local`` or ``ray``.
         progress: called with the number of newly finished samples.
         num_workers: number of processes. None: as many as CPUs or GPUs allow. 0 with ``local``: this process.
-        cpus, gpus: largest number of CPUs, and number of GPUs, of each Ray process.
+        cpus: largest number of CPUs of each Ray process.
+        gpus: number of GPUs of each Ray process.
     """
     if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:

@@ -434,7 +434,7 @@ def test_a_damaged_packed_extra_is_a_fault(tmp_path):
     file.write_bytes(b"?" + file.read_bytes()[1:])
     packed = gpuaug.PackedSource(tmp_path / "out")
     assert packed[1][2] == CAPTIONS[1]
-    with pytest.raises(SourceError, match=r"index/extra\.bin .* is damaged at 0"):
+    with pytest.raises(SourceError, match=r"index/extra\.bin .* is damaged at sample 0"):
         packed[0]
 
 

@@ -1,4 +1,4 @@
-"""Triton functions for levels k/255 and for colour steps with Pillow's arithmetic."""
+"""Triton functions that convert between levels 0..255 and pixels 0..1, and colour steps with Pillow's arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SATURATION: tl.constexpr = tl.constexpr(int(Code.SATURATION))
 _SOLARIZE: tl.constexpr = tl.constexpr(int(Code.SOLARIZE))
 _POSTERIZE: tl.constexpr = tl.constexpr(int(Code.POSTERIZE))
 _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
-# PART_1 + PART_2 is 1/255. byte * PART_1 is exact, so byte * PART_1 + byte * PART_2 is rounded like byte / 255.
+# PART_1 + PART_2 is 1/255. For a level x, x * PART_1 is exact, so x * PART_1 + x * PART_2 is rounded like x / 255.
 PART_1: tl.constexpr = tl.constexpr(257 / 65536)
 PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
 

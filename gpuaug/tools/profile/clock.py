@@ -21,7 +21,7 @@ def now(pids: Sequence[int] = ()) -> Any:
 def cpu_seconds(pid: int) -> float:
     """CPU-seconds of a process so far; 0 if the system does not report them."""
     try:
-        # the clock of clock_getcpuclockid on Linux; /proc has steps of 10 ms
+        # as clock_getcpuclockid computes it on Linux; /proc counts only in steps of 10 ms
         return time.clock_gettime((~pid << 3) | 2)
     except (OSError, OverflowError, AttributeError):
         return 0.0
