@@ -373,7 +373,7 @@ def test_kernels_compile_without_a_device(recipe: str, monkeypatch: pytest.Monke
     check(made, tmp_path)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
 def test_pillows_arithmetic_compiles(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: dict[Any, Any] = {}
     for name in KERNELS:

@@ -11,9 +11,6 @@ import pytest
 from conftest import ROOT
 from PIL import Image, ImageChops, ImageOps
 
-pytest.importorskip("skimage")
-pytest.importorskip("sklearn")
-
 from bench import photographs
 
 

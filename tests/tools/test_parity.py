@@ -13,10 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-pytest.importorskip("skimage")
-pytest.importorskip("sklearn")
-
-
 import gpuaug
 from bench import photographs
 from gpuaug.augment.policy import prepare

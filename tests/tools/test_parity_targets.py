@@ -10,10 +10,6 @@ from typing import Any
 import kornia.augmentation as K
 import numpy as np
 import pytest
-
-pytest.importorskip("skimage")
-pytest.importorskip("sklearn")
-
 import scenes as made
 
 import gpuaug

@@ -9,13 +9,9 @@ from pathlib import Path
 import kornia.augmentation as K
 import numpy as np
 import pytest
+import scenes as made
 import torch
 from PIL import Image, ImageOps
-
-pytest.importorskip("skimage")
-pytest.importorskip("sklearn")
-
-import scenes as made
 
 import gpuaug
 from gpuaug.display import annotations as drawing

@@ -17,13 +17,9 @@ import pytest
 import torch
 from common import PROGRAM, ended, threads, torchrun, tree
 from conftest import ROOT
+from stopping import StopAfter
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
-
-pytest.importorskip("skimage")
-pytest.importorskip("sklearn")
-
-from stopping import StopAfter
 
 from bench import photographs
 from gpuaug.errors import ConfigError, GpuaugError
