@@ -38,7 +38,7 @@ fuzz: $(READY)  ## hostile images for ten minutes, tars, and epochs with bad fil
 	$(BIN)/python tests/fuzz.py epochs --count 50
 
 notebooks: $(READY)  ## execute all of them where they lie, with the seconds of each; on a machine that does nothing else
-	PYTHONPATH=$(TORCHVISION) $(BIN)/python bench/notebooks.py
+	PYTHONPATH=$(CURDIR)/$(TORCHVISION) $(BIN)/python bench/notebooks.py
 
 docs: $(READY)  ## the guides, the notebooks and the reference as a site in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
