@@ -13,9 +13,6 @@ TORCHVISION := .venv/torchvision
 # The tests start hundreds of Python processes: keep the compiled modules, even where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The tests start hundreds of Python processes: keep the compiled modules, even where the environment says otherwise.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: demo test test-long fuzz notebooks docs lint clean
 
 demo: $(PACKAGE)  ## train on real photographs, and preview two recipes: all into demo/
