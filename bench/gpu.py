@@ -45,7 +45,7 @@ for name in names.split():
     except Exception as error:
         print(name, "FAILS:", type(error).__name__, error)
 import nvidia.dali, kornia, hydra, gpuaug
-from gpuaug.augment import triton_kernels
+from gpuaug.augment.fused import cuda
 assert torch.ones(4, device=sys.argv[1]).sum().item() == 4
 """
 
