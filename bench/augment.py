@@ -16,7 +16,6 @@ import copy
 import datetime
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -31,6 +30,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.readme import processor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RECIPES = ("standard", "standard_random", "simclr", "randaugment", "randaugment_torchvision", "imagenet", "dino")
@@ -535,11 +536,6 @@ def _row(case: Case, peer: str, variant: str, **values: Any) -> dict[str, Any]:
 
 
 def machine(device: str, pythons: list[str]) -> dict[str, Any]:
-    processor = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            processor = line.split(":", 1)[1].strip()
-            break
     versions = {"torch": torch.__version__}
     from importlib.metadata import PackageNotFoundError, version
 
@@ -556,7 +552,7 @@ def machine(device: str, pythons: list[str]) -> dict[str, Any]:
                 versions[package] = found
                 break
     return {
-        "processor": processor,
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
         "date": datetime.date.today().isoformat(),

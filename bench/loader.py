@@ -33,7 +33,6 @@ import datetime
 import json
 import math
 import os
-import platform
 import random
 import select
 import subprocess
@@ -48,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import s3
 from contestants import Spec
+from readme import processor
 
 RECIPES = ("standard", "flip", "simclr")
 SETS = ("photos", "large")
@@ -406,11 +406,6 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
     import torch
 
-    processor = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            processor = line.split(":", 1)[1].strip()
-            break
     versions = {}
     for package in ("torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130"):
         with contextlib.suppress(PackageNotFoundError):
@@ -424,7 +419,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
         found = subprocess.run([args.peer_python, "-c", code], capture_output=True, text=True).stdout
         versions |= {f"{k} (peers)" if k == "torch" else k: v for k, v in json.loads(found or "{}").items()}
     return {
-        "processor": processor,
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
         "load_before": os.getloadavg()[0],

@@ -9,6 +9,7 @@ Both sides draw their parameters, and every sample is changed (p = 1). A ratio a
 from __future__ import annotations
 
 import argparse
+import datetime
 import logging
 import statistics
 import sys
@@ -22,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.augment import photographs
-from bench.readme import put
+from bench.readme import processor, put
 
 
 def operations() -> dict[str, Callable[..., Any]]:
@@ -106,7 +107,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     if given.readme:
         what = f"{given.batch} photographs of {given.size} x {given.size}, {given.threads} threads"
-        what += f", median of {given.rounds}, torch {torch.__version__}."
+        what += f", median of {given.rounds}, torch {torch.__version__}, {processor()}, {datetime.date.today()}."
         put(given.readme, "operations.py", "\n".join([what, "", *lines]))
 
 

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def processor() -> str:
+    """Name of this machine's processor."""
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text().splitlines() if file.exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def put(readme: Path, script: str, text: str) -> None:
