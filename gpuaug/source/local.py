@@ -78,6 +78,15 @@ def file_version(status: os.stat_result) -> str:
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
+def info(path: str) -> tuple[int, str] | Exception:
+    """Size and version of a file; an exception if the file is missing or not regular."""
+    try:
+        status = check_regular(os.stat(path), path)
+    except (OSError, ValueError) as error:
+        return error
+    return status.st_size, file_version(status)
+
+
 class OpenFile:
     """A local file that stays open, because opening takes longer than reading an image."""
 

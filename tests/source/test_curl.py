@@ -13,7 +13,9 @@ import pytest
 
 from gpuaug.errors import ReadError
 from gpuaug.source.remote import objects
-from gpuaug.source.remote.curl import Curl, Get, Login, StatusError
+from gpuaug.source.remote.curl import Curl
+from gpuaug.source.remote.filesystem import Range, StatusError
+from gpuaug.source.remote.objects import Access, Login
 
 BODY = bytes(range(256)) * 300
 
@@ -77,12 +79,12 @@ def plain(head, send, number=0, body=BODY):
     return True
 
 
-def asking(connections=4, **more):
-    return Curl(connections=connections, **more)
+def asking(connections=4, timeout=30.0, **more):
+    return Curl(Access(lambda url: url, **more), connections=connections, timeout=timeout)
 
 
-def get(port, path="/x", begin=0, size=None, most=1 << 30, seconds=30.0, scheme="http", host="127.0.0.1"):
-    return Get(f"{scheme}://{host}:{port}{path}", begin, size, most, seconds)
+def get(port, path="/x", begin=0, size=None, most=0, scheme="http", host="127.0.0.1"):
+    return Range(f"{scheme}://{host}:{port}{path}", begin, size, most=most)
 
 
 def test_ranges_and_whole_files_over_kept_connections():
@@ -95,16 +97,12 @@ def test_ranges_and_whole_files_over_kept_connections():
     with server(answer) as (port, heads):
         curl = asking()
         asked = [get(port, f"/{i}", i, 1000 + i) for i in range(20)]
-        asked += [get(port, "/all"), get(port, "/end", 76_000, 5000), get(port, "/rest", 70_000)]
+        asked += [get(port, "/all"), get(port, "/rest", 70_000, 6800), get(port, "/end", 76_000, 5000)]
         for _ in range(2):
-            found = curl.read([*asked, asked[0]])  # the same twice is asked for once
-            assert found == [
-                *(BODY[i : 1000 + 2 * i] for i in range(20)),
-                BODY,
-                BODY[76_000:],
-                BODY[70_000:],
-                BODY[:1000],
-            ]
+            *found, short, again = curl.read([*asked, asked[0]])  # the same twice is asked for once
+            assert found == [*(BODY[i : 1000 + 2 * i] for i in range(20)), BODY, BODY[70_000:]]
+            assert "800 bytes instead of 5000 at position 76000" in str(short)
+            assert again == BODY[:1000]
         assert len(heads) == 2 * len(asked)
         assert len(connected) <= 4
         curl.close()
@@ -148,8 +146,8 @@ def test_what_is_expected_is_asked_for_meanwhile_and_once():
 def test_nobody_listening_is_no_reason_to_give_up():
     """Between two reads a training step may take longer than a try."""
     with server(plain) as (port, heads):
-        curl = asking()
-        soon = get(port, "/soon", seconds=2.0)
+        curl = asking(timeout=2.0)
+        soon = get(port, "/soon")
         assert curl.read([get(port)], [soon]) == [BODY]
         threading.Event().wait(2.5)
         assert curl.read([soon]) == [BODY]
@@ -167,9 +165,9 @@ def test_what_nobody_wants_any_more_holds_no_connection_for_ever():
 
     with server(answer) as (port, _):
         curl = asking(connections=3)
-        assert curl.read([get(port)], [get(port, f"/hang{i}", seconds=1.0) for i in range(2)]) == [BODY]
-        for i in range(5):  # each sooner than a try of the others may take
-            assert curl.read([get(port, f"/{i}", seconds=30.0)]) == [BODY]
+        assert curl.read([get(port)], [get(port, f"/hang{i}") for i in range(2)]) == [BODY]
+        for i in range(5):
+            assert curl.read([get(port, f"/{i}")]) == [BODY]
         assert not curl._busy
         stop.set()
 
@@ -193,17 +191,20 @@ def test_a_login_that_failed_is_not_asked_for_by_every_request():
         asked.append(1)
         raise TimeoutError("no answer of the role's server")
 
-    with server(plain) as (port, _):
-        found = asking(login=objects._RenewedLogin(ask)).read([get(port, f"/{i}") for i in range(50)])
+    with server(plain) as (port, heads):
+        found = asking(login=ask).read([get(port, f"/{i}") for i in range(50)])
+    assert all("no credentials: TimeoutError" in str(item) for item in found)
     assert all("no answer of the role's server" in str(item) for item in found)
-    assert len(asked) < 5
+    assert all(isinstance(item, ReadError) for item in found)  # which is not tried again
+    assert asked == [1]
+    assert not heads
 
 
 def test_a_login_without_lines_has_none_of_the_one_before():
     given = iter([Login(("X-As: one",), "user", "word"), Login()])
     with server(plain) as (port, heads):
         curl = asking(login=lambda: next(given), connections=1)
-        assert curl.read([get(port, "/a"), get(port, "/b")]) == [BODY, BODY]
+        assert curl.read([get(port, "/a")]) + curl.read([get(port, "/b")]) == [BODY, BODY]
     assert "X-As: one" in heads[0]
     assert "Authorization: Basic" in heads[0]
     assert "X-As" not in heads[1]
@@ -216,7 +217,7 @@ def test_an_old_libcurl_is_not_used(lacks, monkeypatch):
         monkeypatch.setattr(pycurl, "version_info", lambda: (9, "7.88.1", 0x075801))
     else:
         monkeypatch.delattr(pycurl, "AWS_SIGV4")
-    assert objects.open_objects(object(), "s3://bucket/key", connections=1) is None
+    assert objects.open_curl(object(), "s3://bucket", connections=1, timeout=1.0) is None
 
 
 def test_no_url():
@@ -309,11 +310,9 @@ def test_errors_are_what_they_say():
         return False
 
     with server(answer) as (port, _):
-        curl = asking(connections=9)
-        small = {"/much": 5, "/flood": 5}
-        asked = [
-            get(port, path, most=small.get(path, 1 << 30), seconds=3.0, begin=int(path == "/whole")) for path in says
-        ]
+        curl = asking(connections=9, timeout=3.0)
+        ranges = {"/much": {"most": 5}, "/flood": {"most": 5}, "/whole": {"begin": 1, "size": 9}}
+        asked = [get(port, path, **ranges.get(path, {})) for path in says]
         found = curl.read([*asked, get(port, "/good")])
         stop.set()
         for (path, (_, kind, text)), error in zip(says.items(), found, strict=False):
@@ -330,7 +329,7 @@ def test_without_a_server_there_is_no_connection():
     assert all(isinstance(item, StatusError) and item.status == 0 for item in found)
     (found,) = asking().read([get(1, host="no-such-host.invalid")])
     assert "no-such-host.invalid" in str(found)
-    (found,) = asking().read([Get("file:///etc/hostname", 0, None, 100, 3.0)])
+    (found,) = asking().read([Range("file:///etc/hostname")])
     assert isinstance(found, StatusError)
 
 
@@ -339,11 +338,11 @@ def test_an_interrupt_leaves_nothing_half_done():
         curl = asking()
         advance, calls = curl._advance, []
 
-        def interrupted(wanted):
-            calls.append(wanted)
+        def interrupted():
+            calls.append(1)
             if len(calls) == 2:
                 raise KeyboardInterrupt
-            return advance(wanted)
+            return advance()
 
         curl._advance = interrupted
         with pytest.raises(KeyboardInterrupt):
@@ -377,11 +376,11 @@ def test_a_proxy_of_the_environment_is_asked(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with server(plain) as (port, heads):
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
-        assert asking().read([Get("http://store.example.org/a", 0, None, 1 << 30, 30.0)]) == [BODY]
+        assert asking().read([Range("http://store.example.org/a")]) == [BODY]
         assert heads[0].startswith("GET http://store.example.org/a ")
 
 
-def test_a_login_is_asked_for_each_time_and_its_failure_is_an_error():
+def test_a_login_is_asked_for_by_each_read_and_its_failure_is_an_error():
     given = iter([Login(("X-As: one",)), Login(("X-As: two",)), ValueError("no role")])
 
     def login():
@@ -392,7 +391,7 @@ def test_a_login_is_asked_for_each_time_and_its_failure_is_an_error():
 
     with server(plain) as (port, heads):
         curl = asking(login=login, connections=1)
-        assert curl.read([get(port, "/a"), get(port, "/b")]) == [BODY, BODY]
+        assert curl.read([get(port, "/a")]) + curl.read([get(port, "/b")]) == [BODY, BODY]
         (found,) = curl.read([get(port, "/c")])
         assert "no credentials: ValueError('no role')" in str(found)
         assert ["X-As: one" in heads[0], "X-As: two" in heads[1], len(heads)] == [True, True, 2]
@@ -437,7 +436,7 @@ def tls_of(certificate):
 
 def test_tls(certificate):
     with server(plain, tls_of(certificate)) as (port, heads):
-        curl = asking(options={pycurl.CAINFO: certificate})
+        curl = asking(options={"CAINFO": certificate})
         more = {"scheme": "https"}
         soon = get(port, "/next", **more)
         for _ in range(2):
@@ -472,7 +471,7 @@ def test_signatures_are_those_of_botocore(key, token, payer):
     lines += ["x-amz-request-payer: requester"] if payer else []
     with server(plain) as (port, heads):
         login = Login(tuple(lines), "AKID", "secret/+:x")
-        curl = asking(login=lambda: login, options={pycurl.AWS_SIGV4: "aws:amz:eu-west-3:s3"})
+        curl = asking(login=lambda: login, options={"AWS_SIGV4": "aws:amz:eu-west-3:s3"})
         path = "/bucket/" + quote(key, safe="/~")
         assert curl.read([get(port, path)]) == [BODY]
         assert curl.read([get(port, path, 5, 7)]) == [BODY[5:12]]

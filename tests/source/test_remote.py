@@ -387,7 +387,6 @@ def test_logins_that_expire_are_renewed(store, bucket, monkeypatch):
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{port}/role")
         source = FolderSource(bucket, remote=Remote(options={"endpoint_url": url}))
         proxy.reset()
-        proxy.latency = 0.6  # logins are kept for a second at least
         _, _, faults = read_all(source, num_workers=1)
         assert list(faults.values()) == ["0 bytes"]
         assert agent(proxy) == "gpuaug"
@@ -428,7 +427,7 @@ def test_keys_that_a_url_would_change(store, tmp_path):
     same(source, FolderSource(local))
     storage = Storage(Remote(options=options(f"http://127.0.0.1:{store}")))
     for key in ("train/a/../a/x.jpg", "train//x.jpg", "train/./x.jpg"):
-        storage._system(place).pipe_file(f"odd/{key}", key.encode())
+        storage._system("s3://odd").pipe_file(f"odd/{key}", key.encode())
         assert storage.read([Range(f"s3://odd/{key}")]) == [key.encode()]
 
 

@@ -1,24 +1,25 @@
 """Sends many GET requests at a time from one thread, through libcurl.
 
 A request takes 25 us of CPU time, or 40 us if it is signed for S3. The clients of fsspec take 300 us and more.
+Import this module only after a check that pycurl is installed.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+
+import pycurl
 
 from gpuaug.errors import ReadError
 from gpuaug.source.paths import redact
-
-log = logging.getLogger("gpuaug")
+from gpuaug.source.remote.filesystem import Range, StatusError, check_size, status_error, too_long
+from gpuaug.source.remote.objects import Access, Login
 
 LONGEST_WAIT_S = 0.2  # longest time between two checks of all connections
 PAUSE_S = 0.005
@@ -29,66 +30,32 @@ _RANGE = re.compile(rb"\ncontent-range:[ \t]*bytes[ \t]+(\d+)-", re.IGNORECASE)
 _ERROR_TEXT = re.compile(rb'<(?:Code|Message)>([^<]*)<|"message":\s*"([^"]*)"')
 
 
-class StatusError(Exception):
-    """A request that failed. ``status`` is the HTTP status; 0 if there was no usable answer."""
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class Get(NamedTuple):
-    """A GET request for a file, or for a range of it."""
-
-    url: str  # quoted
-    begin: int  # first byte
-    size: int | None  # number of bytes; None: up to the end of the file
-    limit: int  # maximum number of bytes of the answer
-    seconds: float  # timeout
-
-
-class Login(NamedTuple):
-    """Credentials: header lines, and a user name and password that sign the request."""
-
-    lines: Sequence[str] = ()
-    user: str | None = None
-    password: str = ""
-
-
 class Curl:
     """Sends GET requests over connections that stay open. A forked process must create its own Curl.
 
     Args:
+        access: how to reach the objects.
         connections: maximum number of requests at a time.
-        login: returns the credentials; called before every request.
-        options: values of libcurl's options, by pycurl's option number.
-        encoded: whether to accept answers with ``Content-Encoding``. Object stores may store this header with a file.
+        timeout: see :class:`gpuaug.Remote`.
     """
 
-    def __init__(
-        self,
-        *,
-        connections: int,
-        login: Callable[[], Login] = Login,
-        options: Mapping[int, Any] | None = None,
-        encoded: bool = True,
-    ) -> None:
-        import pycurl
-
-        self._encoded = encoded
-        self._connections, self._login, self._options = connections, login, dict(options or {})
+    def __init__(self, access: Access, *, connections: int, timeout: float) -> None:
+        self._access, self._connections, self._timeout = access, connections, timeout
         self._lock = threading.Lock()
-        self._curl = pycurl
         self._reset()
 
-    def read(self, now: Sequence[Get], then: Sequence[Get] = ()) -> list[bytes | Exception]:
-        """Return the body of each request in ``now``, or an exception. Also start ``then`` on free connections.
+    def read(self, now: Sequence[Range], then: Sequence[Range] = ()) -> list[bytes | Exception | None]:
+        """Return the bytes of each range in ``now``, or an exception. Also start ``then`` on free connections.
 
-        The answers to ``then`` are kept for the next call. If a file ends inside a range, the body is shorter.
+        The answers to ``then`` are kept for the next call. The answer is None if libcurl cannot request a key.
         """
         with self._lock:
             try:
-                return self._read(now, then)
+                login = self._access.login()
+            except Exception as error:  # credential providers may raise any exception
+                return [ReadError(f"{redact(x.path)!r} cannot be read: no credentials: {error!r}") for x in now]
+            try:
+                return self._read(now, then, login)
             except BaseException:  # for example Ctrl-C
                 self.close()
                 raise
@@ -97,88 +64,86 @@ class Curl:
         """Close all connections. A later read opens new connections."""
         try:
             for transfer in self._busy.values():
-                with suppress(self._curl.error):  # the handle may not have been added yet
+                with suppress(pycurl.error):  # the handle may not have been added yet
                     self._multi.remove_handle(transfer.easy)
             self._multi.close()
         finally:
             self._reset()
 
     def _reset(self) -> None:
-        c = self._curl
-        self._multi = c.CurlMulti()
-        self._multi.setopt(c.M_MAXCONNECTS, 2 * self._connections)  # redirects need connections too
-        self._free: list[_Transfer] = []
-        self._busy: dict[Get, _Transfer] = {}
-        self._done: dict[Get, bytes | Exception] = {}
+        self._multi = pycurl.CurlMulti()
+        self._multi.setopt(pycurl.M_MAXCONNECTS, 2 * self._connections)  # redirects need connections too
+        self._login = Login()
+        self._free: list[_Transfer] = []  # with this login
+        self._busy: dict[Range, _Transfer] = {}
+        self._done: dict[Range, bytes | Exception | None] = {}
 
-    def _read(self, now: Sequence[Get], then: Sequence[Get]) -> list[bytes | Exception]:
+    def _read(self, now: Sequence[Range], then: Sequence[Range], login: Login) -> list[bytes | Exception | None]:
+        if login != self._login:
+            self._login, self._free = login, []
         wanted = dict.fromkeys([*now, *then])
-        self._done = {get: answer for get, answer in self._done.items() if get in wanted}
-        begun = time.monotonic()
-        for get, transfer in self._busy.items():
-            if get in wanted:  # prefetched, so its timeout begins now
-                transfer.deadline = begun + get.seconds
-        todo = deque(get for get in wanted if get not in self._busy and get not in self._done)
+        self._done = {part: answer for part, answer in self._done.items() if part in wanted}
+        for part in self._busy.keys() - wanted.keys():
+            self._end(part)
+        for transfer in self._busy.values():  # prefetched, so their timeout begins now
+            transfer.deadline = time.monotonic() + transfer.part.seconds(self._timeout)
+        todo = deque(part for part in wanted if part not in self._busy and part not in self._done)
         missing = set(now)
         while True:
             begun_some = self._begin(todo)
-            ended_some = self._advance(wanted)
+            ended_some = self._advance()
             missing.difference_update(self._done)
             if not missing and not (todo and ended_some):
                 break
             if not begun_some and not ended_some:
                 self._wait()
-        items = [self._done[get] for get in now]
-        for get in set(now):
-            del self._done[get]
-        return items
+        answers = [self._done[part] for part in now]
+        for part in set(now):
+            del self._done[part]
+        return answers
 
-    def _begin(self, todo: deque[Get]) -> bool:
+    def _begin(self, todo: deque[Range]) -> bool:
         """Start requests on free connections. Return whether any request was started."""
         begun = False
         while todo and len(self._busy) < self._connections:
-            get = todo.popleft()
+            part = todo.popleft()
             begun = True
-            try:
-                login = self._login()
-            except Exception as error:  # credential providers may raise any exception
-                self._done[get] = StatusError(f"no credentials: {error!r}", 0)
+            if (url := self._access.url(part.path)) is None:
+                self._done[part] = None
                 continue
-            transfer = self._free.pop() if self._free else _Transfer(self._curl, self._options, self._encoded)
+            transfer = self._free.pop() if self._free else _Transfer(self._access, self._login)
             try:
-                transfer.start(get, login)
-            except (UnicodeEncodeError, self._curl.error):
-                self._done[get] = OSError(errno.EINVAL, "this URL cannot be requested", redact(get.url))
-                self._free.append(transfer)
+                transfer.start(url, part, self._timeout)
+            except (UnicodeEncodeError, pycurl.error):
+                self._done[part] = OSError(errno.EINVAL, "this URL cannot be requested", redact(part.path))
                 continue
-            self._busy[get] = transfer
+            self._busy[part] = transfer
             self._multi.add_handle(transfer.easy)
         return begun
 
-    def _advance(self, wanted: Mapping[Get, Any]) -> bool:
+    def _advance(self) -> bool:
         """Send and receive without waiting. Return whether any request ended."""
         self._multi.perform()
-        ended = False
+        busy = len(self._busy)
         more = 1
         while more:
             more, good, bad = self._multi.info_read()
             for easy, code, text in (*((easy, 0, "") for easy in good), *bad):
-                ended = True
-                self._end(easy.transfer, easy.transfer.answer(code, text), wanted)
+                part = easy.transfer.part
+                self._done[part] = easy.transfer.answer(code, text)
+                self._end(part)
         now = time.monotonic()
-        for get in [get for get, transfer in self._busy.items() if now >= transfer.deadline]:
-            ended = True
-            self._end(self._busy[get], TimeoutError(errno.ETIMEDOUT, "no answer in time", redact(get.url)), wanted)
-        return ended
+        for part in [part for part, transfer in self._busy.items() if now >= transfer.deadline]:
+            self._done[part] = TimeoutError(errno.ETIMEDOUT, "no answer in time", redact(part.path))
+            self._end(part)
+        return len(self._busy) < busy
 
-    def _end(self, transfer: _Transfer, answer: bytes | Exception, wanted: Mapping[Get, Any]) -> None:
+    def _end(self, part: Range) -> None:
+        transfer = self._busy.pop(part)
         self._multi.remove_handle(transfer.easy)
-        get = transfer.get
-        del self._busy[get]
-        self._free.append(transfer)
         transfer.clear()
-        if get in wanted:
-            self._done[get] = answer
+        if transfer.login == self._login:
+            self._free.append(transfer)
 
     def _wait(self) -> None:
         until = min(transfer.deadline for transfer in self._busy.values())
@@ -188,72 +153,64 @@ class Curl:
 
 
 class _Transfer:
-    """A libcurl handle, reused for one request after another."""
+    """A libcurl handle with a login, reused for one request after another."""
 
-    def __init__(self, c: Any, options: Mapping[int, Any], encoded: bool) -> None:
-        self._curl, self._encoded = c, encoded
-        self.easy = easy = c.Curl()
-        easy.transfer = self
-        easy.setopt(c.NOSIGNAL, 1)
-        easy.setopt(c.HTTP_VERSION, c.CURL_HTTP_VERSION_1_1)  # one request at a time per connection
-        easy.setopt(c.PROTOCOLS, c.PROTO_HTTP | c.PROTO_HTTPS)
-        easy.setopt(c.BUFFERSIZE, BUFFER_BYTES)
-        easy.setopt(c.USERAGENT, "gpuaug")
-        for name, value in options.items():
-            easy.setopt(name, value)
-        self._login: Login | None = None  # login of the last request
-        self.get = Get("", 0, None, 0, 0.0)
-        self.deadline = 0.0
+    part: Range
+    deadline: float
+
+    def __init__(self, access: Access, login: Login) -> None:
+        self.login, self._encoded = login, access.encoded
         self._head: list[bytes] = []
         self._body: list[bytes] = []
-        easy.setopt(c.HEADERFUNCTION, self._head.append)
-        easy.setopt(c.WRITEFUNCTION, self._body.append)
+        self.easy = pycurl.Curl()
+        self.easy.transfer = self
+        options = {
+            "NOSIGNAL": 1,
+            "HTTP_VERSION": pycurl.CURL_HTTP_VERSION_1_1,  # one request at a time per connection
+            "PROTOCOLS": pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS,
+            "BUFFERSIZE": BUFFER_BYTES,
+            "USERAGENT": "gpuaug",
+            "HEADERFUNCTION": self._head.append,
+            "WRITEFUNCTION": self._body.append,
+            **access.options,
+        }
+        if login.lines:
+            options["HTTPHEADER"] = list(login.lines)
+        if login.user is not None:
+            options |= {"USERNAME": login.user, "PASSWORD": login.password}
+        for name, value in options.items():
+            self.easy.setopt(getattr(pycurl, name), value)
 
-    def start(self, get: Get, login: Login) -> None:
-        c, easy = self._curl, self.easy
-        self.get, self.deadline = get, time.monotonic() + get.seconds
-        easy.setopt(c.URL, get.url)
-        easy.setopt(c.MAXFILESIZE_LARGE, get.limit if get.size is None else min(get.size, get.limit))
-        if get.size is None and not get.begin:
-            easy.unsetopt(c.RANGE)
+    def start(self, url: str, part: Range, timeout: float) -> None:
+        self.part, self.deadline = part, time.monotonic() + part.seconds(timeout)
+        self.easy.setopt(pycurl.URL, url)
+        self.easy.setopt(pycurl.MAXFILESIZE_LARGE, part.bound)
+        if part.size is None:
+            self.easy.unsetopt(pycurl.RANGE)
         else:
-            easy.setopt(c.RANGE, f"{get.begin}-" + ("" if get.size is None else str(get.begin + get.size - 1)))
-        if login != self._login:
-            for name in (c.HTTPHEADER, c.USERNAME, c.PASSWORD):
-                easy.unsetopt(name)
-            if login.lines:
-                easy.setopt(c.HTTPHEADER, list(login.lines))
-            if login.user is not None:
-                easy.setopt(c.USERNAME, login.user)
-                easy.setopt(c.PASSWORD, login.password)
-            self._login = login
+            self.easy.setopt(pycurl.RANGE, f"{part.begin}-{part.begin + part.size - 1}")
 
     def answer(self, code: int, text: str) -> bytes | Exception:
-        """The body of the ended request, or an exception. ``code``, ``text``: libcurl's error."""
-        c, get = self._curl, self.get
-        status, body, head = self.easy.getinfo(c.RESPONSE_CODE), b"".join(self._body), b"".join(self._head)
-        url, part = redact(get.url), get.size is not None or get.begin > 0
-        if status in (404, 410):
-            return FileNotFoundError(errno.ENOENT, "no such object", url)
-        if status >= 300:
-            words = b": ".join(a or b for a, b in _ERROR_TEXT.findall(body[:65536])).decode(errors="replace")
-            text = " ".join(f"HTTP status {status} {words}".split())[:300]
-            is_denied = status in (401, 403)
-            return PermissionError(errno.EACCES, text, url) if is_denied else StatusError(text, status)
-        if part and status == 200:
-            return ReadError(f"the server of {url!r} supports no range requests. Use a server that does.")
-        if code == c.E_FILESIZE_EXCEEDED:
-            return OSError(errno.EFBIG, f"more than {get.limit if get.size is None else get.size} bytes", url)
+        """The bytes of the ended request, or an exception. ``code``, ``text``: libcurl's error."""
+        status, part = self.easy.getinfo(pycurl.RESPONSE_CODE), self.part
+        head, body = b"".join(self._head), b"".join(self._body)
+        words = _ERROR_TEXT.findall(body[:65536]) if status >= 300 else []
+        error = status_error(status, part, b": ".join(a or b for a, b in words).decode(errors="replace"))
+        if error is not None:
+            return error
+        if code == pycurl.E_FILESIZE_EXCEEDED:
+            return too_long(part)
         if code:
             return StatusError(f"{text or 'the connection was lost'} ({code})", 0)
-        if part:
+        if part.size is not None:
             content_range = _RANGE.search(head)
-            if status != 206 or content_range is None or int(content_range[1]) != get.begin:
+            if status != 206 or content_range is None or int(content_range[1]) != part.begin:
                 return StatusError(f"HTTP status {status}, but the answer is not the requested range", 0)
         if not self._encoded and (encoding := _ENCODED.search(head)):
             name = encoding[1].decode(errors="replace")
+            url = redact(part.path)
             return ReadError(f"{url!r} has Content-Encoding {name}. Serve the file without Content-Encoding.")
-        return body
+        return check_size(body, part)
 
     def clear(self) -> None:
         self._head.clear()

@@ -15,7 +15,6 @@ from urllib.parse import unquote
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source import local
 from gpuaug.source.paths import redact
-from gpuaug.source.remote.curl import StatusError
 
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "az": "adlfs", "abfs": "adlfs"}  # package by protocol
 VERSIONS = ["ETag", "etag", "generation", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified"]
@@ -24,6 +23,15 @@ VERSIONS += ["mtime", "modified", "updated"]  # fields that change with the file
 UNUSED = {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"}
 UNUSED |= {"default_block_size", "default_fill_cache", "default_cache_type", "cache_regions", "max_concurrency"}
 UNUSED |= {"fixed_upload_size", "local_expiry_check", "block_size", "cache_timeout", "check_connection"}
+BYTES_PER_S = 1e6  # speed of a slow connection, for timeouts
+
+
+class StatusError(Exception):
+    """A request that failed. ``status`` is the HTTP status; 0 if there was no usable answer."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class Range(NamedTuple):
@@ -39,6 +47,15 @@ class Range(NamedTuple):
     @property
     def limit(self) -> int:
         return self.most or (local.LARGEST_FILE if self.image is None else local.LARGEST_IMAGE)
+
+    @property
+    def bound(self) -> int:
+        """Maximum number of bytes of the answer."""
+        return self.limit if self.size is None else self.size
+
+    def seconds(self, timeout: float) -> float:
+        """Timeout of one try."""
+        return timeout + (self.size or 0) / BYTES_PER_S
 
 
 def open_filesystem(url: str, options: Mapping[str, Any], *, connections: int) -> Any:
@@ -85,27 +102,26 @@ def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> 
         return set(system.kwargs) - set(inspect.signature(Session).parameters) - UNUSED
     if protocol in ("gs", "gcs"):
         makers = [vars(cls)["__init__"] for cls in type(system).__mro__ if "__init__" in vars(cls)]
-        known = {name for maker in makers for name in inspect.signature(maker).parameters}
-        return set(options) - known - UNUSED
+        return set(options) - UNUSED - {name for maker in makers for name in inspect.signature(maker).parameters}
     return set()
 
 
-async def _call(system: Any, threads: Executor | None, method: str, *args: Any, **settings: Any) -> Any:
+async def _call(system: Any, threads: Executor, method: str, path: str, **settings: Any) -> Any:
     if getattr(system, "async_impl", False):
-        return await getattr(system, f"_{method}")(*args, **settings)
-    call = partial(getattr(system, method), *args, **settings)
+        return await getattr(system, f"_{method}")(path, **settings)
+    call = partial(getattr(system, method), path, **settings)
     return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 
-async def read(system: Any, threads: Executor | None, url: str, *, part: Range) -> bytes | OSError:
-    """The bytes of a range, or an OSError if the answer has too many or too few bytes."""
-    if url.startswith(("http://", "https://")):
+async def read(system: Any, threads: Executor, part: Range) -> bytes | Exception:
+    """The bytes of a range, or an exception if the answer has too many or too few bytes."""
+    if part.path.startswith(("http://", "https://")):
         return await _read_http(system, part)
     end = None if part.size is None else part.begin + part.size
-    if end is None and url.startswith(("s3:", "s3a:", "gs:", "gcs:")):
+    if end is None and part.path.startswith(("s3:", "s3a:", "gs:", "gcs:")):
         end = part.limit + 1  # without an end, s3fs first requests the size
     try:
-        data = await _call(system, threads, "cat_file", system._strip_protocol(url), start=part.begin, end=end)
+        data = await _call(system, threads, "cat_file", system._strip_protocol(part.path), start=part.begin, end=end)
     except OSError as error:
         if part.size is None and "range" in str(error).lower():  # the object is empty
             return b""
@@ -113,7 +129,7 @@ async def read(system: Any, threads: Executor | None, url: str, *, part: Range) 
     return check_size(data, part)
 
 
-async def _read_http(system: Any, part: Range) -> bytes | OSError:
+async def _read_http(system: Any, part: Range) -> bytes | Exception:
     """Send a GET without fsspec. fsspec has no size limit, and accepts a whole file instead of a range."""
     session = await system.set_session()
     options = dict(system.kwargs)
@@ -121,21 +137,32 @@ async def _read_http(system: Any, part: Range) -> bytes | OSError:
     if part.size is not None:
         headers["Range"] = f"bytes={part.begin}-{part.begin + part.size - 1}"
     async with session.get(system.encode_url(part.path), headers=headers, **options) as response:
-        if response.status in (404, 410):
-            raise FileNotFoundError(errno.ENOENT, "no such file", redact(part.path))
-        if response.status in (401, 403):
-            raise PermissionError(errno.EACCES, f"HTTP status {response.status}", redact(part.path))
-        if response.status >= 400:
-            raise StatusError(f"HTTP status {response.status}", response.status)
-        if part.size is not None and response.status != 206:
-            raise ReadError(f"the server of {redact(part.path)!r} supports no range requests. Use a server that does.")
-        limit = part.limit if part.size is None else part.size
+        if error := status_error(response.status, part):
+            return error
         data = bytearray()
         async for piece in response.content.iter_any():
             data += piece
-            if len(data) > limit:
-                return OSError(errno.EFBIG, f"more than {limit} bytes", redact(part.path))
+            if len(data) > part.bound:
+                return too_long(part)
         return check_size(data, part)
+
+
+def status_error(status: int, part: Range, words: str = "") -> Exception | None:
+    """The error that an HTTP status stands for, or None. ``words``: the server's description of the error."""
+    url, text = redact(part.path), " ".join(f"HTTP status {status} {words}".split())[:300]
+    if status in (404, 410):
+        return FileNotFoundError(errno.ENOENT, "no such object", url)
+    if status in (401, 403):
+        return PermissionError(errno.EACCES, text, url)
+    if status >= 300:
+        return StatusError(text, status)
+    if part.size is not None and status == 200:
+        return ReadError(f"the server of {url!r} supports no range requests. Use a server that does.")
+    return None
+
+
+def too_long(part: Range) -> OSError:
+    return OSError(errno.EFBIG, f"more than {part.bound} bytes", redact(part.path))
 
 
 def check_size(data: Any, part: Range) -> bytes | OSError:
@@ -143,27 +170,17 @@ def check_size(data: Any, part: Range) -> bytes | OSError:
     if part.size is not None and len(data) != part.size:
         text = f"{len(data)} bytes instead of {part.size} at position {part.begin}"
         return OSError(errno.EIO, text, redact(part.path))
-    if len(data) > part.limit:
-        return OSError(errno.EFBIG, f"more than {part.limit} bytes", redact(part.path))
-    return bytes(data)
+    return too_long(part) if len(data) > part.limit else bytes(data)
 
 
-async def info(system: Any, threads: Executor | None, url: str) -> Any:
-    """The information about a file that :func:`size_and_version` needs."""
-    return await _call(system, threads, "info", system._strip_protocol(url))
+async def info(system: Any, threads: Executor, part: Range) -> tuple[int, str]:
+    """Size and version of a file, as in :func:`list_folder`."""
+    return _size_and_version(await _call(system, threads, "info", system._strip_protocol(part.path)))
 
 
-def size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
-    """Size of a file in bytes (-1: unknown), and a hash that changes with its content."""
-    size = info.get("size")
-    marks = [str(info[name]) for name in VERSIONS if info.get(name) is not None]
-    version = hashlib.blake2b(f"{size} {marks}".encode(), digest_size=8).hexdigest()
-    return -1 if size is None else int(size), version
-
-
-async def list_folder(system: Any, threads: Executor | None, url: str) -> list[tuple[str, bool, int, str]]:
+async def list_folder(system: Any, threads: Executor, part: Range) -> list[tuple[str, bool, int, str]]:
     """The entries of a folder: name, whether it is a folder, size in bytes (-1: unknown), version."""
-    path, is_http = system._strip_protocol(url), url.startswith(("http://", "https://"))
+    path, is_http = system._strip_protocol(part.path), part.path.startswith(("http://", "https://"))
     entries, prefix = [], path.rstrip("/") + "/"
     for item in await _call(system, threads, "ls", path + "/" if is_http else path, detail=True):
         full = str(item["name"])
@@ -175,5 +192,13 @@ async def list_folder(system: Any, threads: Executor | None, url: str) -> list[t
                 continue
             name = unquote(name, errors="surrogateescape")
         is_folder = item["type"] == "directory" or full.endswith("/")
-        entries.append((name, is_folder, *size_and_version(item)))
+        entries.append((name, is_folder, *_size_and_version(item)))
     return entries
+
+
+def _size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
+    """Size in bytes (-1: unknown), and a hash that changes with the content."""
+    size = info.get("size")
+    marks = [str(info[name]) for name in VERSIONS if info.get(name) is not None]
+    version = hashlib.blake2b(f"{size} {marks}".encode(), digest_size=8).hexdigest()
+    return -1 if size is None else int(size), version

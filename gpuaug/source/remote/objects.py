@@ -10,67 +10,63 @@ import logging
 import os
 import re
 import ssl
-import threading
-import time
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from gpuaug.source.remote.curl import Curl, Login
+from gpuaug.source.paths import redact
 from gpuaug.source.remote.filesystem import UNUSED
+
+if TYPE_CHECKING:
+    from gpuaug.source.remote.curl import Curl
 
 log = logging.getLogger("gpuaug")
 
 TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
-LOGIN_KEPT_S, RENEWED_S = 60.0, 300.0  # a login is renewed after 60 s, or 300 s before it expires
-LOGIN_RETRY_S = 5.0  # pause after a failed login
 # options that libcurl supports, or that do not matter for libcurl
-S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "client_kwargs"}
-S3 |= {"requester_pays", "config_kwargs", "session", "profile"}
-S3_CLIENT = {"region_name", "endpoint_url", "use_ssl", "verify"}
-S3_CLIENT |= {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
-S3_CONFIG = {"max_pool_connections", "retries", "s3"}
+S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "requester_pays"}
+S3 |= {"session", "profile", "region_name", "verify", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
+S3 |= {"max_pool_connections", "retries", "addressing_style"}
+NESTED = {"client_kwargs", "config_kwargs", "s3"}  # options that hold options
 GCS = UNUSED | {"project", "access", "token", "endpoint_url", "consistency", "timeout"}
 LIBCURL = 0x080400  # 8.4, the first version that limits the size of answers without Content-Length
 SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # directory buckets and access points
 AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 
 
-class Objects(NamedTuple):
-    """The objects of a bucket, or of a web server."""
+class Login(NamedTuple):
+    """Credentials: header lines, and a user name and password that sign the request."""
 
-    curl: Curl
+    lines: Sequence[str] = ()
+    user: str | None = None
+    password: str = ""
+
+
+class Access(NamedTuple):
+    """How libcurl reads the objects of one bucket or web server."""
+
     url: Callable[[str], str | None]  # converts a user's URL to the URL to request; None: only fsspec can read the key
+    login: Callable[[], Login] = Login  # returns the credentials; called before every read
+    options: Mapping[str, Any] = {}  # values of libcurl's options by name
+    encoded: bool = True  # accept answers with ``Content-Encoding``. Object stores may store this header with a file
 
 
-def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
-    """The function for `Objects.url`. HTTP clients would change keys such as ``a/../b``, so these keys give None."""
+def open_curl(system: Any, bucket: str, *, connections: int, timeout: float) -> Curl | None:
+    """Open a bucket with the settings of fsspec's ``system``; None if libcurl cannot read the bucket.
 
-    def url(user_url: str) -> str | None:
-        key = user_url.split("://", 1)[1].partition("/")[2]
-        if not key or not {"", ".", ".."}.isdisjoint(key.split("/")):
-            return None
-        try:
-            return root + quote(key, safe=safe) + end
-        except UnicodeEncodeError:
-            return None
-
-    return url
-
-
-def open_objects(system: Any, url: str, *, connections: int) -> Objects | None:
-    """Open the bucket of a URL with the settings of fsspec's ``system``; None if libcurl cannot read the bucket."""
-    scheme, rest = url.split("://", 1)
-    bucket = rest.split("/", 1)[0]
+    ``bucket``: URL of the bucket or server, without a path.
+    """
+    scheme, name = bucket.split("://", 1)
     make = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "http": _http, "https": _http}.get(scheme)
     if make is None:
         return None
     try:
         _check_libcurl()
-        return make(system, bucket, connections)
+        from gpuaug.source.remote.curl import Curl
+
+        return Curl(make(system, name), connections=connections, timeout=timeout)
     except _UnfitError as reason:
-        log.info("source: %s://%s is read by %s, not libcurl: %s", scheme, bucket, type(system).__name__, reason)
+        log.info("source: %s is read by %s, not libcurl: %s", redact(bucket), type(system).__name__, reason)
         return None
 
 
@@ -87,45 +83,33 @@ class _UnfitError(Exception):
     """Libcurl cannot read this bucket."""
 
 
-class _RenewedLogin:
-    """Keeps a login, and renews the login before it expires. ``ask`` returns a login and its expiry time."""
-
-    def __init__(self, ask: Callable[[], tuple[Login, datetime | None]]) -> None:
-        self._ask, self._lock = ask, threading.Lock()
-        self._until = 0.0
-        self._login: Login | Exception = Login()
-
-    def __call__(self) -> Login:
-        with self._lock:
-            if time.time() >= self._until:
-                try:
-                    self._login, end = self._ask()
-                except Exception as error:  # botocore and google.auth may raise any exception
-                    self._login, self._until = error, time.time() + LOGIN_RETRY_S
-                    raise
-                now = time.time()
-                self._until = now + LOGIN_KEPT_S
-                if end is not None:  # near its expiry, a login is renewed every second
-                    self._until = min(self._until, max(now + 1, end.timestamp() - RENEWED_S))
-            if isinstance(self._login, Exception):
-                raise self._login
-            return self._login
-
-
 def _check(options: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := sorted(key for key, value in options.items() if key not in known and value not in (None, False, {})):
-        raise _UnfitError(f"unsupported option {', '.join(unknown)}")
+    for name, value in options.items():
+        if name in NESTED:
+            _check(value or {}, known)
+        elif name not in known and value not in (None, False, {}):
+            raise _UnfitError(f"unsupported option {name}")
 
 
-def _s3(system: Any, bucket: str, connections: int) -> Objects:
-    import pycurl
+def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
+    """The function for `Access.url`. HTTP clients would change keys such as ``a/../b``, so these keys give None."""
 
+    def url(user_url: str) -> str | None:
+        key = user_url.split("://", 1)[1].partition("/")[2]
+        if not key or not {"", ".", ".."}.isdisjoint(key.split("/")):
+            return None
+        try:
+            return root + quote(key, safe=safe) + end
+        except UnicodeEncodeError:
+            return None
+
+    return url
+
+
+def _s3(system: Any, bucket: str) -> Access:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or SPECIAL.search(bucket):
         raise _UnfitError("unsupported access point or directory bucket")
     _check(system.storage_options, S3)
-    _check(system.client_kwargs, S3_CLIENT)
-    _check(system.config_kwargs, S3_CONFIG)
-    _check(system.config_kwargs.get("s3") or {}, {"addressing_style"})
 
     def wait(coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, system.loop).result(TIMEOUT_S)
@@ -141,51 +125,46 @@ def _s3(system: Any, bucket: str, connections: int) -> Objects:
     # As in botocore, a bucket name with dots is never in the host name, because certificates would not match.
     virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
     root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
+    url, options = _of_key(f"{root}/", safe="/~"), _botocore_trust(system)
     lines = ("x-amz-request-payer: requester",) if system.requester_pays else ()
-    verify = system.client_kwargs.get("verify")
-    options = _trust(system.session.get_config_variable("ca_bundle") if verify is None else verify)
     if system.anon:
-        curl = Curl(connections=connections, login=lambda: Login(lines), options=options)
-    else:
-        credentials = client._request_signer._credentials
-        if credentials is None:
-            raise _UnfitError("no credentials")  # s3fs then raises an error that lists where credentials can be
+        return Access(url, lambda: Login(lines), options)
+    credentials = client._request_signer._credentials
+    if credentials is None:
+        raise _UnfitError("no credentials")  # s3fs then raises an error that lists where credentials can be
 
-        def ask() -> tuple[Login, datetime | None]:
-            frozen = wait(credentials.get_frozen_credentials())
-            token = (f"x-amz-security-token: {frozen.token}",) if frozen.token else ()
-            expiry = getattr(credentials, "_expiry_time", None)
-            return Login((*lines, *token), frozen.access_key, frozen.secret_key), expiry
+    def login() -> Login:
+        frozen = wait(credentials.get_frozen_credentials())  # asks for new credentials only if these expire soon
+        token = (f"x-amz-security-token: {frozen.token}",) if frozen.token else ()
+        return Login((*lines, *token), frozen.access_key, frozen.secret_key)
 
-        options[pycurl.AWS_SIGV4] = f"aws:amz:{region}:s3"
-        curl = Curl(connections=connections, login=_RenewedLogin(ask), options=options)
-    return Objects(curl, _of_key(f"{root}/", safe="/~"))
+    return Access(url, login, {**options, "AWS_SIGV4": f"aws:amz:{region}:s3"})
 
 
-def _trust(verify: Any) -> dict[int, Any]:
+def _botocore_trust(system: Any) -> dict[str, Any]:
     """Options for libcurl to trust the same certificates as botocore."""
-    import pycurl
     from botocore.httpsession import get_cert_path
 
+    verify = system.client_kwargs.get("verify")
+    if verify is None:
+        verify = system.session.get_config_variable("ca_bundle")
     if verify is False:
-        return {pycurl.SSL_VERIFYPEER: 0, pycurl.SSL_VERIFYHOST: 0}
-    return {pycurl.CAINFO: verify if isinstance(verify, str) else get_cert_path(True)}
+        return {"SSL_VERIFYPEER": 0, "SSL_VERIFYHOST": 0}
+    return {"CAINFO": verify if isinstance(verify, str) else get_cert_path(True)}
 
 
-def _system_trust() -> dict[int, Any]:
+def _system_trust() -> dict[str, Any]:
     """Options to trust this system's certificates. The OpenSSL inside pycurl looks for them in other folders."""
-    import pycurl
-
     known = ssl.get_default_verify_paths()
     if known.cafile is not None:
-        return {pycurl.CAINFO: known.cafile}
+        return {"CAINFO": known.cafile}
     if known.capath is not None and os.listdir(known.capath):
-        return {pycurl.CAPATH: known.capath}
+        return {"CAPATH": known.capath}
     try:
         import certifi
     except ImportError:
         return {}
-    return {pycurl.CAINFO: certifi.where()}
+    return {"CAINFO": certifi.where()}
 
 
 def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
@@ -201,37 +180,26 @@ def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
     return answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
 
 
-def _gcs(system: Any, bucket: str, connections: int) -> Objects:
-    from google.auth.credentials import AnonymousCredentials
-
+def _gcs(system: Any, bucket: str) -> Access:
     _check(system.storage_options, GCS)
-    known = system.credentials
 
-    def ask() -> tuple[Login, datetime | None]:
-        if known.credentials is None or isinstance(known.credentials, AnonymousCredentials):
-            return Login(), None
-        known.maybe_refresh()
-        until = known.credentials.expiry
-        end = None if until is None else until.replace(tzinfo=UTC)
+    def login() -> Login:
         lines: dict[str, str] = {}
-        known.apply(lines)
-        return Login(tuple(f"{name}: {value}" for name, value in lines.items())), end
+        system.credentials.apply(lines)  # asks for new credentials only if these expire soon
+        return Login(tuple(f"{name}: {value}" for name, value in lines.items()))
 
     root = f"{system._location.rstrip('/')}/download/storage/v1/b/{quote(bucket, safe='')}/o/"
-    curl = Curl(connections=connections, login=_RenewedLogin(ask), options=_system_trust())
-    return Objects(curl, _of_key(root, safe="", end="?alt=media"))
+    return Access(_of_key(root, safe="", end="?alt=media"), login, _system_trust())
 
 
-def _http(system: Any, server: str, connections: int) -> Objects:
-    import pycurl
+def _http(system: Any, server: str) -> Access:
     from fsspec.implementations.http import get_client
 
     if system.client_kwargs or system.get_client is not get_client or set(system.kwargs) - UNUSED - {"headers"}:
         raise _UnfitError("unsupported options of aiohttp")
     lines = {k: v for k, v in (system.kwargs.get("headers") or {}).items() if k.lower() != "accept-encoding"}
     login = Login(("Accept-Encoding: identity", *(f"{name}: {value}" for name, value in lines.items())))
-    options = {**_system_trust(), pycurl.FOLLOWLOCATION: 1, pycurl.MAXREDIRS: 5}
-    curl = Curl(connections=connections, login=lambda: login, options=options, encoded=False)
+    options = {**_system_trust(), "FOLLOWLOCATION": 1, "MAXREDIRS": 5}
 
     def url(user_url: str) -> str | None:
         try:
@@ -239,4 +207,4 @@ def _http(system: Any, server: str, connections: int) -> Objects:
         except ValueError:
             return None
 
-    return Objects(curl, url)
+    return Access(url, lambda: login, options, encoded=False)

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -25,21 +24,20 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source import local
 from gpuaug.source.paths import absolute, expand_braces, is_safe, is_url, join, redact, split
 from gpuaug.source.remote import filesystem
-from gpuaug.source.remote.curl import Get
 from gpuaug.source.remote.disk import Disk
 from gpuaug.source.remote.filesystem import Range
-from gpuaug.source.remote.objects import Objects, open_objects
+from gpuaug.source.remote.objects import open_curl
 
 log = logging.getLogger("gpuaug")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between tries; each pause is twice the last
 GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, because two requests take longer
-BYTES_PER_S = 1e6  # speed of a slow connection, for timeouts
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # limit for levels of folders, because a server may list a folder in itself
 BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 
+_Call = Callable[[Any, Executor, Range], Coroutine[Any, Any, Any]]  # a coroutine function of `filesystem`
 _ABANDONED: list[Any] = []  # the parent's clients; closing them after a fork would wait for threads that do not exist
 
 
@@ -88,16 +86,6 @@ class FileInfo(NamedTuple):
     version: str  # changes when the file changes
 
 
-class _Request(NamedTuple):
-    """A request about a URL. ``client`` is an Objects, or an fsspec file system."""
-
-    client: Any
-    url: str
-    ask: Callable[[Any, Executor | None, str], Coroutine[Any, Any, Any]]
-    part: Range | None = None
-    get: Get | None = None
-
-
 class Storage:
     """Reads and lists files, local or behind URLs. Every process opens its own connections, also after a fork."""
 
@@ -114,20 +102,18 @@ class Storage:
         """The bytes of each range, or an exception: an OSError, or a ReadError after the last try."""
         self._reset_after_fork()
         results, remote = self._read_local(ranges)
+        hints, self._next = self._next, []
         if self._disk is not None:
             for i in remote:
                 results[i] = self._disk.get(_cache_name(ranges[i]))
             remote = [i for i in remote if results[i] is None]
-        hints, self._next = list(dict.fromkeys(self._next)), []
-        if remote:
-            now = {ranges[i]: self._request(ranges[i]) for i in remote}
-            hints = [x for x in hints if self._disk is None or not self._disk.has(_cache_name(x))]
-            then = [self._request(x) for x in hints if x not in now]
-            for i, answer in zip(remote, self._ask([now[ranges[i]] for i in remote], then), strict=True):
-                results[i] = answer
-            new = [(_cache_name(ranges[i]), results[i]) for i in remote if isinstance(results[i], bytes)]
-            if new and self._disk is not None:
-                self._disk.put(new)
+            hints = [part for part in hints if remote and not self._disk.has(_cache_name(part))]
+        answers = self._ask([ranges[i] for i in remote], filesystem.read, hints)
+        for i in remote:
+            results[i] = answers[ranges[i]]
+        new = [(_cache_name(part), data) for part, data in answers.items() if isinstance(data, bytes)]
+        if new and self._disk is not None:
+            self._disk.put(new)
         return results
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
@@ -147,22 +133,13 @@ class Storage:
     def stat(self, paths: Sequence[str]) -> list[FileInfo]:
         """Size and version of each file; SourceError if a file is missing or is not a regular file."""
         self._reset_after_fork()
-        urls = [path for path in paths if is_url(path)]
-        answers = self._ask([_Request(self._system(url), url, filesystem.info) for url in urls])
-        known = dict(zip(urls, answers, strict=True))
+        answers = self._ask([Range(path) for path in paths if is_url(path)], filesystem.info)
         files = []
         for path in paths:
-            try:
-                if path in known:
-                    if isinstance(known[path], Exception):
-                        raise known[path]
-                    files.append(FileInfo(path, *filesystem.size_and_version(known[path])))
-                else:
-                    status = local.check_regular(os.stat(path), path)
-                    files.append(FileInfo(path, status.st_size, local.file_version(status)))
-            except Exception as error:
-                text = _text(error) if path in known else error
-                raise SourceError(f"{redact(path)!r} cannot be used: {text}.") from error
+            answer = answers[Range(path)] if is_url(path) else local.info(path)
+            if isinstance(answer, Exception):
+                raise SourceError(f"{redact(path)!r} cannot be used: {_text(answer)}.") from answer
+            files.append(FileInfo(path, *answer))
         return files
 
     def find(self, root: str, *, key: str = "source.root") -> list[FileInfo]:
@@ -171,22 +148,22 @@ class Storage:
         files: list[FileInfo] = []
         folders = [""]
         for _ in range(DEEPEST + 1):
-            urls = [join(root, folder) if folder else root for folder in folders]
-            answers = self._ask([_Request(self._system(url), url, filesystem.list_folder) for url in urls])
-            below: list[str] = []
-            for folder, url, entries in zip(folders, urls, answers, strict=True):
+            parts = {folder: Range(join(root, folder) if folder else root) for folder in folders}
+            answers = self._ask(parts.values(), filesystem.list_folder)
+            folders = []
+            for folder, part in parts.items():
+                url, entries = redact(part.path), answers[part]
                 if isinstance(entries, FileNotFoundError) and not folder:
                     raise SourceError(f"`{key}` does not exist, or is empty: {redact(root)!r}.") from entries
                 if isinstance(entries, Exception):
-                    raise SourceError(f"{redact(url)!r} cannot be listed: {_text(entries)}.") from entries
+                    raise SourceError(f"{url!r} cannot be listed: {_text(entries)}.") from entries
                 for name, is_folder, size, version in entries:
                     if not is_safe(name) or "/" in name:
-                        log.warning("source: %r in %s is not a valid file name and is left out", name, redact(url))
+                        log.warning("source: %r in %s is not a valid file name and is left out", name, url)
                     elif is_folder:
-                        below.append(f"{folder}{name}/")
+                        folders.append(f"{folder}{name}/")
                     else:
                         files.append(FileInfo(folder + name, size, version))
-            folders = below
             if not folders:
                 return files
         raise SourceError(
@@ -282,114 +259,83 @@ class Storage:
     # -- URLs
 
     def _reset(self) -> None:
+        remote, many = self.remote, self.remote.concurrency
+        system = lru_cache(None)(partial(filesystem.open_filesystem, options=remote.options or {}, connections=many))
         self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._systems: dict[str, Any] = {}  # fsspec file systems by bucket
-        self._objects: dict[str, Objects | None] = {}  # libcurl readers by bucket
-        self._open_file = lru_cache(maxsize=OPEN_FILES)(local.OpenFile)
-        self._threads: ThreadPoolExecutor | None = None
+        self._system = system  # fsspec's file system of a bucket
+        self._curl = lru_cache(None)(
+            lambda bucket: open_curl(system(bucket), bucket, connections=many, timeout=remote.timeout)
+        )
+        self._threads = ThreadPoolExecutor(many, thread_name_prefix="gpuaug-remote")
+        self._open_file = lru_cache(OPEN_FILES)(local.OpenFile)
         self._next = []
-        self._disk = None
-        if self.remote.cache is not None:
-            self._disk = Disk(self.remote.cache, max_bytes=self.remote.cache_bytes)
+        self._disk = None if remote.cache is None else Disk(remote.cache, max_bytes=remote.cache_bytes)
 
     def _reset_after_fork(self) -> None:
         if self._pid != os.getpid():
-            _ABANDONED.append((self._systems, self._objects, self._threads))
+            _ABANDONED.append((self._system, self._curl, self._threads))
             self._reset()
 
-    def _system(self, url: str) -> Any:
-        with self._lock:
-            if (key := _bucket(url)) not in self._systems:
-                self._systems[key] = filesystem.open_filesystem(
-                    url, self.remote.options or {}, connections=self.remote.concurrency
-                )
-            return self._systems[key]
-
-    def _request(self, part: Range) -> _Request:
-        with self._lock:
-            if (key := _bucket(part.path)) not in self._objects:
-                system = self._system(part.path)
-                self._objects[key] = open_objects(system, part.path, connections=self.remote.concurrency)
-            objects = self._objects[key]
-        ask = partial(filesystem.read, part=part)
-        if objects is None or (url := objects.url(part.path)) is None:
-            return _Request(self._system(part.path), part.path, ask, part)
-        get = Get(url, part.begin, part.size, part.limit, self._seconds(part))
-        return _Request(objects, part.path, ask, part, get)
-
-    def _ask(self, requests: Sequence[_Request], prefetch: Sequence[_Request] = ()) -> list[Any]:
-        """The answer to each request, or the exception of its last try."""
-        answers: list[Any] = [None] * len(requests)
-        by_client: dict[int, list[int]] = {}
-        for i, request in enumerate(requests):
-            by_client.setdefault(id(request.client), []).append(i)
-        for rows in by_client.values():
-            for attempt in range(1, self.remote.tries + 1):
-                pending = [requests[i] for i in rows]
-                is_curl = isinstance(pending[0].client, Objects)
-                replies = self._by_curl(pending, prefetch) if is_curl else self._by_fsspec(pending)
-                answers_of_try = dict(zip(rows, replies, strict=True))
-                rows = [i for i, x in answers_of_try.items() if attempt < self.remote.tries and _may_pass(x)]
-                for i, answer in answers_of_try.items():
-                    answers[i] = answer if i in rows else self._final(answer, requests[i], attempt)
-                if not rows:
-                    break
-                # random, so that workers do not retry together. The global generator belongs to the user
-                pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
-                time.sleep(pause * random.Random().uniform(0.75, 1.25))
+    def _ask(self, parts: Iterable[Range], call: _Call, prefetch: Sequence[Range] = ()) -> dict[Range, Any]:
+        """The answer of ``call`` for each range, or the exception of its last try."""
+        answers: dict[Range, Any] = {}
+        todo = list(dict.fromkeys(parts))
+        for attempt in range(1, self.remote.tries + 1):
+            replies = self._try(todo, call, prefetch)
+            answers |= {part: self._final(reply, part, attempt) for part, reply in replies.items()}
+            todo = [part for part, reply in replies.items() if _may_pass(reply)]
+            if not todo or attempt == self.remote.tries:
+                break
+            # random, so that workers do not retry together. The global generator belongs to the user
+            pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
+            time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers
 
-    def _by_curl(self, requests: list[_Request], prefetch: Sequence[_Request]) -> list[Any]:
-        client = requests[0].client
-        then = [request.get for request in prefetch if request.client is client]
-        replies = zip(requests, client.curl.read([request.get for request in requests], then), strict=True)
-        return [x if isinstance(x, Exception) else filesystem.check_size(x, r.part) for r, x in replies if r.part]
+    def _try(self, parts: Sequence[Range], call: _Call, prefetch: Sequence[Range]) -> dict[Range, Any]:
+        """One try of each request. What libcurl cannot read, fsspec reads."""
+        replies: dict[Range, Any] = dict.fromkeys(parts)
+        by_bucket: dict[str, list[Range]] = {}
+        for part in parts:
+            by_bucket.setdefault(_bucket(part.path), []).append(part)
+        for bucket, own in by_bucket.items():
+            if call is filesystem.read and (curl := self._curl(bucket)) is not None:
+                then = [part for part in prefetch if _bucket(part.path) == bucket]
+                replies |= zip(own, curl.read(own, then), strict=True)
+            if left := [part for part in own if replies[part] is None]:
+                replies |= zip(left, self._by_fsspec(self._system(bucket), left, call), strict=True)
+        return replies
 
-    def _by_fsspec(self, requests: list[_Request]) -> list[Any]:
+    def _by_fsspec(self, system: Any, parts: Sequence[Range], call: _Call) -> list[Any]:
         """Send requests on fsspec's event loop, or in threads if the file system has no coroutines (HDFS)."""
         from fsspec.asyn import get_loop
 
-        system = requests[0].client
-        is_async = getattr(system, "async_impl", False)
-        loop = system.loop if is_async else get_loop()
-        if not is_async and self._threads is None:
-            self._threads = ThreadPoolExecutor(self.remote.concurrency, thread_name_prefix="gpuaug-remote")
-
-        async def ask(request: _Request, free: asyncio.Semaphore) -> Any:
+        async def ask(part: Range, free: asyncio.Semaphore) -> Any:
             async with free:
-                answer = request.ask(system, self._threads, request.url)
-                return await asyncio.wait_for(answer, self._seconds(request.part))
+                return await asyncio.wait_for(call(system, self._threads, part), part.seconds(self.remote.timeout))
 
         async def ask_all() -> list[Any]:
             free = asyncio.Semaphore(self.remote.concurrency)
-            return await asyncio.gather(*(ask(request, free) for request in requests), return_exceptions=True)
+            return await asyncio.gather(*(ask(part, free) for part in parts), return_exceptions=True)
 
-        future = asyncio.run_coroutine_threadsafe(ask_all(), loop)
+        future = asyncio.run_coroutine_threadsafe(ask_all(), get_loop())
         try:
             return future.result()
         except BaseException:  # for example Ctrl-C
             future.cancel()
             raise
 
-    def _seconds(self, part: Range | None) -> float:
-        """Timeout of one try."""
-        size = 0 if part is None or part.size is None else part.size
-        return self.remote.timeout + size / BYTES_PER_S
-
-    def _final(self, error: Any, request: _Request, tries: int) -> Any:
+    def _final(self, answer: Any, part: Range, tries: int) -> Any:
         """A temporary error becomes a ReadError, so that the reader does not try again."""
-        if isinstance(error, BUGS):
-            raise error
-        if not isinstance(error, Exception) or isinstance(error, GpuaugError):
-            return error
-        if isinstance(error, OSError) and not _may_pass(error):
-            return error
-        text = f"no answer within {self._seconds(request.part):.3g} s"
-        if not isinstance(error, TimeoutError):
-            text = _text(error)
-        failed = ReadError(f"{redact(request.url)!r} cannot be read, tried {tries} times: {text}")
-        failed.__cause__ = error
+        if isinstance(answer, BUGS):
+            raise answer
+        is_final = isinstance(answer, GpuaugError) or (isinstance(answer, OSError) and not _may_pass(answer))
+        if not isinstance(answer, Exception) or is_final:
+            return answer
+        text = f"no answer within {part.seconds(self.remote.timeout):.3g} s"
+        if not isinstance(answer, TimeoutError):
+            text = _text(answer)
+        failed = ReadError(f"{redact(part.path)!r} cannot be read, tried {tries} times: {text}")
+        failed.__cause__ = answer
         return failed
 
 
