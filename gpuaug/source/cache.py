@@ -11,17 +11,17 @@ A process writes the record first and its position last. If the process is kille
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import mmap
 import os
 import pickle
 import socket
-import threading
+import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import reduction
 from typing import Any, Literal
 
@@ -36,11 +36,13 @@ from gpuaug.files import format_bytes, parse_bytes
 from gpuaug.source import shared_memory
 from gpuaug.source.adapt import Source
 from gpuaug.source.base import SourceView
+from gpuaug.source.remote.disk import locked
 
 log = logging.getLogger("gpuaug")
 
 HEAD_WORDS = 8  # int64
 USED, SAMPLES, FULL, WARNED = range(4)  # positions in the head
+_LENGTHS = struct.Struct("<qq")  # of an image and of the rest of its sample
 FILL_BATCH = 32  # samples that a worker reads at a time with `fill=ahead`
 
 _opened: dict[str, int] = {}  # number of caches opened in this process, by name of the source
@@ -100,16 +102,14 @@ class CachedSource(SourceView):
         self._memory = _Memory(numbers, *shared_memory.share_once(name, lambda fd: os.ftruncate(fd, size)))
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        item = self._get(index)
-        if item is None:
-            item = self._put(index, self.source[index])
-            self._put_same_group(index)
+        (item,) = self._read([index], lambda numbers: [self.source[numbers[0]]])
         return item
 
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
         """Reads only missing samples with the source's ``read_many``; None if the source has no ``read_many``."""
-        return None if getattr(self.source, "read_many", None) is None else self._read_many
+        read = getattr(self.source, "read_many", None)
+        return None if read is None else partial(self._read, read=read)
 
     @property
     def label(self) -> Callable[[int], Any] | None:
@@ -169,46 +169,35 @@ class CachedSource(SourceView):
             )  # fmt: skip
 
     def close(self) -> None:
-        """Release the memory. Later reads use the source only."""
-        self._memory.close()
+        """Release the memory together with the last view of its bytes. Later reads use the source only."""
         empty = os.memfd_create("closed")
         os.ftruncate(empty, _begin(0))
         self._memory = _Memory(0, empty)
 
-    def _get(self, index: int) -> tuple[Any, ...] | None:
-        if (record := self._memory.get(index)) is None:
-            return None
-        data, rest = record
-        return data, *pickle.loads(rest)  # safe: only our own processes write to this memory
-
-    def _put(self, index: int, item: Any) -> Any:
-        """Return the item, and store it if it is valid. The reader reports invalid items."""
-        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
-            return item
-        data, label, *extra = item
-        try:
-            data = data.numpy().data if isinstance(data, Tensor) else memoryview(data)
-        except (TypeError, ValueError):
-            return item
-        if data.ndim == 1 and data.itemsize == 1 and data.c_contiguous and len(data):
-            if isinstance(label, Target) and isinstance(label.mask, memoryview):  # pickle refuses a memoryview
-                label = replace(label, mask=bytes(label.mask))
-            try:
-                rest = pickle.dumps((label, *extra))
-            except (TypeError, AttributeError, RecursionError, pickle.PicklingError):  # the reader reports this
-                return item
-            self._memory.put(index, data.cast("B"), rest)
-        return item
-
-    def _read_many(self, numbers: Sequence[int]) -> list[Any]:
-        items: list[Any] = [self._get(i) for i in numbers]
-        missing = [row for row, item in enumerate(items) if item is None]
-        if missing:
-            read = self.source.read_many([numbers[row] for row in missing])
-            for row, item in zip(missing, read, strict=True):
-                items[row] = self._put(numbers[row], item)
+    def _read(self, numbers: Sequence[int], read: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
+        """The samples from memory, or from ``read``."""
+        items: list[Any] = [self._memory.get(i) for i in numbers]
+        if missing := [row for row, item in enumerate(items) if item is None]:
+            for row, item in zip(missing, read([numbers[row] for row in missing]), strict=True):
+                items[row] = item
+                self._put(numbers[row], item)
                 self._put_same_group(numbers[row])
         return items
+
+    def _put(self, index: int, item: Any) -> None:
+        """Store the item if it is valid. The reader reports invalid items."""
+        if not isinstance(item, tuple | list) or len(item) not in (2, 3):
+            return
+        data, label, *extra = item
+        if isinstance(label, Target) and isinstance(label.mask, memoryview):  # pickle refuses a memoryview
+            label = replace(label, mask=bytes(label.mask))
+        try:
+            data = data.numpy().data if isinstance(data, Tensor) else memoryview(data)
+            rest = pickle.dumps((label, *extra))
+        except (TypeError, ValueError, AttributeError, RecursionError, pickle.PicklingError):
+            return
+        if data.ndim == 1 and data.itemsize == 1 and data.c_contiguous and len(data):
+            self._memory.put(index, data.cast("B"), rest)
 
     def _put_same_group(self, index: int) -> None:
         """Store all samples that the source has read together with this sample."""
@@ -228,75 +217,62 @@ class CachedSource(SourceView):
 
 
 class _Memory:
-    """Records by sample number in an unnamed file. Forked workers inherit the file, spawned ones get its descriptor."""
+    """Samples by number in an unnamed file. Forked workers inherit the file, spawned ones get its descriptor."""
 
     def __init__(self, numbers: int, fd: int, claim: socket.socket | None = None) -> None:
-        self.numbers, self.begin, self._claim = numbers, _begin(numbers), claim
+        self.numbers, self.begin, self._fd = numbers, _begin(numbers), fd
         self.capacity = os.fstat(fd).st_size - self.begin
+        weakref.finalize(self, os.close, fd)
+        if claim is not None:
+            weakref.finalize(self, claim.close)  # hides the memory from new ranks
         try:
-            table = mmap.mmap(fd, self.begin)
-            self._records = memoryview(mmap.mmap(fd, self.begin + self.capacity, access=mmap.ACCESS_READ))
+            mapping = mmap.mmap(fd, 0)
         except (OSError, ValueError) as error:
-            os.close(fd)
             raise ConfigError(
                 f"`cache.max_bytes` of {format_bytes(self.capacity)} cannot be mapped: {error}. Set a lower limit."
             ) from error
-        words = np.frombuffer(table, dtype=np.int64)
-        self.head, self.index = words[:HEAD_WORDS], words[HEAD_WORDS : HEAD_WORDS + self.numbers]
-        self._fd, self._lock, self._pid = fd, threading.Lock(), os.getpid()
-        weakref.finalize(self, os.close, fd)
+        words = np.frombuffer(mapping, dtype=np.int64, count=HEAD_WORDS + numbers)
+        self.head, self.index = words[:HEAD_WORDS], words[HEAD_WORDS:]
+        self._file = memoryview(mapping).toreadonly()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.numbers, reduction.DupFd(self._fd))
 
-    def get(self, index: int) -> tuple[memoryview, memoryview] | None:
+    def get(self, index: int) -> tuple[Any, ...] | None:
+        """The sample; None if it is not stored."""
         if not 0 <= index < self.numbers or (begin := int(self.index[index])) <= 0:
             return None
-        length, more = np.frombuffer(self._records, dtype=np.int64, count=2, offset=begin).tolist()
-        end = begin + 16 + length
-        return self._records[begin + 16 : end], self._records[end : end + more]
+        image, rest = _LENGTHS.unpack_from(self._file, begin)
+        middle = begin + _LENGTHS.size + image
+        # unpickling is safe: only our own processes write to this memory
+        return self._file[middle - image : middle], *pickle.loads(self._file[middle : middle + rest])
 
     def put(self, index: int, data: memoryview, rest: bytes) -> None:
         if not 0 <= index < self.numbers or self.index[index] > 0:
             return
-        record = b"".join((np.array([len(data), len(rest)], dtype=np.int64).tobytes(), data, rest))
-        with self.locked():
-            entry = int(self.index[index])
-            if entry > 0 or (entry < 0 and os.path.exists(f"/proc/{-entry}")):
-                return
-            position, reserved = int(self.head[USED]), -(-len(record) // 8) * 8
-            if position + reserved > self.capacity:
-                self.head[FULL] = 1
-                return
-            self.head[USED] = position + reserved
-            self.head[SAMPLES] += entry == 0
-            self.index[index] = -os.getpid()
-        position += self.begin
+        record = b"".join((_LENGTHS.pack(len(data), len(rest)), data, rest))
         try:
+            with self.locked():
+                entry, position = int(self.index[index]), self.begin + int(self.head[USED])
+                if entry > 0 or (entry < 0 and os.path.exists(f"/proc/{-entry}")):
+                    return
+                reserved = -(-len(record) // 8) * 8
+                if position + reserved > len(self._file):
+                    self.head[FULL] = 1
+                    return
+                self.head[USED] += reserved
+                self.head[SAMPLES] += entry == 0
+                self.index[index] = -os.getpid()
             shared_memory.write(self._fd, record, position)
-        except OSError as error:
-            self.index[index] = 0
+        except OSError as error:  # the sample stays marked as being written, so this process does not try again
             self.head[FULL] = 1
             log.warning("cache ram cannot store more samples: %s", error)
             return
         self.index[index] = position
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock out all other threads and processes. If a process is killed, the kernel releases its lock."""
-        if self._pid != os.getpid():  # another thread of the parent may have held the lock at the fork
-            self._lock, self._pid = threading.Lock(), os.getpid()
-        with self._lock:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
-
-    def close(self) -> None:
-        """Hide the memory from new ranks. The memory is freed together with the last view of its bytes."""
-        if self._claim is not None:
-            self._claim.close()
+    def locked(self) -> AbstractContextManager[int]:
+        """Lock out all other threads and processes, with a descriptor that only this thread has."""
+        return locked(f"/proc/self/fd/{self._fd}", follow=True)
 
 
 def _received(numbers: int, fd: Any) -> _Memory:
@@ -305,4 +281,4 @@ def _received(numbers: int, fd: Any) -> _Memory:
 
 def _begin(numbers: int) -> int:
     """Position of the first record."""
-    return -(-8 * (HEAD_WORDS + numbers) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return 8 * (HEAD_WORDS + numbers)

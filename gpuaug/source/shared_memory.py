@@ -66,10 +66,12 @@ def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.sock
             claim.listen(4096)
             _claims.add(claim)
             return fd, claim
-        except (ConnectionRefusedError, BlockingIOError):  # the owner fills the memory, or has just ended
+        except (
+            ConnectionRefusedError,
+            BlockingIOError,
+            ProcessLookupError,
+        ):  # the owner fills the memory, or has ended
             time.sleep(0.02)
-        except ProcessLookupError:  # the owner has ended, and its children still hold the socket
-            time.sleep(0.1)
         except OSError as error:
             reason = str(error)
             break

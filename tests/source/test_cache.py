@@ -197,7 +197,7 @@ def test_a_writer_that_died_leaves_a_sample_that_is_not_there():
 
 def test_killed_writers_never_show_half_a_sample():
     """Processes that only write are killed at random; whatever is published is whole."""
-    length = 200_000
+    length, label = 200_000, pickle.dumps(("label",))
     cached = RamCache(max_bytes="256MiB").open(adapt(Counted(number=1000, length=length)))
     memory = cached._memory
     for attempt in range(6):
@@ -205,7 +205,7 @@ def test_killed_writers_never_show_half_a_sample():
         for k in range(2):
             if (pid := os.fork()) == 0:
                 for index in range(k, 1000, 2):
-                    memory.put(index, memoryview(index.to_bytes(8, "little") * (length // 8)), b"label")
+                    memory.put(index, memoryview(index.to_bytes(8, "little") * (length // 8)), label)
                 os._exit(0)
             pids.append(pid)
         time.sleep(0.003 * (attempt + 1))
@@ -213,24 +213,24 @@ def test_killed_writers_never_show_half_a_sample():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         for index in (memory.index > 0).nonzero()[0].tolist():
-            data, label = memory.get(index)
+            data, found = memory.get(index)
             assert bytes(data) == index.to_bytes(8, "little") * (length // 8)
-            assert label == b"label"
+            assert found == "label"
     with memory.locked():  # nobody who is gone holds it
         pass
     for index in range(1000):
-        memory.put(index, memoryview(index.to_bytes(8, "little") * (length // 8)), b"label")
+        memory.put(index, memoryview(index.to_bytes(8, "little") * (length // 8)), label)
     assert int((memory.index > 0).sum()) == 1000
 
 
 def test_threads_and_processes_exclude_each_other():
     cached = RamCache(max_bytes="64MiB").open(adapt(Counted(number=4000, length=0)))
-    memory = cached._memory
+    memory, label = cached._memory, pickle.dumps(())
 
     def put(first):
         for index in range(first, 4000, 3):
-            memory.put(index, memoryview(b"%d" % index), b"")
-            memory.put(index - first, memoryview(b"%d" % (index - first)), b"")
+            memory.put(index, memoryview(b"%d" % index), label)
+            memory.put(index - first, memoryview(b"%d" % (index - first)), label)
 
     pid = os.fork()
     if pid == 0:

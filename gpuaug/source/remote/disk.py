@@ -65,6 +65,8 @@ class Disk:
 
     def put(self, entries: Sequence[tuple[str, bytes]]) -> None:
         """Store pairs (name, bytes). If the disk cannot be written, log one warning."""
+        if not entries:
+            return
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 known = os.pread(lock, 9, 0)
@@ -110,12 +112,15 @@ class Disk:
 
 
 @contextmanager
-def locked(path: str) -> Iterator[int]:
-    """Lock a file against other processes and threads, and yield its descriptor."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+def locked(path: str, *, follow: bool = False) -> Iterator[int]:
+    """Lock a file against other processes and threads, and yield its descriptor. ``follow``: path may be a link."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock when the process ends
-        yield lock
+        try:
+            yield lock
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # not only closed: a child that was forked meanwhile has it open too
     finally:
         os.close(lock)
 

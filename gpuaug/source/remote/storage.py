@@ -101,20 +101,41 @@ class Storage:
     def read(self, ranges: Sequence[Range]) -> list[bytes | Exception]:
         """The bytes of each range, or an exception: an OSError, or a ReadError after the last try."""
         self._reset_after_fork()
-        results, remote = self._read_local(ranges)
+        answers: dict[Range, Any] = dict.fromkeys(ranges)
+        held = 0  # bytes of large images so far
+        for part in answers:
+            size = max(part.image or 0, part.size or 0)
+            large = 0 if part.image is None or size <= local.LARGE else size
+            if large > local.LARGEST_IMAGE or held + large > local.LARGEST_BATCH:
+                answers[part] = local.too_large(size, part.path, held=held)
+            elif size > part.limit:
+                answers[part] = OSError(errno.EFBIG, f"{size} bytes, more than {part.limit}", redact(part.path))
+            else:
+                held += large
+                answers[part] = self._read_locally(part)
         hints, self._next = self._next, []
-        if self._disk is not None:
-            for i in remote:
-                results[i] = self._disk.get(_cache_name(ranges[i]))
-            remote = [i for i in remote if results[i] is None]
-            hints = [part for part in hints if remote and not self._disk.has(_cache_name(part))]
-        answers = self._ask([ranges[i] for i in remote], filesystem.read, hints)
-        for i in remote:
-            results[i] = answers[ranges[i]]
-        new = [(_cache_name(part), data) for part, data in answers.items() if isinstance(data, bytes)]
-        if new and self._disk is not None:
-            self._disk.put(new)
-        return results
+        if remote := [part for part, answer in answers.items() if answer is None]:
+            if self._disk is not None:
+                hints = [part for part in hints if not self._disk.has(_cache_name(part))]
+            new = self._ask(remote, filesystem.read, hints)
+            if self._disk is not None:
+                self._disk.put([(_cache_name(part), data) for part, data in new.items() if isinstance(data, bytes)])
+            answers |= new
+        return [answers[part] for part in ranges]
+
+    def _read_locally(self, part: Range) -> bytes | OSError | None:
+        """The answer for a range of a local file, or for a range in the disk cache; None for other ranges."""
+        if part.size == 0:
+            return b""
+        if is_url(part.path):
+            return None if self._disk is None else self._disk.get(_cache_name(part))
+        try:
+            is_image = part.image is not None
+            if part.size is None:
+                return local.read_file(part.path, image=is_image, limit=part.limit)
+            return self._open_file(part.path).read(part.begin, part.size, version=part.version, image=is_image)
+        except OSError as error:
+            return error
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
         """Announce ranges needed only after the next read. During the next read, libcurl fetches the small ranges."""
@@ -177,86 +198,47 @@ class Storage:
         ``root`` is a path, a URL, or a list of these. Each names a file or folder, and may contain ``{000..099}``,
         ``{a,b}`` or ``*``. In folders, only files with ``ending`` are listed.
         """
-        paths: list[str] = []
-        known: dict[str, FileInfo] = {}
+        files: list[tuple[str, FileInfo | None]] = []
         for item in list(root) if isinstance(root, Sequence) and not isinstance(root, str) else [root]:
             if not isinstance(item, str | os.PathLike) or not os.fspath(item) or "\0" in str(item):
                 raise ConfigError(f"`source.root` must be paths or URLs of {ending} files. Found: {item!r}.")
             for path in map(absolute, expand_braces(os.fspath(item))):
-                is_file = path.split("?", 1)[0].endswith(ending) and "*" not in path
-                if is_file and (is_url(path) or not os.path.isdir(path)):
-                    paths.append(path)
-                    continue
-                below = self._match(path, ending)
-                if not below:
+                named = self._match(path, ending)
+                if not named:
                     raise SourceError(
                         f"`source.root` must name {ending} files, or a folder of them. Found: {redact(path)!r}."
                     )
-                known |= {file.path: file for file in below}
-                paths += [file.path for file in below]
-        if not paths:
+                files += sorted(named.items())
+        if not files:
             raise ConfigError(f"`source.root` must name {ending} files. Found: {root!r}.")
-        if len(set(paths)) < len(paths):
-            twice = next(path for path, count in Counter(paths).items() if count > 1)
+        known = dict(files)
+        if len(known) < len(files):
+            twice = next(path for path, count in Counter(path for path, _ in files).items() if count > 1)
             raise SourceError(f"`source.root` must name each file once. Found twice: {redact(twice)!r}.")
-        missing = [path for path in paths if path not in known]
-        known |= dict(zip(missing, self.stat(missing), strict=True))
-        return [known[path] for path in paths]
+        missing = [path for path, info in files if info is None]
+        known |= zip(missing, self.stat(missing), strict=True)
+        return [info for info in known.values() if info is not None]
 
-    def _match(self, path: str, ending: str) -> list[FileInfo]:
-        """The sorted files below a folder, or the files that a pattern matches."""
+    def _match(self, path: str, ending: str) -> dict[str, FileInfo | None]:
+        """The files that a path, a folder or a pattern names. None: the size is not known yet."""
         pattern = None
         if "*" in path:
             path, pattern = split(path)
             if "*" in path:
                 raise ConfigError(f"`source.root` may contain * only in its last part. Found: {redact(path)!r}.")
-        if not is_url(path):
-            below = (os.path.join(above, x) for above, _, names in os.walk(path) for x in names if x.endswith(ending))
-            matching = below if pattern is None else glob.iglob(os.path.join(glob.escape(path), pattern))
-            return self.stat(sorted(matching))
-        files = [
-            FileInfo(join(path, key), size, version)
-            for key, size, version in self.find(path)
-            if (key.endswith(ending) if pattern is None else fnmatchcase(key, pattern) and "/" not in key)
-        ]
-        if any(file.size < 0 for file in files):  # an HTML listing has no sizes
-            files = self.stat([file.path for file in files])
-        return sorted(files)
-
-    # -- local files
-
-    def _read_local(self, ranges: Sequence[Range]) -> tuple[list[Any], list[int]]:
-        """The bytes or error of each local range (None for a remote range), and the positions of remote ranges."""
-        results: list[Any] = [None] * len(ranges)
-        remote: list[int] = []
-        held = 0  # bytes of large images so far
-        for i, part in enumerate(ranges):
-            size = max(part.image or 0, part.size or 0)
-            if part.image is not None and size > local.LARGE:
-                if size > local.LARGEST_IMAGE or held + size > local.LARGEST_BATCH:
-                    results[i] = local.too_large(size, part.path, held=held)
-                    continue
-                held += size
-            if size > part.limit:
-                results[i] = OSError(errno.EFBIG, f"{size} bytes, more than {part.limit}", redact(part.path))
-            elif part.size == 0:
-                results[i] = b""
-            elif is_url(part.path):
-                remote.append(i)
-            else:
-                try:
-                    results[i] = self._read_file(part)
-                except OSError as error:
-                    results[i] = error
-        return results, remote
-
-    def _read_file(self, part: Range) -> bytes:
-        is_image = part.image is not None
-        if part.size is None:
-            return local.read_file(part.path, image=is_image, limit=part.limit)
-        return self._open_file(part.path).read(part.begin, part.size, version=part.version, image=is_image)
-
-    # -- URLs
+        elif path.split("?", 1)[0].endswith(ending) and (is_url(path) or not os.path.isdir(path)):
+            return {path: None}
+        if is_url(path):
+            return {
+                join(path, key): None if size < 0 else FileInfo(join(path, key), size, version)
+                for key, size, version in self.find(path)  # an HTML listing has no sizes
+                if (key.endswith(ending) if pattern is None else fnmatchcase(key, pattern) and "/" not in key)
+            }
+        if pattern is not None:
+            return dict.fromkeys(glob.iglob(os.path.join(glob.escape(path), pattern)))
+        return dict.fromkeys(
+            os.path.join(above, x) for above, _, names in os.walk(path) for x in names if x.endswith(ending)
+        )
 
     def _reset(self) -> None:
         remote, many = self.remote, self.remote.concurrency
@@ -331,9 +313,8 @@ class Storage:
         is_final = isinstance(answer, GpuaugError) or (isinstance(answer, OSError) and not _may_pass(answer))
         if not isinstance(answer, Exception) or is_final:
             return answer
-        text = f"no answer within {part.seconds(self.remote.timeout):.3g} s"
-        if not isinstance(answer, TimeoutError):
-            text = _text(answer)
+        late = f"no answer within {part.seconds(self.remote.timeout):.3g} s"
+        text = late if isinstance(answer, TimeoutError) else _text(answer)
         failed = ReadError(f"{redact(part.path)!r} cannot be read, tried {tries} times: {text}")
         failed.__cause__ = answer
         return failed
