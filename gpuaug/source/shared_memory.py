@@ -66,11 +66,7 @@ def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.sock
             claim.listen(4096)
             _claims.add(claim)
             return fd, claim
-        except (
-            ConnectionRefusedError,
-            BlockingIOError,
-            ProcessLookupError,
-        ):  # the owner fills the memory, or has ended
+        except (ConnectionRefusedError, BlockingIOError, ProcessLookupError):  # the owner is not ready, or has ended
             time.sleep(0.02)
         except OSError as error:
             reason = str(error)

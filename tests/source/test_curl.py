@@ -15,7 +15,7 @@ from gpuaug.errors import ReadError
 from gpuaug.source.remote import objects
 from gpuaug.source.remote.curl import Curl
 from gpuaug.source.remote.filesystem import Range, StatusError
-from gpuaug.source.remote.objects import Access, Login
+from gpuaug.source.remote.objects import Access
 
 BODY = bytes(range(256)) * 300
 
@@ -201,7 +201,7 @@ def test_a_login_that_failed_is_not_asked_for_by_every_request():
 
 
 def test_a_login_without_lines_has_none_of_the_one_before():
-    given = iter([Login(("X-As: one",), "user", "word"), Login()])
+    given = iter([{"HTTPHEADER": ["X-As: one"], "USERNAME": "user", "PASSWORD": "word"}, {"HTTPHEADER": []}])
     with server(plain) as (port, heads):
         curl = asking(login=lambda: next(given), connections=1)
         assert curl.read([get(port, "/a")]) + curl.read([get(port, "/b")]) == [BODY, BODY]
@@ -381,7 +381,7 @@ def test_a_proxy_of_the_environment_is_asked(monkeypatch):
 
 
 def test_a_login_is_asked_for_by_each_read_and_its_failure_is_an_error():
-    given = iter([Login(("X-As: one",)), Login(("X-As: two",)), ValueError("no role")])
+    given = iter([{"HTTPHEADER": ["X-As: one"]}, {"HTTPHEADER": ["X-As: two"]}, ValueError("no role")])
 
     def login():
         found = next(given)
@@ -470,7 +470,7 @@ def test_signatures_are_those_of_botocore(key, token, payer):
     lines = [f"x-amz-security-token: {token}"] if token else []
     lines += ["x-amz-request-payer: requester"] if payer else []
     with server(plain) as (port, heads):
-        login = Login(tuple(lines), "AKID", "secret/+:x")
+        login = {"HTTPHEADER": lines, "USERNAME": "AKID", "PASSWORD": "secret/+:x"}
         curl = asking(login=lambda: login, options={"AWS_SIGV4": "aws:amz:eu-west-3:s3"})
         path = "/bucket/" + quote(key, safe="/~")
         assert curl.read([get(port, path)]) == [BODY]

@@ -178,7 +178,7 @@ def test_large_files_of_every_codec_are_read():
 def test_large_images_of_a_batch_are_bounded(monkeypatch):
     monkeypatch.setattr("gpuaug.source.local.LARGEST_BATCH", 3 * LARGE)
     read = []
-    monkeypatch.setattr(Storage, "_read_file", lambda self, part: read.append(part.path) or b"")
+    monkeypatch.setattr("gpuaug.source.local.read_file", lambda path, **more: read.append(path) or b"")
     parts = [Range(f"/{size}", image=size) for size in (LARGE + 5, 1, 2 * LARGE, LARGE + 6, LARGEST_IMAGE + 1)]
     found = Storage().read(parts)
     assert read == [f"/{LARGE + 5}", "/1", f"/{LARGE + 6}"]

@@ -11,15 +11,16 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import pycurl
 
 from gpuaug.errors import ReadError
 from gpuaug.source.paths import redact
 from gpuaug.source.remote.filesystem import Range, StatusError, check_size, status_error, too_long
-from gpuaug.source.remote.objects import Access, Login
+from gpuaug.source.remote.objects import Access
 
 LONGEST_WAIT_S = 0.2  # longest time between two checks of all connections
 PAUSE_S = 0.005
@@ -73,12 +74,14 @@ class Curl:
     def _reset(self) -> None:
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_MAXCONNECTS, 2 * self._connections)  # redirects need connections too
-        self._login = Login()
+        self._login: Mapping[str, Any] = {}
         self._free: list[_Transfer] = []  # with this login
         self._busy: dict[Range, _Transfer] = {}
         self._done: dict[Range, bytes | Exception | None] = {}
 
-    def _read(self, now: Sequence[Range], then: Sequence[Range], login: Login) -> list[bytes | Exception | None]:
+    def _read(
+        self, now: Sequence[Range], then: Sequence[Range], login: Mapping[str, Any]
+    ) -> list[bytes | Exception | None]:
         if login != self._login:
             self._login, self._free = login, []
         wanted = dict.fromkeys([*now, *then])
@@ -158,7 +161,7 @@ class _Transfer:
     part: Range
     deadline: float
 
-    def __init__(self, access: Access, login: Login) -> None:
+    def __init__(self, access: Access, login: Mapping[str, Any]) -> None:
         self.login, self._encoded = login, access.encoded
         self._head: list[bytes] = []
         self._body: list[bytes] = []
@@ -173,11 +176,8 @@ class _Transfer:
             "HEADERFUNCTION": self._head.append,
             "WRITEFUNCTION": self._body.append,
             **access.options,
+            **login,
         }
-        if login.lines:
-            options["HTTPHEADER"] = list(login.lines)
-        if login.user is not None:
-            options |= {"USERNAME": login.user, "PASSWORD": login.password}
         for name, value in options.items():
             self.easy.setopt(getattr(pycurl, name), value)
 

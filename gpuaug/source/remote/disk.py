@@ -52,7 +52,7 @@ class Disk:
         except OSError:
             return None
         data = entry[_HEAD.size :]
-        if len(entry) < _HEAD.size or _HEAD.unpack_from(entry) != (_MAGIC, len(data), zlib.crc32(data)):
+        if entry[: _HEAD.size] != _HEAD.pack(_MAGIC, len(data), zlib.crc32(data)):
             with suppress(OSError):
                 os.unlink(path)
             return None

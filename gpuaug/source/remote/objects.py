@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
@@ -34,20 +34,12 @@ SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # directory buckets and access 
 AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
 
 
-class Login(NamedTuple):
-    """Credentials: header lines, and a user name and password that sign the request."""
-
-    lines: Sequence[str] = ()
-    user: str | None = None
-    password: str = ""
-
-
 class Access(NamedTuple):
     """How libcurl reads the objects of one bucket or web server."""
 
     url: Callable[[str], str | None]  # converts a user's URL to the URL to request; None: only fsspec can read the key
-    login: Callable[[], Login] = Login  # returns the credentials; called before every read
     options: Mapping[str, Any] = {}  # values of libcurl's options by name
+    login: Callable[[], Mapping[str, Any]] = dict  # returns more options, the credentials; called before every read
     encoded: bool = True  # accept answers with ``Content-Encoding``. Object stores may store this header with a file
 
 
@@ -61,22 +53,19 @@ def open_curl(system: Any, bucket: str, *, connections: int, timeout: float) -> 
     if make is None:
         return None
     try:
-        _check_libcurl()
+        import pycurl
+
+        if pycurl.version_info()[2] < LIBCURL or not hasattr(pycurl, "AWS_SIGV4"):
+            raise _UnfitError("libcurl is older than 8.4")
         from gpuaug.source.remote.curl import Curl
 
         return Curl(make(system, name), connections=connections, timeout=timeout)
-    except _UnfitError as reason:
-        log.info("source: %s is read by %s, not libcurl: %s", redact(bucket), type(system).__name__, reason)
-        return None
-
-
-def _check_libcurl() -> None:
-    try:
-        import pycurl
     except ImportError as error:
-        raise _UnfitError("pycurl is not installed. For faster reads, `pip install pycurl`") from error
-    if pycurl.version_info()[2] < LIBCURL or not hasattr(pycurl, "AWS_SIGV4"):
-        raise _UnfitError("libcurl is older than 8.4")
+        reason = f"{error}. For faster reads, `pip install pycurl`"
+    except _UnfitError as error:
+        reason = str(error)
+    log.info("source: %s is read by %s, not libcurl: %s", redact(bucket), type(system).__name__, reason)
+    return None
 
 
 class _UnfitError(Exception):
@@ -126,19 +115,19 @@ def _s3(system: Any, bucket: str) -> Access:
     virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
     root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
     url, options = _of_key(f"{root}/", safe="/~"), _botocore_trust(system)
-    lines = ("x-amz-request-payer: requester",) if system.requester_pays else ()
+    lines = ["x-amz-request-payer: requester"] if system.requester_pays else []
     if system.anon:
-        return Access(url, lambda: Login(lines), options)
+        return Access(url, {**options, "HTTPHEADER": lines})
     credentials = client._request_signer._credentials
     if credentials is None:
         raise _UnfitError("no credentials")  # s3fs then raises an error that lists where credentials can be
 
-    def login() -> Login:
+    def login() -> dict[str, Any]:
         frozen = wait(credentials.get_frozen_credentials())  # asks for new credentials only if these expire soon
-        token = (f"x-amz-security-token: {frozen.token}",) if frozen.token else ()
-        return Login((*lines, *token), frozen.access_key, frozen.secret_key)
+        token = [f"x-amz-security-token: {frozen.token}"] if frozen.token else []
+        return {"HTTPHEADER": [*lines, *token], "USERNAME": frozen.access_key, "PASSWORD": frozen.secret_key}
 
-    return Access(url, login, {**options, "AWS_SIGV4": f"aws:amz:{region}:s3"})
+    return Access(url, {**options, "AWS_SIGV4": f"aws:amz:{region}:s3"}, login)
 
 
 def _botocore_trust(system: Any) -> dict[str, Any]:
@@ -183,13 +172,13 @@ def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
 def _gcs(system: Any, bucket: str) -> Access:
     _check(system.storage_options, GCS)
 
-    def login() -> Login:
+    def login() -> dict[str, Any]:
         lines: dict[str, str] = {}
         system.credentials.apply(lines)  # asks for new credentials only if these expire soon
-        return Login(tuple(f"{name}: {value}" for name, value in lines.items()))
+        return {"HTTPHEADER": [f"{name}: {value}" for name, value in lines.items()]}
 
     root = f"{system._location.rstrip('/')}/download/storage/v1/b/{quote(bucket, safe='')}/o/"
-    return Access(_of_key(root, safe="", end="?alt=media"), login, _system_trust())
+    return Access(_of_key(root, safe="", end="?alt=media"), _system_trust(), login)
 
 
 def _http(system: Any, server: str) -> Access:
@@ -198,8 +187,8 @@ def _http(system: Any, server: str) -> Access:
     if system.client_kwargs or system.get_client is not get_client or set(system.kwargs) - UNUSED - {"headers"}:
         raise _UnfitError("unsupported options of aiohttp")
     lines = {k: v for k, v in (system.kwargs.get("headers") or {}).items() if k.lower() != "accept-encoding"}
-    login = Login(("Accept-Encoding: identity", *(f"{name}: {value}" for name, value in lines.items())))
-    options = {**_system_trust(), "FOLLOWLOCATION": 1, "MAXREDIRS": 5}
+    headers = ["Accept-Encoding: identity", *(f"{name}: {value}" for name, value in lines.items())]
+    options = {**_system_trust(), "FOLLOWLOCATION": 1, "MAXREDIRS": 5, "HTTPHEADER": headers}
 
     def url(user_url: str) -> str | None:
         try:
@@ -207,4 +196,4 @@ def _http(system: Any, server: str) -> Access:
         except ValueError:
             return None
 
-    return Access(url, lambda: login, options, encoded=False)
+    return Access(url, options, encoded=False)
