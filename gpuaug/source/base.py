@@ -9,6 +9,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.errors import SourceError
+from gpuaug.batch import Target
+from gpuaug.errors import ReadError, SourceError
 from gpuaug.source.classes import class_mapping, encode, some
 from gpuaug.source.extra import Fields
 from gpuaug.source.filters import Subset, active
@@ -45,15 +47,14 @@ class ListedSource:
     target_kinds: frozenset[str] = frozenset()
     num_keypoints: int | None = None
     flip_pairs: tuple[int, ...] | None = None
-    extra: Fields | None = None
     classes: list[str] | None = None
     class_to_idx: dict[str, int] | None = None
     _names: Names
     _storage: Storage
     _objects: ObjectTable | None = None
-    _damaged: Damaged | None = None  # samples whose objects cannot be used
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
+    _has_ranges = True  # whether the bytes of a sample are ranges of its own
 
     def __len__(self) -> int:
         return len(self._names) if self.indices is None else len(self.indices)
@@ -93,7 +94,7 @@ class ListedSource:
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
         """``prefetch(numbers)`` announces samples of the second ``read_many`` call from now. None for local files."""
-        return self._prefetch if self._is_remote and type(self)._range is not ListedSource._range else None
+        return self._prefetch if self._is_remote and self._has_ranges else None
 
     @property
     def _is_remote(self) -> bool:
@@ -185,6 +186,35 @@ class ListedSource:
         text = f"{len(self)} images" if self.indices is None else f"{len(self)} of {len(self._names)} images"
         text += "" if self.classes is None else f", {len(self.classes)} classes"
         log.info("source %s: %s, listed in %.1f s", redact(self.root), text, time.monotonic() - began)
+
+
+class SampleSource(ListedSource):
+    """A source that makes samples of an image and, if it has them, a mask, objects and extras.
+
+    A subclass sets ``target_kinds``, ``_objects``, ``_damaged`` and ``extra`` before its first sample is read.
+    """
+
+    extra: Fields | None = None
+    _damaged: Damaged | None = None  # samples whose objects cannot be used
+
+    def _label_of(self, index: int) -> Any:
+        label = super()._label_of(index)
+        return Target(label=label) if self.target_kinds and self._objects is None else label
+
+    def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
+        """``(bytes, label or Target)`` and perhaps the extra; or the error of the image, the mask or the objects.
+
+        ``extra``: the values of the extra fields. ``objects``: fields of the Target, if ``_objects`` has none.
+        """
+        if self._damaged is not None and (reason := self._damaged.reason(index)) is not None:
+            return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
+        for part in (image, mask):
+            if isinstance(part, Exception):
+                return part
+        label = self._label_of(index)
+        if mask is not None or objects:
+            label = replace(label, mask=mask, **objects)
+        return (image, label) if self.extra is None else (image, label, self.extra.value(extra))
 
 
 class FileKeys(Names):

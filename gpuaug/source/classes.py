@@ -59,13 +59,16 @@ def numbers_of(
 
 
 def label_column(
-    label: str | None, columns: Sequence[str], *, with_classes: Sequence[str], place: str, remedy: str
+    label: str | None, columns: Sequence[str], *, with_classes: Sequence[str], optional: bool, place: str, remedy: str
 ) -> str | None:
-    """The label column; None if there are no labels. ``with_classes``: columns whose numbers have class names."""
-    if label in (None, "none") or (label == "auto" and not columns):
-        return None
-    known = [label] if label != "auto" else ["label", "labels", *(with_classes if len(with_classes) == 1 else ())]
+    """The label column; None if there are no labels. ``with_classes``: columns whose numbers have class names.
+
+    ``optional``: ``auto`` need not find a column.
+    """
+    known = ["label", "labels", *(with_classes if len(with_classes) == 1 else ())] if label == "auto" else [label]
     column = next((name for name in known if name in columns), None)
+    if label in (None, "none") or (label == "auto" and column is None and (optional or not columns)):
+        return None
     if column is None:
         wanted = "label or labels" if label == "auto" else repr(label)
         among = ", ".join(columns) or "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -114,18 +115,16 @@ class CocoSource(FileSource):
             self._mask_files = Files(_png_folder(place, self.root), Names.of([names]), self._storage)
         what = f"of the {len(parsed.categories)} categories in {redact(place)!r}"
         numbers = numbers_of(parsed.categories, self.class_to_idx or {}, what)
-        self.num_keypoints = None if parsed.keypoints is None else parsed.keypoints.shape[1]
-        kinds = {"boxes": True, "masks": self.masks is not None, "keypoints": parsed.keypoints is not None}
+        self.num_keypoints = len(parsed.points) or None
+        kinds = {"boxes": True, "masks": self.masks is not None, "keypoints": bool(parsed.points)}
         self.target_kinds = frozenset(name for name, has in kinds.items() if has)
         self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
-        self._objects = ObjectTable(
-            parsed.counts[kept], boxes=parsed.boxes, labels=numbers[parsed.labels], keypoints=parsed.keypoints,
-            crowd=parsed.crowd, area=parsed.area, ids=parsed.ids, sizes=parsed.sizes[kept],
-        )  # fmt: skip
-        self._damaged = Damaged(_reasons(parsed, parsed.counts[kept]), len(kept), place=redact(self.root))
+        columns, counts = {**parsed.columns, "labels": numbers[parsed.columns["labels"]]}, parsed.counts[kept]
+        self._objects = ObjectTable(counts, **columns, sizes=parsed.sizes[kept])
+        self._damaged = Damaged(_reasons(columns, counts), len(kept), place=redact(self.root))
 
-    def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
-        item = super()._sample(index, image, mask)
+    def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
+        item = super()._sample(index, image, mask, extra, **objects)
         if isinstance(item, Exception) or self._outlines is None:
             return item
         _, target = item
@@ -138,20 +137,25 @@ class CocoSource(FileSource):
         return image, replace(target, mask=runs.encode(drawn))
 
 
-def _reasons(parsed: Annotations, counts: NDArray[np.int64]) -> dict[int, str]:
+def _reasons(columns: Mapping[str, Any], counts: NDArray[np.int64]) -> dict[int, str]:
     """Why samples cannot be used, by sample number."""
     sample, reasons = np.repeat(np.arange(len(counts)), counts), dict[int, str]()
-    number = np.arange(len(sample)) - (np.cumsum(counts) - counts)[sample] if parsed.ids is None else parsed.ids
-    boxes, points = parsed.boxes, parsed.keypoints
-    for k in np.flatnonzero(~(np.isfinite(boxes).all(1) & (boxes[:, 2:] >= boxes[:, :2]).all(1))).tolist():
-        x1, y1, x2, y2 = boxes[k].tolist()
-        text = f"must be finite, with sides >= 0. Found: x {x1:g} .. {x2:g}, y {y1:g} .. {y2:g}"
-        reasons.setdefault(int(sample[k]), f"the box of annotation {number[k]} {text}")
+    number = columns["ids"]
+    number = np.arange(len(sample)) - (np.cumsum(counts) - counts)[sample] if number is None else number
+    boxes, area, points = columns["boxes"], columns["area"], columns["keypoints"]
+    ordered = np.isfinite(boxes).all(1) & (boxes[:, 2:] >= boxes[:, :2]).all(1)
+    wrong: list[tuple[str, NDArray[Any], Any]] = [
+        ("box {} must be x1, y1, x2, y2, finite, with sides >= 0", boxes, ~ordered)
+    ]
+    if area is not None:  # NaN: not known
+        wrong.append(("area {} must be finite, in float32", area, np.isinf(area)))
     if points is not None:
-        valid = (np.isfinite(points).all(2) & np.isin(points[..., 2], (0, 1, 2))).all(1)
-        for k in np.flatnonzero(~valid).tolist():
-            text = f"the keypoints of annotation {number[k]} must be finite, with visibility 0, 1 or 2"
-            reasons.setdefault(int(sample[k]), text)
+        valid = np.isfinite(points).all(2) & np.isin(points[..., 2], (0, 1, 2))
+        wrong.append(("keypoints {} must be finite, with visibility 0, 1 or 2", points, ~valid.all(1)))
+    for text, values, bad in wrong:
+        for k in np.flatnonzero(bad).tolist():
+            shown = text.format(f"of annotation {number[k]}")
+            reasons.setdefault(int(sample[k]), f"the {shown}. Found: {values[k].tolist()!r:.200}")
     return reasons
 
 

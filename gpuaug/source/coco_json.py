@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
+from gpuaug.source.object_json import corners
 from gpuaug.source.paths import is_safe, redact
 
 log = logging.getLogger("gpuaug")
@@ -62,12 +63,7 @@ class Annotations:
     image_ids: Int64  # [N], ascending
     sizes: NDArray[np.int32]  # [N, 2], (height, width)
     counts: Int64  # [N], number of objects in each image
-    boxes: NDArray[np.float32]  # [M, 4], (x1, y1, x2, y2)
-    labels: Int64  # [M], positions in `categories`
-    crowd: NDArray[np.bool_]  # [M]
-    area: NDArray[np.float32] | None  # [M]
-    ids: Int64 | None  # [M]
-    keypoints: NDArray[np.float32] | None  # [M, K, 3]
+    columns: dict[str, Any]  # columns of an ObjectTable, [M, ...] or None; `labels` are positions in `categories`
     categories: list[str]  # names, by ascending id
     points: list[str]  # names of the K keypoints
     skeleton: tuple[tuple[int, int], ...]  # pairs of keypoint indices
@@ -109,25 +105,20 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     names = [_path(name, "images", int(i)) for name, i in zip(images["file_name"], images_of, strict=True)]
     rows, masks = _segments(document, images_of) if panoptic else (document("annotations", fields), None)
     sizes = np.array([_side(images["height"], images_of), _side(images["width"], images_of)], dtype=np.int32).T
-    columns, owners = _objects(rows, images_of, panoptic)
+    owners = _find(rows["image_id"], images_of, "image_id", "images")
     order = np.argsort(owners, kind="stable")
-    labels = _find(columns["category_id"], categories_of, "category_id", "categories")
-    area, ids = columns["area"], columns["id"]
-    with np.errstate(over="ignore"):  # no warning: a box that becomes infinite is a fault of its sample
-        boxes = columns["bbox"].astype(np.float32)
-    keypoints, points = (None, []) if panoptic else _keypoints(columns["keypoints"], later, categories, order)
-    outlines = columns.get("segmentation", [])
+    with np.errstate(over="ignore"):  # no warning: a number that becomes infinite is a fault of its sample
+        columns = _objects(rows, owners, panoptic)
+    columns["labels"] = _find(rows["category_id"], categories_of, "category_id", "categories")
+    columns = {name: None if values is None else values[order] for name, values in columns.items()}
+    columns["keypoints"], points = (None, []) if panoptic else _keypoints(rows["keypoints"], later, categories, order)
+    outlines = rows.get("segmentation", [])
     return Annotations(
         names=names,
         image_ids=images_of,
         sizes=sizes,
         counts=np.bincount(owners, minlength=len(images_of)),
-        boxes=boxes[order],
-        labels=labels[order],
-        crowd=columns["iscrowd"][order],
-        area=None if area is None else area[order],
-        ids=None if ids is None else ids[order],
-        keypoints=keypoints,
+        columns=columns,
         categories=categories["name"],
         points=points,
         skeleton=_skeleton(map(later, categories["skeleton"]), len(points)),
@@ -153,13 +144,13 @@ def _document(
         content = json.loads(str(text, "utf-8"), parse_constant=_no_constant)
         if not isinstance(content, dict):
             raise ValueError("the file does not hold a JSON object") from None
-        return partial(_columns_of_dicts, content), lambda value: value
+        return partial(_columns, content), lambda value: value
     if "segments_info" in fields:
         fields = {**fields, "segments_info": Field((list,), list[_struct("segment", SEGMENT)])}  # type: ignore[misc]
     lists = {"images": IMAGE, "categories": CATEGORY, "annotations": fields}
     kinds = [(name, list[_struct(name, fields)]) for name, fields in lists.items()]  # type: ignore[misc]
     parsed = msgspec.json.decode(text, type=msgspec.defstruct("file", kinds))
-    return partial(_columns_of_structs, parsed), msgspec.json.decode
+    return partial(_columns, msgspec.structs.asdict(parsed)), msgspec.json.decode
 
 
 def _struct(name: str, fields: Mapping[str, Field]) -> Any:
@@ -174,18 +165,20 @@ def _struct(name: str, fields: Mapping[str, Field]) -> Any:
     return msgspec.defstruct(name, kinds, gc=False, kw_only=True)
 
 
-def _columns_of_structs(parsed: Any, name: str, fields: Mapping[str, Field]) -> dict[str, list[Any]]:
-    rows = name if not isinstance(name, str) else getattr(parsed, name)
-    return {key: list(map(attrgetter(key), rows)) for key in fields}
-
-
-def _columns_of_dicts(content: dict[str, Any], name: Any, fields: Mapping[str, Field]) -> dict[str, list[Any]]:
-    rows = content.get(name) if isinstance(name, str) else name
-    what = name if isinstance(name, str) else "segments_info"
-    if not isinstance(rows, list) or not set(map(type, rows)) <= {dict}:
+def _columns(
+    content: Mapping[str, Any], what: str, fields: Mapping[str, Field], rows: Any = None
+) -> dict[str, list[Any]]:
+    """The values of each field in a list of dicts or structs: the list ``what`` of the file, or ``rows``."""
+    rows = content.get(what) if rows is None else rows
+    kinds = set(map(type, rows)) if isinstance(rows, list) else {None}
+    are_structs = len(kinds) == 1 and hasattr(next(iter(kinds)), "__struct_fields__")
+    if not are_structs and not kinds <= {dict}:
         raise ValueError(f"`{what}` must be a list of objects")
     columns = {}
     for key, field in fields.items():
+        if are_structs:
+            columns[key] = list(map(attrgetter(key), rows))  # msgspec has checked the types
+            continue
         values = columns[key] = [row.get(key, field.default) for row in rows]
         if object not in field.types and not set(map(type, values)) <= set(field.types):
             at = next(i for i, value in enumerate(values) if type(value) not in field.types)
@@ -265,34 +258,32 @@ def _segments(document: Callable[..., Any], images: Int64) -> tuple[dict[str, li
     masks = [b""] * len(images)
     for name, owner in zip(rows["file_name"], owners.tolist(), strict=True):
         masks[owner] = _path(name, "annotations", int(images[owner]))
-    columns = document(list(chain.from_iterable(rows["segments_info"])), SEGMENT)
+    columns = document("segments_info", SEGMENT, list(chain.from_iterable(rows["segments_info"])))
     counts = list(map(len, rows["segments_info"]))
     columns["image_id"] = np.repeat(images[owners], counts).tolist()
     return columns, masks
 
 
-def _objects(columns: dict[str, Any], images: Int64, panoptic: bool) -> tuple[dict[str, Any], Int64]:
-    """The columns of all objects as arrays, and for each object the position of its image."""
-    owners = _find(columns["image_id"], images, "image_id", "images")
-    boxes, ids, area = columns["bbox"], columns["id"], columns["area"]
+def _objects(rows: Mapping[str, list[Any]], owners: Int64, panoptic: bool) -> dict[str, Any]:
+    """The columns of all objects as arrays. ``owners``: for each object the position of its image."""
+    boxes, ids, area = rows["bbox"], rows["id"], rows["area"]
     if not set(map(len, boxes)) <= {4} or not set(map(type, chain.from_iterable(boxes))) <= {int, float}:
         raise ValueError("`bbox` of every object must be [x, y, width, height]")
     xywh = np.fromiter(chain.from_iterable(boxes), dtype=np.float64, count=4 * len(boxes)).reshape(-1, 4)
-    columns["bbox"] = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
-    columns["iscrowd"] = np.array(columns["iscrowd"], dtype=np.int64) != 0
+    columns: dict[str, Any] = {
+        "boxes": corners(xywh, "bbox", "xywh").astype(np.float32),
+        "crowd": np.array(rows["iscrowd"], dtype=np.int64) != 0, "area": None, "ids": None,
+    }  # fmt: skip
     missing = ids.count(None)
     if 0 < missing < len(ids):
         raise ValueError(f"{missing} of {len(ids)} objects have no `id`")
-    columns["id"] = None
     if not missing:
-        columns["id"] = _ids(ids, "segments_info", 1, 2**24 - 1) if panoptic else _ids(ids, "annotations")
-        _unique(columns["id"], "annotations", owners if panoptic else None)  # unique per image if panoptic
-    columns["area"] = None
+        columns["ids"] = _ids(ids, "segments_info", 1, 2**24 - 1) if panoptic else _ids(ids, "annotations")
+        _unique(columns["ids"], "annotations", owners if panoptic else None)  # unique per image if panoptic
     if area.count(None) < len(area):
         known = np.array([np.nan if value is None else value for value in area], dtype=np.float64)
-        with np.errstate(over="ignore"):
-            columns["area"] = np.where(np.isnan(known), xywh[:, 2] * xywh[:, 3], known).astype(np.float32)
-    return columns, owners
+        columns["area"] = np.where(np.isnan(known), xywh[:, 2] * xywh[:, 3], known).astype(np.float32)
+    return columns
 
 
 def _keypoints(

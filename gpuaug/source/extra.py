@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpuaug.errors import ConfigError, SourceError
@@ -64,10 +64,10 @@ class ExtraTable:
     ``columns`` has one column per field, with one value per sample.
     """
 
-    def __init__(self, fields: Fields, columns: Iterable[Iterable[Any]]) -> None:
-        self._fields = fields
+    def __init__(self, columns: Iterable[Iterable[Any]]) -> None:
         self._columns = [Names.of([[pickle.dumps(value) for value in column]]) for column in columns]
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Iterator[Any]:
+        """The values of a sample's fields."""
         # safe: this class has pickled the values
-        return self._fields.value(pickle.loads(column[index]) for column in self._columns)
+        return (pickle.loads(column[index]) for column in self._columns)

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 from gpuaug.errors import GpuaugError, SourceError
-from gpuaug.source.base import ListedSource
+from gpuaug.source.base import SampleSource
 from gpuaug.source.classes import some
 from gpuaug.source.index import Names
 from gpuaug.source.local import LARGE, read_file
@@ -126,7 +126,7 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
     return [known[stem] for stem in stems]
 
 
-class FileSource(ListedSource):
+class FileSource(SampleSource):
     """A source whose samples are files. A subclass sets ``_files``, and ``_mask_files`` if masks are files too."""
 
     _files: Files
@@ -137,15 +137,11 @@ class FileSource(ListedSource):
         return is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root))
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        reasons = {} if self._damaged is None else {i: text for i in numbers if (text := self._damaged.reason(i))}
-        if reasons:
-            usable = iter(self._read([i for i in numbers if i not in reasons]))
-            return [GpuaugError(reasons[i]) if i in reasons else next(usable) for i in numbers]
         if self._mask_files is None and not self._is_remote:  # takes 17 us per image instead of 22 us
             return [self._read_local(i) for i in numbers]
         data = self._storage.read(self._ranges(numbers))
         masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
-        return [self._sample(i, *parts) for i, *parts in zip(numbers, data, masks, strict=False)]
+        return list(map(self._sample, numbers, data, masks))
 
     def _read_local(self, index: int) -> Any:
         try:
@@ -153,14 +149,6 @@ class FileSource(ListedSource):
             return self._sample(index, read_file(path, image=True))
         except OSError as error:
             return error
-
-    def _sample(self, index: int, image: Any, mask: Any = None) -> Any:
-        """``(bytes, label or Target)``, or the exception if the image or the mask cannot be read."""
-        for part in (image, mask):
-            if isinstance(part, Exception):
-                return part
-        label = self._label_of(index)
-        return image, label if mask is None else replace(label, mask=mask)
 
     def _ranges(self, numbers: Sequence[int]) -> list[Range]:
         parts = [self._files] if self._mask_files is None else [self._files, self._mask_files]

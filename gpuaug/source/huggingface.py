@@ -13,7 +13,7 @@ from gpuaug.source.classes import label_column
 from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.index import Names
 from gpuaug.source.local import read_file
-from gpuaug.source.object_columns import RowSource, is_objects
+from gpuaug.source.object_columns import RowSource, early_columns, is_objects
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import is_url
 from gpuaug.source.remote.storage import Storage
@@ -82,35 +82,29 @@ class DatasetSource(RowSource):
         columns = [name for name, feature in features.items() if not _is_image(feature)]
         has_label = label != "auto" or bool({"label", "labels"} & {*columns}) or len(named) == 1
         objects = _objects_column(features, objects, has_label=has_label)
-        if label == "auto" and (self._has_masks or objects or more) and not has_label:
-            label = None
-        remedy = "Name the column: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels."
-        columns = [name for name in columns if name != objects]
-        label = label_column(label, columns, with_classes=named, place="the Dataset", remedy=remedy)
+        label = label_column(
+            label, [name for name in columns if name != objects], with_classes=named, place="the Dataset",
+            optional=self._has_masks or bool(objects or more),
+            remedy="Name it: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels.",
+        )  # fmt: skip
         if classes is not None and objects is None:
             raise ConfigError("`classes` is for the classes of objects, but there are no objects. Remove `classes`.")
         self._names = Names.of([[b"%d" % i for i in range(len(dataset))]])
         if not len(dataset):
             raise SourceError("the Dataset has no rows.")
-        if label is not None:
-            names = getattr(features[label], "names", None)
-            values = list(dataset.select_columns([label])[:][label])
-            if any(value is None for value in values):
-                raise SourceError(f"column {label!r} of the Dataset has no value in row {values.index(None)}. Add one.")
-            self._set_labels(values, classes=None, names=names if isinstance(names, list) else None)
-        needed = [] if objects is None else [objects, *(name for name in ("height", "width") if name in features)]
-        table = dataset.select_columns(needed).with_format("arrow")[:] if needed else None
-        self._set_objects(table, objects, classes, box_format)
+        early = early_columns(features.arrow_schema, label, objects)
+        table = dataset.select_columns(early).with_format("arrow")[:] if early else None
+        self._set_columns(table, label, objects, classes, box_format)
         self._dataset = dataset.select_columns(list(dict.fromkeys([*self._columns, *more])))
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._row(i) for i in numbers]
+        return [self._read_row(i) for i in numbers]
 
-    def _row(self, index: int) -> Any:
+    def _read_row(self, index: int) -> Any:
         row = self._dataset[index]
         try:
             more = () if self.extra is None else map(row.get, self.extra.names)
-            return self._sample(index, *(self._bytes(row[column]) for column in self._columns), *more)
+            return self._row(index, [*(self._bytes(row[column]) for column in self._columns), *more])
         except (OSError, ReadError) as error:
             return error
 
@@ -154,8 +148,7 @@ def _image_columns(features: Any, image: str | None, mask: str | None, *, beside
 def _objects_column(features: Any, objects: str | None, *, has_label: bool) -> str | None:
     if objects in (None, "none") or (objects == "auto" and has_label):
         return None
-    schema = getattr(features, "arrow_schema", ())
-    known = [field.name for field in schema if is_objects(field.type)]
+    known = [field.name for field in features.arrow_schema if is_objects(field.type)]
     if objects == "auto":
         if len(known) != 1:
             return None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 
 from gpuaug import checks
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes
 from gpuaug.source.classes import class_mapping, some
@@ -122,6 +121,3 @@ class MaskFolderSource(FileSource):
             )
         if is_whole and (unused := len(masks) - len(images)):
             log.info("source %s: %d masks are ignored, because they have no image", redact(self.masks), unused)
-
-    def _label_of(self, index: int) -> Target:
-        return Target()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.batch import Target
 from gpuaug.errors import ReadError, SourceError
-from gpuaug.source.base import Classes, ListedSource
+from gpuaug.source.base import Classes, SampleSource
 from gpuaug.source.classes import class_mapping, encode, numbers_of
 from gpuaug.source.object_json import BoxFormat, column_names, corners
 from gpuaug.source.objects import Damaged, ObjectTable
@@ -63,21 +61,28 @@ def _read_objects(
     return ObjectTable(counts, sizes=sizes, **values), Damaged(reasons, count, place=place), known
 
 
-class RowSource(ListedSource):
+class RowSource(SampleSource):
     """A source of rows, each with an image.
 
-    A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_objects` and :meth:`_sample`.
+    A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_columns` and :meth:`_row`.
     """
 
-    _has_masks = False
+    _has_masks = _has_ranges = False
 
-    def _set_objects(self, table: Any, column: str | None, classes: Classes, box_format: BoxFormat) -> None:
-        """Read the objects from ``column`` of an Arrow table with all rows. Set ``target_kinds``."""
-        if column is not None:
+    def _set_columns(
+        self, table: Any, label: str | None, objects: str | None, classes: Classes, box_format: BoxFormat
+    ) -> None:
+        """Read labels and objects from an Arrow table with the :func:`early_columns` of all rows."""
+        place = redact(self.root)
+        if label is not None:
+            values = column_values(table.column(label), place, name=self.key)
+            names = class_names(table.schema, label)
+            self._set_labels(values, classes=classes if objects is None else None, names=names)
+        if objects is not None:
             mapping = None if classes is None else class_mapping(classes)
             self._objects, self._damaged, names = _read_objects(
-                table.column(column), sizes=_sizes(table), classes=mapping, box_format=box_format,
-                names=class_names(table.schema, column, objects=True), place=redact(self.root),
+                table.column(objects), sizes=_sizes(table), classes=mapping, box_format=box_format,
+                names=class_names(table.schema, objects, objects=True), place=place,
             )  # fmt: skip
             self.num_keypoints = self._objects.num_keypoints
             self.target_kinds = frozenset({"boxes"} if self.num_keypoints is None else {"boxes", "keypoints"})
@@ -86,20 +91,44 @@ class RowSource(ListedSource):
         if self._has_masks:
             self.target_kinds |= {"masks"}
 
-    def _sample(self, index: int, image: bytes | None, *more: Any) -> Any:
-        """The sample or its error. ``more``: the mask if the rows have masks, then the values of the extra fields."""
-        mask = more[0] if self._has_masks else None
+    def _row(self, index: int, values: Sequence[Any]) -> Any:
+        """The sample or its error, from its values: the image, perhaps a mask, then the extra fields."""
+        image, mask = values[0], values[1] if self._has_masks else None
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
-        if self._damaged is not None and (reason := self._damaged.reason(index)) is not None:
-            return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
-        label = self._label_of(index)
-        label = replace(label, mask=mask) if self._has_masks else label
-        return (image, label) if self.extra is None else (image, label, self.extra.value(more[self._has_masks :]))
+        return self._sample(index, image, mask, values[1 + self._has_masks :])
 
-    def _label_of(self, index: int) -> Any:
-        label = super()._label_of(index)
-        return Target(label=label) if self._has_masks and self._objects is None else label
+
+def import_pyarrow() -> Any:
+    """The package pyarrow; SourceError if it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise SourceError(f"Parquet needs pyarrow ({error}). Install it: pip install gpuaug[parquet].") from error
+    return pyarrow
+
+
+def early_columns(schema: Any, label: str | None, objects: str | None) -> list[str]:
+    """The columns that the constructor reads: labels, objects, and the sizes of images with objects."""
+    wanted = {label} if objects is None else {label, objects, "height", "width"}
+    return [name for name in schema.names if name in wanted]
+
+
+def column_values(column: Any, place: str, *, name: Callable[[int], str] = str) -> Any:
+    """Values of an Arrow column: an array of int64 or float32, or a list. ``name(i)`` is the name of row ``i``."""
+    types = import_pyarrow().types
+    if column.null_count:
+        row = name(column.is_null().index(True).as_py())
+        raise SourceError(
+            f"{column.null_count} labels in {place!r} are null, the first in row {row}. Fill in the values."
+        )
+    if types.is_integer(column.type) or types.is_boolean(column.type):
+        try:
+            return np.array(column.cast("int64").to_numpy())
+        except import_pyarrow().ArrowInvalid as error:  # a uint64 that is too large
+            raise SourceError(f"labels in {place!r} must be below 2**63: {error}.") from error
+    return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
 def _sizes(table: Any) -> NDArray[np.int64] | None:

@@ -22,7 +22,7 @@ from gpuaug.source.classes import label_column, some
 from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, bounds_of, locate
-from gpuaug.source.object_columns import RowSource, class_names, is_objects
+from gpuaug.source.object_columns import RowSource, class_names, early_columns, import_pyarrow, is_objects
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joined
@@ -108,24 +108,16 @@ class ParquetSource(RowSource):
         images = [_image_column(schema, image, place, besides=(mask, *more)), *masks]
         optional = bool(mask or objects or more)
         column = _label_column(schema, label, place, objects=objects, optional=optional)
-        needed = _objects_columns(schema, objects, place)
-        early = list(dict.fromkeys([*([] if column is None else [column]), *needed]))  # columns that are read now
+        early = early_columns(schema, column, _objects_column(schema, objects, place))
         for file, meta in zip(files, metadata, strict=True):
             _check(file, meta, schema, [*(name.split(".")[0] for name in images), *more, *early])
         self._columns = [*images, *more]
         self._set_rows(metadata, names)
-        tables = _in_threads(partial(_table, columns=early, storage=self._storage), files, metadata) if early else []
-        if column is not None:
-            values = [
-                plain_values(table.column(column), redact(file.path)) for file, table in zip(files, tables, strict=True)
-            ]
-            are_arrays = isinstance(values[0], np.ndarray)
-            labels: Any = np.concatenate(values) if are_arrays else [x for part in values for x in part]
-            self._set_labels(labels, classes=classes if objects is None else None, names=class_names(schema, column))
-        elif classes is not None and objects is None:
+        if not early and classes is not None:
             raise ConfigError("the files have no label column. Remove `source.classes`, or set `source.label`.")
-        table = import_pyarrow().concat_tables([table.select(needed) for table in tables]) if needed else None
-        self._set_objects(table, objects, classes, box_format)
+        tables = _in_threads(partial(_table, columns=early, storage=self._storage), files, metadata) if early else []
+        table = import_pyarrow().concat_tables(tables) if early else None
+        self._set_columns(table, column, objects, classes, box_format)
         self._reset()
         self._activate(subset, exclude, began=began)
 
@@ -162,7 +154,7 @@ class ParquetSource(RowSource):
                     items[row] = columns
                 else:
                     at = numbers[row] - int(starts[group])
-                    items[row] = self._sample(numbers[row], *(column[at].as_py() for column in columns))
+                    items[row] = self._row(numbers[row], [column[at].as_py() for column in columns])
         # otherwise Arrow's memory pool would keep 90 instead of 20 MiB for groups of 4 MiB
         import_pyarrow().default_memory_pool().release_unused()
         return items
@@ -279,16 +271,6 @@ class _RangeFile(io.RawIOBase):
         return item
 
 
-def import_pyarrow() -> Any:
-    """The package pyarrow; SourceError if it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise SourceError(f"Parquet needs pyarrow ({error}). Install it: pip install gpuaug[parquet].") from error
-    return pyarrow
-
-
 def _in_threads(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
     with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-parquet") as pool:
         return list(pool.map(work, *arguments))
@@ -350,23 +332,18 @@ def _bytes_column(field: Any) -> str | None:
 
 def _label_column(schema: Any, label: str | None, place: str, *, objects: str | None, optional: bool) -> str | None:
     columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
-    if optional and label == "auto" and not {"label", "labels"} & {*columns}:
-        return None
-    named = [name for name in columns if class_names(schema, name)]
+    named = [] if optional else [name for name in columns if class_names(schema, name)]
     remedy = "Set `source.label` to one of these, or to none for no labels."
-    return label_column(label, columns, with_classes=named, place=repr(place), remedy=remedy)
+    return label_column(label, columns, with_classes=named, optional=optional, place=repr(place), remedy=remedy)
 
 
-def _objects_columns(schema: Any, name: str | None, place: str) -> list[str]:
-    """The columns of the objects and of the image sizes."""
-    if name is None:
-        return []
-    if name not in schema.names or not is_objects(schema.field(name).type):
+def _objects_column(schema: Any, name: str | None, place: str) -> str | None:
+    if name is not None and (name not in schema.names or not is_objects(schema.field(name).type)):
         raise SourceError(
             f"`source.objects` must be a column of {place!r} with boxes: a struct of lists, or a list of structs, with "
             f"a field bbox or boxes. Found: {name!r}. Columns: {_columns(schema)}."
         )
-    return [name, *(size for size in ("height", "width") if size in schema.names)]
+    return name
 
 
 def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> Any:
@@ -381,22 +358,6 @@ def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> A
             "the file again."
         )
     return table
-
-
-def plain_values(column: Any, place: str) -> Any:
-    """Values of an Arrow column: an array of int64 or float32, or a list."""
-    types = import_pyarrow().types
-    if column.null_count:
-        row = column.is_null().index(True).as_py()
-        raise SourceError(
-            f"{column.null_count} labels in {place!r} are null, the first in row {row}. Fill in the values."
-        )
-    if types.is_integer(column.type) or types.is_boolean(column.type):
-        try:
-            return np.array(column.cast("int64").to_numpy())
-        except import_pyarrow().ArrowInvalid as error:  # a uint64 that is too large
-            raise SourceError(f"labels in {place!r} must be below 2**63: {error}.") from error
-    return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 
 def _has(column: str, part: Any) -> bool:

@@ -403,8 +403,9 @@ def test_panoptic_files_that_contradict_themselves_are_refused(tmp_path, parser,
 
 LARGE_POLYGON = [[0, 0, 1e9, 0, 1e9, 1e9]]
 FAULTS = {
-    "inverted": ({"bbox": [5, 5, -3, 2]}, r"box of annotation 70 .* Found: x 5 .. 2, y 5 .. 7"),
-    "infinite": ({"bbox": [5, 5, 1e300, 2]}, "box of annotation 70 must be finite"),
+    "inverted": ({"bbox": [5, 5, -3, 2]}, r"box of annotation 70 .* Found: \[5\.0, 5\.0, 2\.0, 7\.0\]"),
+    "infinite": ({"bbox": [5, 5, 1e300, 2]}, "box of annotation 70 must be .* finite"),
+    "area": ({"area": 1e300}, "area of annotation 70 must be finite, in float32. Found: inf"),
     "visibility": ({"keypoints": [1, 2, 3]}, "keypoints of annotation 70"),
     "far point": ({"keypoints": [1e300, 2, 1]}, "keypoints of annotation 70"),
     "two points": ({"segmentation": [[0, 0, 3, 3]]}, "annotation 70 .* at least 3 points.* Found: 4 numbers"),

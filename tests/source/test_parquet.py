@@ -144,7 +144,7 @@ def test_columns(tmp_path, caplog):
     assert [x[1] for x in tags] == [[1, 0], [1, 1], [0, 0], [0, 1]]
     assert ParquetSource(path, label="many")[0] == (data[0], [1, 0])
     assert ParquetSource(path, label="none")[0] == (data[0], None)
-    with pytest.raises(SourceError, match="are null, the first in row 2"):
+    with pytest.raises(SourceError, match="are null, the first in row x.parquet/2"):
         ParquetSource(path, label="day")
     large = table(data, label=pa.array([1 << 63, 0, 1, 2], pa.uint64()))
     pq.write_table(large, tmp_path / "large.parquet")

@@ -325,6 +325,18 @@ def test_masks_of_a_table(tmp_path, name):
             TableSource(tmp_path / name, mask="seg")
 
 
+def test_masks_and_images_of_a_table_may_be_named_by_digits(tmp_path):
+    for name in ("1", "7", "007"):
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "t.csv").write_text("path,seg,label\n1,007,3\n7,7,5\n")
+    source = TableSource(tmp_path / "t.csv", mask="seg")
+    assert list(source) == [(b"1", gpuaug.Target(mask=b"007", label=3)), (b"7", gpuaug.Target(mask=b"7", label=5))]
+    for text, row in (("path,seg,label\n1,7,3\n7,,5\n", 1), ("path,seg,label\n1,/7,3\n", 0)):
+        (tmp_path / "t.csv").write_text(text)
+        with pytest.raises(SourceError, match=f"paths in .* must be relative .* row {row}: '"):
+            TableSource(tmp_path / "t.csv", mask="seg")
+
+
 def test_remote_masks_of_a_table(tmp_path):
     root = tmp_path / "data"
     root.mkdir()

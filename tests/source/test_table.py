@@ -121,7 +121,7 @@ def test_no_text_leads_outside(text):
     from gpuaug.source.table import _names
 
     try:
-        path = os.fsdecode(_names([text], "t")[0])
+        path = os.fsdecode(_names((text,), "t")[0])
     except (SourceError, UnicodeEncodeError):
         return
     assert os.path.realpath(os.path.join("/a/b", path)).startswith("/a/b/")

@@ -146,7 +146,8 @@ BAD = {
 def test_a_damaged_file_is_a_fault_of_its_sample_only(tmp_path, kind):
     data, message = BAD[kind]
     source = gpuaug.VocSource(write(tmp_path, {"a": GOOD, "b": data, "c": GOOD}))
-    with pytest.raises(GpuaugError, match=rf"^'.*Annotations/b.xml' .*{message}"):
+    text = rf"the objects of 'b.jpg' cannot be used: '.*Annotations/b.xml' .*{message}"
+    with pytest.raises(GpuaugError, match=f"^{text}"):
         source[1]
     assert len(source.label(1).boxes) == 0
     for i in (0, 2):
