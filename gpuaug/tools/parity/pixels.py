@@ -228,18 +228,17 @@ def _mixed(parity: Parity, loader: Loader, views: list[View], samples: list[Samp
             epoch=epoch,
             first_index=samples[0].index,
         )
+        lam, mates = float(shares[0, 0]), (shares - shares.diagonal().diag()).argmax(dim=1).tolist()
         transform = getattr(torchvision()[0], kind)(num_classes=count)
         for n, view in enumerate(views):
             ys, xs = (made[len(views) + n][0, 0] != 0).nonzero(as_tuple=True)  # the pixels that CutMix pasted
             box = (int(xs.min()), int(ys.min()), int(xs.max()) + 1, int(ys.max()) + 1) if len(ys) else (0, 0, 0, 0)
+            what = f"lambda {lam:.3g}" if kind == "MixUp" else f"box {box}"
+            given = {"batch_size": 2, "labels": torch.arange(2), "lam": lam, "box": box, "lam_adjusted": lam}
             for row, sample in enumerate(samples):
-                lam, mates = float(shares[row, row]), shares[row].clone()
-                mates[row] = 0
-                given = {"lam": lam} if kind == "MixUp" else {"box": box, "lam_adjusted": lam}
-                pair = images[n][[int(mates.argmax()), row]]  # torchvision mixes each image with the previous one
-                theirs = transform.transform(pair, {"batch_size": 2, "labels": torch.arange(2), **given})[1]
+                pair = images[n][[mates[row], row]]  # torchvision mixes each image with the previous one
+                theirs = transform.transform(pair, given)[1]
                 ours, theirs = (x.permute(1, 2, 0).cpu().numpy() * 255 for x in (made[n][row], theirs))
-                what = f"lambda {lam:.3g}" if kind == "MixUp" else f"box {box}"
                 parity.at("mix", kind.lower(), FLOAT, view=view.name).add(ours, theirs, sample, epoch=epoch, what=what)
         parity.note(f"{kind.lower()}: torchvision mixes neighbors, gpuaug random pairs; here both got the same pairs")
     if mix.label_smoothing:
