@@ -67,8 +67,10 @@ def run(calls: list[Call], image: NDArray[Any], *, uint8: bool) -> NDArray[Any]:
     return np.asarray(x.permute(1, 2, 0)).astype(np.float32) * (255 // white)
 
 
-def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: PIL.Image.Resampling, fill: Any) -> NDArray[Any]:
-    """Crop, resize and place one image, uint8 [H, W, 3], or one mask, int32 [H, W]."""
+def crop_by_pillow(image: NDArray[Any], window: CropWindows, *, mask_fill: int | None = None) -> NDArray[Any]:
+    """Crop, resize and place one image, uint8 [H, W, 3], or one mask, int32 [H, W], which needs ``mask_fill``."""
+    fill: Any = tuple(np.broadcast_to(window.fill, 3).tolist()) if mask_fill is None else mask_fill
+    resample = PIL.Image.Resampling[window.interpolation.upper() if mask_fill is None else "NEAREST"]
     top, left, height, width = window.window[0].tolist()
     (h, w), (y, x) = window.resized[0].tolist(), window.offset[0].tolist()
     part = PIL.Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))

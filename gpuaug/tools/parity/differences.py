@@ -179,11 +179,8 @@ class Parity:
                 continue
             wide = max(24, *(len(d.title) for d in self.differences))
             refer = max(9, *(len(d.reference) for d in self.differences))
-            share = "differ" if stage == "targets" else "> 1 level"
-            lines += ["", f"{heading}:"]
-            lines.append(
-                f"  {'':{wide}}  {'against':{refer}}  {'largest':>8} {'mean':>8} {'bias':>8} {share:>10}  verdict"
-            )
+            columns = f"{'largest':>8} {'mean':>8} {'bias':>8} {'differ' if stage == 'targets' else '> 1 level':>10}"
+            lines += ["", f"{heading}:", f"  {'':{wide}}  {'against':{refer}}  {columns}  verdict"]
             for d in differences:
                 verdict = "DIFFERENT" if d.verdict == "other" else d.verdict
                 lines.append(f"  {d.title:{wide}}  {d.reference:{refer}}  {d.numbers}  {verdict}")

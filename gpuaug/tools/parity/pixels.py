@@ -106,13 +106,13 @@ def _decoded(parity: Parity, loader: Loader, indices: Iterable[int], *, epoch: i
             what = f"(top, left, height, width) {window.window[0].tolist()} to {window.resized[0].tolist()}"
             name = f"crop, {window.interpolation}" if resized else "crop"
             ours = decoder.pixels(encoded, headers, [window])[0][0][0].cpu().numpy()
-            resample, fill = PIL.Image.Resampling[window.interpolation.upper()], np.broadcast_to(window.fill, 3)
-            cropped = partial(crop_by_pillow, window=window, resample=resample, fill=tuple(fill.tolist()))
-            at("resize", name, "Pillow", RESIZE).add(ours, cropped(image), sample, epoch=epoch, what=what)
+            at("resize", name, "Pillow", RESIZE).add(
+                ours, crop_by_pillow(image, window), sample, epoch=epoch, what=what
+            )
             if reduced is not None:  # the later stages use these pixels
                 full, ours = ours, reduced[n][0].cpu().numpy()
                 at("reduced", "reduced", "full decoding", REDUCED).add(ours, full, sample, epoch=epoch)
-            sample.ours[view.name], sample.theirs[view.name] = ours, cropped(theirs)
+            sample.ours[view.name], sample.theirs[view.name] = ours, crop_by_pillow(theirs, window)
         samples.append(sample)
     decoder.close()
     for d in parity.differences:

@@ -5,13 +5,13 @@ Both sides get the same input and the same random parameters. Cropped masks are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL.Image import Resampling
 from torch import Tensor
 
 from gpuaug.augment.ops import entry_of
@@ -64,10 +64,9 @@ def compare(parity: Parity, loader: Loader, view: View, samples: Sequence[Sample
         parity.note(f"{', '.join(still)}: only pixel values change, so masks and boxes stay the same")
     for op in moving:
         alone, applied = Step(loader, view, crop=None, ops={op.name: op.op}, normalize=None), 0
-        for now in range(epoch, epoch + EPOCHS):
-            for sample, given in zip(samples, cropped, strict=True):
-                if applied < len(samples):
-                    applied += comparer.compare(op.name, alone, sample, given, now)[1]
+        for now, (sample, given) in itertools.product(range(epoch, epoch + EPOCHS), zip(samples, cropped, strict=True)):
+            if applied < len(samples):
+                applied += comparer.compare(op.name, alone, sample, given, now)[1]
         if not applied:
             parity.note(f"`{op.name}` moved no target of these images in {EPOCHS} epochs")
     everything = Step(loader, view, normalize=None)
@@ -134,7 +133,7 @@ class _Comparer:
             reason = "; ".join(filter(None, [centers, _OLD_NEAREST * resized, _SAMPLED * several])) or _TIES
             self._add(name, "masks", TORCHVISION, reason, theirs != made, sample)
             if cropping and not ops:
-                theirs = crop_by_pillow(mask.numpy(), window, Resampling.NEAREST, self.fill)
+                theirs = crop_by_pillow(mask.numpy(), window, mask_fill=self.fill)
                 self._add(name, "masks", PILLOW, _TIES, theirs != made, sample)
         return ours, True
 
@@ -149,14 +148,9 @@ class _Comparer:
 
         The label of a box is its row in ``given``, because a step may drop boxes.
         """
-        boxes = None if given.boxes is None else given.boxes.numpy()
-        asked = Given(
-            masks=given.masks,
-            boxes=None if boxes is None else [boxes],
-            labels=None if boxes is None else [np.arange(len(boxes))],
-            keypoints=None,
-            targets=self.rules,
-        )
+        boxes = None if given.boxes is None else [given.boxes.numpy()]
+        rows = None if boxes is None else [np.arange(len(boxes[0]))]
+        asked = Given(masks=given.masks, boxes=boxes, labels=rows, keypoints=None, targets=self.rules)
         indices, device = np.array([sample.index], dtype=np.int64), torch.device("cpu")
         (window,), (chosen,), (made,) = augment_targets(
             step.recipe, step.draw(sample, epoch), asked, size=given.size, indices=indices, device=device
