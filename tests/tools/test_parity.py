@@ -20,7 +20,7 @@ from gpuaug.tools.main import main
 from gpuaug.tools.parity import command
 from gpuaug.tools.parity.command import summary
 from gpuaug.tools.parity.counterpart import counterpart
-from gpuaug.tools.parity.differences import Difference, Parity
+from gpuaug.tools.parity.differences import Difference, Parity, Sample
 from gpuaug.tools.parity.pixels import compare
 from gpuaug.tools.peers import torchvision
 
@@ -267,7 +267,7 @@ def test_numbers_are_those_of_the_definition() -> None:
     pairs = [(rng.uniform(0, 255, (9, w, 3)), rng.uniform(0, 255, (9, w, 3))) for w in (5, 8)]
     difference = Difference("operation", "op", "another")
     for n, (ours, theirs) in enumerate(pairs):
-        difference.add(ours, theirs, index=n, key=str(n))
+        difference.add(ours, theirs, Sample(n, str(n)))
     gap = np.concatenate([(a - b).reshape(-1, 3) for a, b in pairs])
     assert difference.largest == pytest.approx(np.abs(gap).max(), rel=1e-6)
     assert difference.mean == pytest.approx(np.abs(gap).mean(), rel=1e-6)
@@ -325,7 +325,7 @@ def test_the_picture_shows_both_and_the_difference() -> None:
     theirs = ours.copy()
     theirs[20, 5] = 110
     difference = Difference("operation", "op", "another", why="planted")
-    difference.add(ours, theirs, index=0, key="a.jpg", what="planted")
+    difference.add(ours, theirs, Sample(0, "a.jpg"), what="planted")
     (worst,) = command.worst_cases(Parity("0", 1, [difference]), 5)
     assert worst.worst is not None
     assert (worst.worst.y, worst.worst.x) == (20, 5)

@@ -38,30 +38,43 @@ DALI = {  # CUDA version: packages
     13: ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13"),
 }
 DRIVER_OF_CUDA_13 = 580  # the oldest driver that supports CUDA 13
-TESTS = {  # test: title, status and advice if it fails
-    "decoder_cpu": ("DALI on the CPU", BROKEN, "Set decode.backend=pillow, or install another release of DALI."),
-    "decoder_mixed": (
-        "DALI on the GPU",
-        BROKEN,
-        "Set device=cpu or decode.backend=pillow, or install another NVIDIA driver or another release of DALI.",
-    ),
-    "hardware": ("JPEG engine", SLOW, "Leave decode.hardware_load at 0.0, its default."),
-    "stream": (
-        "stream order",
-        BROKEN,
-        "Batches may change while the model reads them. Set decode.backend=pillow or device=cpu.",
-    ),
-    "compiler": (
-        "compiled on the CPU",
-        SLOW,
-        "torch.compile also needs a C++ compiler: apt-get install g++, or conda install cxx-compiler.",
-    ),
-    "fused_cuda": (
-        "compiled on the GPU",
-        SLOW,
-        "Set augment.backend=kornia. It needs no compiler, but is many times slower.",
-    ),
+SLOW_MACHINE = "If the machine is just slow, raise `timeout`. If the test really hangs: "
+TESTS = {  # test: title and status if it fails
+    "decoder_cpu": ("DALI on the CPU", BROKEN),
+    "decoder_mixed": ("DALI on the GPU", BROKEN),
+    "hardware": ("JPEG engine", SLOW),
+    "stream": ("stream order", BROKEN),
+    "compiler": ("compiled on the CPU", SLOW),
+    "fused_cuda": ("compiled on the GPU", SLOW),
 }
+REMEDIES = {  # finding: advice if it is a warning or BROKEN
+    "DALI on the CPU": "Set decode.backend=pillow, or install another release of DALI.",
+    "DALI on the GPU": "Set device=cpu or decode.backend=pillow, or install another NVIDIA driver or another "
+    "release of DALI.",
+    "JPEG engine": "Leave decode.hardware_load at 0.0, its default.",
+    "stream order": "Batches may change while the model reads them. Set decode.backend=pillow or device=cpu.",
+    "compiled on the CPU": "torch.compile also needs a C++ compiler: apt-get install g++, or conda install "
+    "cxx-compiler.",
+    "compiled on the GPU": "Set augment.backend=kornia. It needs no compiler, but is many times slower.",
+    "start methods": "Set start_method to a method that works, or num_workers=0 to read in the training process.",
+    "shared memory": "Workers pass batches through /dev/shm. If /dev/shm is full, workers die with a bus error. In "
+    "Docker, start with --shm-size=8g or --ipc=host. In Kubernetes, mount an emptyDir of medium Memory. Otherwise "
+    "lower num_workers or batch_size, or set num_workers=0 to read without workers.",
+    "open files": "Every batch that a worker passes on is an open file. A run with too many open files fails: `Too "
+    "many open files`. Run `ulimit -n {files}` before you start the training.",
+    "CPUs": "OpenMP counts all CPUs and ignores this limit. With too many threads, the kernel slows all threads down. "
+    "Set decode.num_threads={threads} num_workers={workers} and OMP_NUM_THREADS={threads}.",
+    "memory": "Little memory is left. If memory runs out, the kernel kills processes without a message, also workers. "
+    "Lower num_workers, prefetch or batch_size, or give the container more memory.",
+    "cache folder": "Nothing can be cached. Every run compiles the augmentations again, and `gpuaug doctor` repeats "
+    "its tests. Set XDG_CACHE_HOME to a folder that can be written.",
+}
+# Limits, below which a finding is BROKEN (LEAST) or a warning (ENOUGH). Python with DALI and eight threads opens about
+# 60 files, and torch opens a file for every batch in transit. A batch of 64 photographs of 110 KB has 7 MB, and each
+# worker has two batches in shared memory.
+FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
+SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
+MEMORY_ENOUGH = 2 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +141,13 @@ def versions() -> Iterator[Finding]:
         ("nvImageCodec", codec, SLOW, "DALI needs it and normally installs it; without it, gpuaug decodes with Pillow"),
         ("triton", "triton", NOTE, "without it, operations on a GPU run one at a time, many times slower"),
     ):
-        version = machine.package_version(distribution)
+        version, wanted = machine.package_version(distribution), ranges.get(distribution.replace("cuda130", "cuda120"))
         if version is None:
-            yield judged(name, "not installed", bad=missing, advice=f"{why}: pip install {distribution}")
+            yield judged(name, "not installed", missing, advice=f"{why}: pip install {distribution}")
             continue
-        wanted = ranges.get(distribution.replace("cuda130", "cuda120"))
         fits = wanted is None or wanted.contains(version, prereleases=True)
         advice = f"gpuaug supports {wanted}: pip install '{distribution}{wanted}'"
-        yield judged(name, version, bad=None if fits else SLOW, advice=advice, value=version)
+        yield judged(name, version, OK if fits else SLOW, advice=advice, value=version)
 
 
 def _dali_cuda() -> int:
@@ -157,32 +169,24 @@ def devices(cuda: Verdict) -> Iterator[Finding]:
     """Check the driver and the devices. ``cuda`` is the result of the test "cuda"."""
     gpus, driver = machine.gpus(), machine.driver()
     value = {"driver": driver, "gpus": gpus}
-    bad = None if driver else NOTE
-    yield judged("driver", driver or "no NVIDIA driver", bad=bad, advice="Everything runs on the CPU.", value=value)
-    if cuda.good:
-        for k, device in enumerate(cuda.value["devices"]):
-            text = f"{device['name']}, {format_bytes(device['memory'])}, compute capability {device['capability']}"
-            yield judged(f"cuda:{k}", f"{text}; {cuda.text}", value=device)
-    elif not (driver or gpus):
-        yield judged("cuda", f"no CUDA device; {cuda.text}", bad=NOTE, value=[])
-    elif cuda.value is None:
-        yield judged(
-            "cuda",
-            f"{len(gpus)} devices, but the test that uses them failed: {cuda.text}",
-            bad=BROKEN,
-            advice="See nvidia-smi and the kernel's log (dmesg). Other processes may use the device, or the device "
-            "needs a reset. Until then, use gpuaug with device=cpu.",
-            value=gpus,
-        )
-    else:
-        yield judged(
-            "cuda",
-            f"{len(gpus)} devices that torch cannot use: {cuda.text}",
-            bad=SLOW,
-            advice="Training and decoding run on the CPU. Install the torch build for the driver's CUDA version "
-            "(https://pytorch.org/get-started/locally), or update the driver. Start containers with --gpus all.",
-            value=gpus,
-        )
+    status, advice = OK if driver else NOTE, "Everything runs on the CPU."
+    yield judged("driver", driver or "no NVIDIA driver", status, advice=advice, value=value)
+    for k, device in enumerate(cuda.value["devices"] if cuda.good else ()):
+        text = f"{device['name']}, {format_bytes(device['memory'])}, compute capability {device['capability']}"
+        yield judged(f"cuda:{k}", f"{text}; {cuda.text}", value=device)
+    if not cuda.good:
+        if not (driver or gpus):
+            status, text, advice = NOTE, f"no CUDA device; {cuda.text}", ""
+        elif cuda.value is None:
+            status, text = BROKEN, f"{len(gpus)} devices, but the test that uses them failed: {cuda.text}"
+            advice = "See nvidia-smi and the kernel's log (dmesg). Other processes may use the device, or the device "
+            advice += "needs a reset. Until then, use gpuaug with device=cpu."
+        else:
+            status, text = SLOW, f"{len(gpus)} devices that torch cannot use: {cuda.text}"
+            advice = "Training and decoding run on the CPU. Install the torch build for the driver's CUDA version "
+            advice += "(https://pytorch.org/get-started/locally), or update the driver. Start containers with "
+            advice += "--gpus all."
+        yield judged("cuda", text, status, advice=advice, value=gpus)
     if (finding := dali_and_torch((cuda.value or {}).get("build"), driver)) is not None:
         yield finding
 
@@ -194,17 +198,17 @@ def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None
     if torch_cuda is None or machine.package_version(package) is None:
         return None
     major = int(torch_cuda.partition(".")[0])
-    bad, advice = None, ""
+    status, advice = OK, ""
     if dali_cuda == 13 and driver is not None and int(driver.partition(".")[0]) < DRIVER_OF_CUDA_13:
-        bad = SLOW
+        status = SLOW
         advice = f"CUDA 13 needs driver {DRIVER_OF_CUDA_13} or newer: install {DALI[12][0]}, or update the driver."
     elif dali_cuda != major and major in DALI:
-        bad = NOTE
+        status = NOTE
         advice = "Both use the same driver and should work together. To be sure, use DALI for torch's CUDA version: "
         advice += f"pip uninstall -y {package}; pip install '{DALI[major][0]}{required_ranges().get(DALI[12][0], '')}'"
     text = f"DALI for CUDA {dali_cuda}, torch for CUDA {torch_cuda}"
     value = {"dali": dali_cuda, "torch": torch_cuda, "driver": driver}
-    return judged("DALI and torch", text, bad=bad, advice=advice, value=value)
+    return judged("DALI and torch", text, status, advice=advice, value=value)
 
 
 def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
@@ -218,68 +222,41 @@ def testable(name: str) -> bool:
 
 
 def tested(verdict: Verdict) -> Finding:
-    title, bad, advice = TESTS[verdict.name]
+    title, bad = TESTS[verdict.name]
     value = {"test": verdict.name} | {k: getattr(verdict, k) for k in ("good", "value", "seconds", "kept")}
-    if verdict.good is None:
-        return judged(title, verdict.text, bad=UNTESTED, value=value)
-    if verdict.late:
-        advice = f"If the machine is just slow, raise `timeout`. If the test really hangs: {advice}"
     text = f"{verdict.text}{' (stored result; fresh=true tests again)' if verdict.kept else ''}"
-    return judged(title, text, bad=None if verdict.good else bad, advice=advice, value=value)
+    status = UNTESTED if verdict.good is None else OK if verdict.good else bad
+    return judged(title, text, status, advice=verdict.late * SLOW_MACHINE + REMEDIES[title], value=value)
 
 
 def workers(settings: Settings) -> Iterator[Finding]:
-    verdict = probe("workers", timeout=settings.timeout)
+    name, verdict = "start methods", probe("workers", timeout=settings.timeout)
     results = verdict.value or {}
-    late = "If the machine is just slow, raise `timeout`. Otherwise: " if verdict.late else ""
-    yield judged(
-        "start methods",
-        verdict.text,
-        bad=None if verdict.good else SLOW if results.get(results.get("default")) else BROKEN,
-        advice=f"{late}Set start_method to a method that works, or num_workers=0 to read in the training process.",
-        value=verdict.value,
-    )
+    status = OK if verdict.good else SLOW if results.get(results.get("default")) else BROKEN
+    advice = verdict.late * SLOW_MACHINE + REMEDIES[name]
+    yield judged(name, verdict.text, status, advice=advice, value=verdict.value)
     yield shared_memory(machine.shared_memory())
     yield open_files(machine.limit("NOFILE"))
-
-
-# Below LEAST, a finding is BROKEN. Below ENOUGH, a finding is a warning. Python with DALI and eight threads opens about
-# 60 files, and torch opens a file for every batch in transit. A batch of 64 photographs of 110 KB has 7 MB, and each
-# worker has two batches in shared memory.
-FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
-SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
-MEMORY_ENOUGH = 2 * 2**30
 
 
 def shared_memory(sizes: tuple[int, int] | None) -> Finding:
     """Check /dev/shm. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
     if sizes is None:
-        return judged("shared memory", "no /dev/shm on this system", bad=NOTE)
+        return judged("shared memory", "no /dev/shm on this system", NOTE)
     size, free = sizes
-    return judged(
-        "shared memory",
-        f"/dev/shm of {format_bytes(size)}, {format_bytes(free)} free",
-        bad=BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else None,
-        advice="Workers pass batches through /dev/shm. If /dev/shm is full, workers die with a bus error. In Docker, "
-        "start with --shm-size=8g or --ipc=host. In Kubernetes, mount an emptyDir of medium Memory. Otherwise lower "
-        "num_workers or batch_size, or set num_workers=0 to read without workers.",
-        value=list(sizes),
-    )
+    status = BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else OK
+    text = f"/dev/shm of {format_bytes(size)}, {format_bytes(free)} free"
+    return judged("shared memory", text, status, value=list(sizes))
 
 
 def open_files(limits: tuple[int, int] | None) -> Finding:
     """Check the limit of open files. ``limits``: (soft, hard), -1: unlimited; None: the system has no limits."""
     if limits is None:
-        return judged("open files", "no such limit on this system", bad=NOTE)
+        return judged("open files", "no such limit on this system", NOTE)
     soft, hard = (math.inf if limit < 0 else limit for limit in limits)
-    return judged(
-        "open files",
-        f"{soft:.0f} per process, can be raised to {hard:.0f}".replace("inf", "unlimited"),
-        bad=BROKEN if soft < FILES_LEAST else SLOW if soft < FILES_ENOUGH else None,
-        advice="Every batch that a worker passes on is an open file. A run with too many open files fails: `Too many "
-        f"open files`. Run `ulimit -n {min(FILES_ADVISED, hard)}` before you start the training.",
-        value=list(limits),
-    )
+    status = BROKEN if soft < FILES_LEAST else SLOW if soft < FILES_ENOUGH else OK
+    text = f"{soft:.0f} per process, can be raised to {hard:.0f}".replace("inf", "unlimited")
+    return judged("open files", text, status, value=list(limits), files=min(FILES_ADVISED, hard))
 
 
 def cpus(count: int, quota: float | None) -> Finding:
@@ -288,52 +265,32 @@ def cpus(count: int, quota: float | None) -> Finding:
     few = count if quota is None else min(count, quota)
     if few < count:
         text += f", but its control group (cgroup) limits it to the CPU time of {few:g} CPUs"
+    status, value = SLOW if few < count else OK, {"cpus": count, "quota": quota}
     threads, workers = max(1, min(8, int(few))), max(1, min(4, int(few // 2)))
-    return judged(
-        "CPUs",
-        text,
-        bad=SLOW if few < count else None,
-        advice="OpenMP counts all CPUs and ignores this limit. With too many threads, the kernel slows all threads "
-        f"down. Set decode.num_threads={threads} num_workers={workers} and OMP_NUM_THREADS={threads}.",
-        value={"cpus": count, "quota": quota},
-    )
+    return judged("CPUs", text, status, value=value, threads=threads, workers=workers)
 
 
 def memory(sizes: tuple[int, int] | None, group: tuple[int, int] | None) -> Finding:
     """Check memory in bytes. ``sizes``: the machine's (total, available). ``group``: the cgroup's (limit, in use)."""
     if sizes is None:
-        return judged("memory", "not known on this system", bad=NOTE)
+        return judged("memory", "not known on this system", NOTE)
     total, left = sizes
+    value = {"total": total, "available": left, "cgroup": None if group is None else list(group)}
     text = f"{format_bytes(total)}, {format_bytes(left)} available"
     if group is not None and group[0] < total:
         limit, used = group
         left = min(left, limit - used)
         text += f"; its control group (cgroup) allows {format_bytes(limit)}, {format_bytes(used)} in use"
-    return judged(
-        "memory",
-        text,
-        bad=SLOW if left < MEMORY_ENOUGH else None,
-        advice="Little memory is left. If memory runs out, the kernel kills processes without a message, also workers. "
-        "Lower num_workers, prefetch or batch_size, or give the container more memory.",
-        value={"total": total, "available": sizes[1], "cgroup": None if group is None else list(group)},
-    )
+    return judged("memory", text, SLOW if left < MEMORY_ENOUGH else OK, value=value)
 
 
 def cache_folder() -> Finding:
-    folder = files.cache_folder()
-    bad = None
+    folder, name = files.cache_folder(), "cache folder"
     try:  # a check of permissions tells nothing if the user is root
         tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())).close()
     except OSError:
-        bad = SLOW
-    return judged(
-        "cache folder",
-        f"{folder} cannot be written" if bad else str(folder),
-        bad=bad,
-        advice="Nothing can be cached. Every run compiles the augmentations again, and `gpuaug doctor` repeats its "
-        "tests. Set XDG_CACHE_HOME to a folder that can be written.",
-        value=str(folder),
-    )
+        return judged(name, f"{folder} cannot be written", SLOW, value=str(folder))
+    return judged(name, str(folder), value=str(folder))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,9 +327,15 @@ class Finding:
         return "\n".join(lines)
 
 
-def judged(name: str, text: str, *, bad: str | None = None, advice: str = "", value: Any = None) -> Finding:
-    """A finding of status ``bad``, with advice. If ``bad`` is None, the status is ok, without advice."""
-    return Finding(name=name, status=bad or OK, text=text, advice=advice if bad else "", value=value)
+def judged(
+    name: str, text: str, status: str = OK, *, advice: str | None = None, value: Any = None, **facts: object
+) -> Finding:
+    """A finding with ``advice``. None: the remedy of the name, filled with ``facts``. If all is well, no advice."""
+    if status in (OK, UNTESTED) or (advice is None and status == NOTE):
+        advice = ""
+    elif advice is None:
+        advice = REMEDIES[name].format(**facts)
+    return Finding(name=name, status=status, text=text, advice=advice, value=value)
 
 
 def keep(verdict: Verdict) -> None:

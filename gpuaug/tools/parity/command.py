@@ -63,9 +63,9 @@ def main(request: Request) -> int:
             picture.save(out, "PNG", optimize=True)
         report.add("picture", str(out), f"{out} ({picture.width} x {picture.height})")
     print(f"\n{textwrap.fill(said, 110)}", flush=True)
-    report.values |= {"indices": indices, **vars(parity), "summary": said}
-    lists = {"differences": [d for d in parity.differences if d.stage != "targets"], "targets": parity.targets}
-    report.values |= {name: [d.plain() for d in differences] for name, differences in lists.items()}
+    images = [d.plain() for d in parity.differences if d.stage != "targets"]
+    lists = {"differences": images, "targets": [d.plain() for d in parity.targets]}
+    report.values |= {"indices": indices, **vars(parity), "summary": said, **lists}
     report.write()
     if not parity.samples:
         raise ConfigError(f"no sample can be decoded. Tried: {indices[:5]}. Choose other samples with `indices`.")
@@ -104,10 +104,9 @@ def _picture(levels: NDArray[Any]) -> PIL.Image.Image:
 
 def summary(parity: Parity) -> str:
     """A few sentences for users whose model was trained with torchvision's pipeline."""
-    inputs = [d for d in parity.differences if d.name == BARE]
-    if not inputs:
+    first = max((d for d in parity.differences if d.name == BARE), key=lambda d: d.mean, default=None)
+    if first is None:
         return "Nothing could be compared."
-    first = max(inputs, key=lambda d: d.mean)
     text = (
         "For a model that was trained with torchvision's pipeline (Pillow's decode and resize), the inputs from gpuaug "
         f"differ by {first.mean:.3f} levels of 255 on average and by {first.largest:.2f} at most; {first.off:.2%} of "

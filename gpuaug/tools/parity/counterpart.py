@@ -1,45 +1,82 @@
-"""The other side of a comparison: torchvision's functions that match a Kornia operation, and crops by Pillow."""
+"""The two sides of a comparison: steps of a recipe, and torchvision's functions and Pillow's crops that match them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor, nn
 
 from gpuaug.augment.ops import by_class, fields
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
+from gpuaug.augment.recipe import Augment, Drawn, MultiView, View
 from gpuaug.batch import CropWindows
+from gpuaug.loader.loader import Loader
+from gpuaug.tools.parity.differences import Image, Sample
 from gpuaug.tools.peers import torchvision
 
 Call = tuple[str, dict[str, Any]]  # a function of torchvision.transforms.v2 and its arguments, for pixels in 0..1
 
 
-def call(one: Call, image: Tensor) -> Tensor:
-    """Run one call on an image, float32 or uint8 [3, H, W]."""
-    name, given = one
-    whole = image.dtype == torch.uint8
-    if name == "erase":
-        given = {**given, "v": torch.tensor(given["v"] * (255 if whole else 1)).to(image.dtype)}
-    elif whole and name == "solarize":
-        given = {"threshold": given["threshold"] * 255}
-    return getattr(torchvision()[0].functional, name)(image, **given)
+class Step:
+    """The recipe of a view with changed settings, such as ``crop=None``. The random numbers stay those of the view."""
+
+    def __init__(self, loader: Loader, view: View, **changes: Any) -> None:
+        self.augment = view.augment.replace(**changes, copies=1)
+        self.recipe: Augment | MultiView = MultiView(views={view.name: self.augment}) if view.name else self.augment
+        self._seed, self._device = loader.seed, loader.device
+
+    def draw(self, sample: Sample, epoch: int) -> Drawn:
+        return self.recipe.draw(seed=self._seed, epoch=epoch, indices=[sample.index])
+
+    def choose(self, sample: Sample, image: Image, epoch: int) -> list[Chosen]:
+        """The choices and parameters of every operation, as a batch of one."""
+        return self.recipe.choose(self.draw(sample, epoch), [(image.shape[0], image.shape[1])])[0]
+
+    def run(self, image: Image, chosen: list[Chosen]) -> Image:
+        """Augment uint8 [H, W, 3]. Returns [H, W, 3] in levels, without the normalization."""
+        made = self.augment.run(torch.from_numpy(image)[None].to(self._device), chosen)
+        pixels = np.asarray(made[0].permute(1, 2, 0).float().cpu())
+        return levels(pixels, self.augment)
 
 
-def crop_by_pillow(image: NDArray[Any], window: CropWindows, resample: Image.Resampling, fill: Any) -> NDArray[Any]:
-    """Crop, resize and place one image, uint8 [H, W, 3], or one mask, int32 [H, W]."""
+def levels(pixels: Image, augment: Augment) -> Image:
+    """Convert normalized pixels [H, W, 3] to levels."""
+    if (normalize := augment.normalize) is not None:
+        pixels = pixels * np.array(normalize.settings["std"]) + np.array(normalize.settings["mean"])
+    return pixels * 255
+
+
+def run(calls: list[Call], image: NDArray[Any], *, uint8: bool) -> NDArray[Any]:
+    """Run calls on an image, uint8 [H, W, 3], in uint8 or in float. Returns levels."""
+    x = torch.from_numpy(image).permute(2, 0, 1)
+    x, white = (x, 255) if uint8 else (x.float() / 255, 1)
+    for name, given in calls:
+        if name == "erase":
+            given = {**given, "v": torch.tensor(given["v"] * white).to(x.dtype)}
+        elif name == "solarize":
+            given = {"threshold": given["threshold"] * white}
+        x = getattr(torchvision()[0].functional, name)(x, **given)
+    return np.asarray(x.permute(1, 2, 0)).astype(np.float32) * (255 // white)
+
+
+def crop_by_pillow(image: NDArray[Any], window: CropWindows, *, mask_fill: int | None = None) -> NDArray[Any]:
+    """Crop, resize and place one image, uint8 [H, W, 3], or one mask, int32 [H, W], which needs ``mask_fill``."""
+    fill: Any = tuple(np.broadcast_to(window.fill, 3).tolist()) if mask_fill is None else mask_fill
+    resample = PIL.Image.Resampling[window.interpolation.upper() if mask_fill is None else "NEAREST"]
     top, left, height, width = window.window[0].tolist()
     (h, w), (y, x) = window.resized[0].tolist(), window.offset[0].tolist()
-    part = Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
+    part = PIL.Image.fromarray(np.ascontiguousarray(image[top : top + height, left : left + width]))
     if (h, w) != (height, width):
         part = part.resize((w, h), resample)
-    canvas = Image.new(part.mode, window.size[::-1], fill)
+    canvas = PIL.Image.new(part.mode, window.size[::-1], fill)
     canvas.paste(part, (x, y))
     return np.array(canvas)
 
@@ -55,29 +92,37 @@ def counterpart(module: nn.Module, params: Params) -> list[Call] | str:
 
 
 def calls_of(
-    op: Prepared, chosen: Chosen, slots: Iterable[int], size: tuple[int, ...]
+    ops: Sequence[Prepared], chosen: Sequence[Chosen], size: tuple[int, ...]
 ) -> tuple[list[Call] | str, set[str]]:
-    """torchvision's calls for the modules that one sample takes in ``slots``, and the class names of these modules.
+    """torchvision's calls for the modules that one sample takes, and the class names of these modules.
 
     If a module has no counterpart, the reason replaces the calls. ``size`` is the image's (H, W).
     """
     calls: list[Call] = []
     kinds = set()
-    for slot in slots:
-        if (choice := int(chosen.choice[0, slot])) < 0:
-            continue
-        module = op.slots[slot][choice]
+    for op, own, slot, choice in ((op, c, *place) for op, c in zip(ops, chosen, strict=True) for place in taken(c)):
+        module, values = op.slots[slot][choice], own.params[slot][choice]
         kinds.add(type(module).__name__)
-        values = chosen.params[slot][choice]
         params = {k: v[0] for k, v in values.items()}
-        if chosen.keys is not None:  # add further parameters, such as noise per pixel
-            made = fields(module, tensors(values), torch.from_numpy(chosen.keys), (size[0], size[1]))
+        if own.keys is not None:  # add further parameters, such as noise per pixel
+            made = fields(module, tensors(values), torch.from_numpy(own.keys), (size[0], size[1]))
             params |= {k: v[0].numpy() for k, v in made.items()}
         functions = counterpart(module, params)
         if isinstance(functions, str):
             return functions, kinds
         calls += functions
     return calls, kinds
+
+
+def taken(chosen: Chosen) -> list[tuple[int, int]]:
+    """The slots in which one sample takes a module, with the number of the module."""
+    return [(slot, choice) for slot, choice in enumerate(chosen.choice[0].tolist()) if choice >= 0]
+
+
+def only(chosen: Chosen, slots: Iterable[int]) -> Chosen:
+    """The same choices in ``slots``, and none in the other slots."""
+    kept = np.isin(np.arange(chosen.choice.shape[1]), [*slots])
+    return replace(chosen, choice=np.where(kept, chosen.choice, -1))
 
 
 def why(kinds: Iterable[str], reference: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuaug.targets.batch import BatchTargets
+
 HEADINGS = {  # by stage, in the order of the table
     "decode": "decode, on the same bytes",
     "resize": "crop and resize, on the same decoded image",
@@ -27,6 +29,17 @@ SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes. SAME_BOX: above the roundin
 TIES = 0.002  # share of the mask pixels that rounding may change: at edges, or halfway between two pixels
 
 Image = NDArray[Any]
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sample: its views after the recipe's crop, made by gpuaug (ours) and by Pillow (theirs)."""
+
+    index: int
+    key: str
+    ours: dict[str, Image] = field(default_factory=dict)  # view name to uint8 [H, W, 3]
+    theirs: dict[str, Image] = field(default_factory=dict)
+    targets: BatchTargets | None = None  # on the CPU, in pixels of the upright image
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,41 +100,33 @@ class Difference:
             return f"{sizes} {'':8} {self.off:10.3%}"
         return f"{self.largest:8.2f} {self.mean:8.3f} {self.bias:+8.3f} {self.off:10.3%}"
 
-    def add(
-        self, ours: Image, theirs: Image, *, index: int, key: str, epoch: int | None = None, what: str = ""
-    ) -> None:
+    def add(self, ours: Image, theirs: Image, sample: Sample, *, epoch: int | None = None, what: str = "") -> None:
         """Add the comparison of one more image. Both sides are [H, W, 3] in levels."""
         ours, theirs = ours.astype(np.float32), theirs.astype(np.float32)
         gap = ours - theirs
         size, mean = np.abs(gap).max(axis=2), float(np.abs(gap).mean(dtype=np.float64))
-        bias, off = float(gap.mean(dtype=np.float64)), float((size > LEVEL).mean())
-        self._average(size.size, mean=mean, bias=bias, off=off)
-        self.largest_mean = max(self.largest_mean, mean)
         if self.worst is None or size.max() > self.largest:
-            self.largest = float(size.max())
-            y, x = np.unravel_index(int(size.argmax()), size.shape)
-            self.worst = Worst(key, index, epoch, int(y), int(x), ours, theirs, what)
+            y, x = (int(n) for n in np.unravel_index(size.argmax(), size.shape))
+            self.worst = Worst(sample.key, sample.index, epoch, y, x, ours, theirs, what)
+        self.largest = max(self.largest, float(size.max()))
+        self._include(size > LEVEL, mean=mean, bias=float(gap.mean(dtype=np.float64)))
 
     def add_targets(self, gaps: NDArray[Any], key: str) -> None:
         """Add one more image. ``gaps``: each box's largest difference in pixels, or whether each mask pixel differs."""
-        gaps = np.asarray(gaps, dtype=np.float64).reshape(-1)
-        if not len(gaps):
-            self.images += 1
-            return
-        off, mean = float((gaps > NEAR_BOX).mean()), float(gaps.mean())
-        if self.kind == "boxes" and gaps.max() > self.largest:
-            self.largest, self.worst = float(gaps.max()), key
-        if self.kind == "masks" and off > self.largest_mean:
+        largest = float(gaps.max(initial=0)) if self.kind == "boxes" else 0.0
+        mean = float(gaps.mean()) if gaps.size else 0.0
+        if largest > self.largest or (self.kind == "masks" and mean > self.largest_mean):
             self.worst = key
-        self.largest_mean = max(self.largest_mean, mean)
-        self._average(len(gaps), off=off, mean=mean)
+        self.largest = max(self.largest, largest)
+        self._include(gaps > NEAR_BOX, mean=mean)
 
-    def _average(self, count: int, **means: float) -> None:
-        """Include one more image with its means over ``count`` pixels or boxes."""
-        self.images, self.count = self.images + 1, self.count + count
-        for name, mean in means.items():
+    def _include(self, off: NDArray[np.bool_], **means: float) -> None:
+        """Include one more image: which of its pixels or boxes are off, and means over all of them."""
+        self.images, self.count = self.images + 1, self.count + off.size
+        self.largest_mean = max(self.largest_mean, means["mean"])
+        for name, mean in {"off": np.count_nonzero(off) / max(1, off.size), **means}.items():
             before = getattr(self, name)
-            setattr(self, name, before + (mean - before) * count / self.count)
+            setattr(self, name, before + (mean - before) * off.size / max(1, self.count))
 
     def plain(self) -> dict[str, Any]:
         """The fields for JSON. Of the worst image, only the worst pixel."""
@@ -174,11 +179,8 @@ class Parity:
                 continue
             wide = max(24, *(len(d.title) for d in self.differences))
             refer = max(9, *(len(d.reference) for d in self.differences))
-            share = "differ" if stage == "targets" else "> 1 level"
-            lines += ["", f"{heading}:"]
-            lines.append(
-                f"  {'':{wide}}  {'against':{refer}}  {'largest':>8} {'mean':>8} {'bias':>8} {share:>10}  verdict"
-            )
+            columns = f"{'largest':>8} {'mean':>8} {'bias':>8} {'differ' if stage == 'targets' else '> 1 level':>10}"
+            lines += ["", f"{heading}:", f"  {'':{wide}}  {'against':{refer}}  {columns}  verdict"]
             for d in differences:
                 verdict = "DIFFERENT" if d.verdict == "other" else d.verdict
                 lines.append(f"  {d.title:{wide}}  {d.reference:{refer}}  {d.numbers}  {verdict}")
