@@ -313,22 +313,22 @@ def test_a_second_thread_is_credited_with_idle_cores_only() -> None:
 
 def test_overrides_name_the_place_of_the_loader() -> None:
     slow = measured(workers=1, read=cost(20, 0.1), decode=cost(2), busy=0.01)
-    verdict = diagnose(Paper(), slow, at="train_data")
+    verdict = diagnose(Paper(), slow, prefix="train_data.")
     assert verdict.overrides == ["train_data.num_workers=16", "train_data.decode.num_threads=2"]
     crawling = measured(workers=16, read=cost(90, 0.1), busy=0.01)
-    found = diagnose(Paper(), crawling, at="train_data").others
+    found = diagnose(Paper(), crawling, prefix="train_data.").others
     assert ("gpuaug/cache@train_data.cache=ram",) in [change.overrides for change in found]
     op = measured(augment=cost(9))
-    (other,) = diagnose(Paper(ops={"blur": 0.8}), op, at="train_data").others
+    (other,) = diagnose(Paper(ops={"blur": 0.8}), op, prefix="train_data.").others
     assert other.overrides == ("~train_data.augment.ops.blur",)
-    (mix,) = diagnose(Paper(), measured(headers=cost(0.5), mix=cost(8.5)), at="data.train").others
+    (mix,) = diagnose(Paper(), measured(headers=cost(0.5), mix=cost(8.5)), prefix="data.train.").others
     assert mix.overrides == ("gpuaug/mix@data.train.mix=none",)
 
 
 def test_group_overrides_compose_in_an_application_of_ones_own(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults:\n  - gpuaug@train_data: train\n  - _self_\n")
-    packed = [bottleneck._group("train_data", "source", "packed"), f"train_data.source.root={photos}"]
-    groups = [bottleneck._group("train_data", group, choice) for group, choice in (("cache", "ram"), ("mix", "none"))]
+    packed = [bottleneck._group("train_data.", "source", "packed"), f"train_data.source.root={photos}"]
+    groups = [bottleneck._group("train_data.", group, choice) for group, choice in (("cache", "ram"), ("mix", "none"))]
     composed = gpuaug.compose("app", [*packed, *groups], config_dir=str(tmp_path)).train_data
     assert composed.cache._target_ == "gpuaug.RamCache"
     assert composed.mix == {}
@@ -366,7 +366,7 @@ def test_dali_is_named_where_pillow_decodes_without_need() -> None:
 
 def test_smaller_decoding_is_named_where_crops_allow_it() -> None:
     slow = measured(workers=1, decode=cost(9))
-    (smaller,) = diagnose(Paper(threads=None, reducible=True), slow, at="data").others
+    (smaller,) = diagnose(Paper(threads=None, reducible=True), slow, prefix="data.").others
     assert smaller.overrides == ("data.decode.reduced=true",)
     assert not smaller.same
 

@@ -20,10 +20,9 @@ import gpuaug
 from gpuaug.targets import masks
 from gpuaug.tools.doctor import command as doctor
 from gpuaug.tools.main import main
-from gpuaug.tools.profile import targets
 from gpuaug.tools.profile.bottleneck import bottleneck, diagnose, predict
 from gpuaug.tools.profile.costs import FREE, LOADER, Cost, Measured
-from gpuaug.tools.profile.measure import Profiler
+from gpuaug.tools.profile.measure import Profiler, _as_runs
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +158,7 @@ def test_a_loader_with_targets_is_measured_and_stays_the_same(scenes: Path, more
 def test_masks_as_runs_hold_the_same_values(scenes: Path) -> None:
     with build(scenes, "num_workers=0", "order=sequential") as loader, Profiler(loader, repeats=1, seconds=0.01) as p:
         stage, batch = p.stage, p.encoded[0]
-        changed = targets.as_runs(batch, stage)
+        changed = _as_runs(batch, stage)
         for a, b, c, d in zip(batch.images, changed.images, batch.masks, changed.masks, strict=True):
             assert (a == b).all()
             values = [masks.decode(x.tobytes(), stored=(64, 96), exif=1, max_pixels=10**6) for x in (c, d)]

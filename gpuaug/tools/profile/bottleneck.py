@@ -206,10 +206,10 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
 # -- what to change ---------------------------------------------------------------------------------------------------
 
 
-def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict:
+def diagnose(trials: Profiler, m: Measured, *, prefix: str = "") -> Verdict:
     """Name the bottleneck and the changes that should help. The profiler measures the candidates.
 
-    ``at``: the loader's path in a larger configuration, such as ``train_data``.
+    ``prefix`` of the loader's keys in a larger configuration, such as ``train_data.``.
     """
     name, evidence = bottleneck(m)
     changes: list[Change] = []
@@ -222,13 +222,13 @@ def diagnose(trials: Profiler, m: Measured, *, at: str | None = None) -> Verdict
                 best, override, text = option
         if gain(m, best) >= GAIN and gain(m, best, current=current) >= GAIN:
             current = best
-            changes.append(Change((_key(at, override),), text, gain(m, best)))
+            changes.append(Change((prefix + override,), text, gain(m, best)))
             if stage == "host overhead":
                 tried.discard(stage)
         stage, _ = bottleneck(replace(current, whole=FREE))
     others = [
         Change(overrides, text, factor, same)
-        for then, overrides, text, same in _others(trials, current, stage, at=at)
+        for then, overrides, text, same in _others(trials, current, stage, prefix)
         if (factor := gain(m, then, current=current)) >= GAIN
     ]
     return Verdict(measured=m, bottleneck=name, evidence=evidence, changes=changes, others=others)
@@ -268,15 +268,15 @@ def _options(trials: Profiler, m: Measured, stage: str) -> Iterator[tuple[Measur
 
 
 def _others(
-    trials: Profiler, m: Measured, stage: str, *, at: str | None
+    trials: Profiler, m: Measured, stage: str, prefix: str
 ) -> Iterator[tuple[Measured, tuple[str, ...], str, bool]]:
     """Other changes: measurements, overrides and text of each, and whether the pixels stay the same."""
-    use_packed = f"{_group(at, 'source', 'packed')} {_key(at, 'source.root=DIR')}"
+    use_packed = f"{_group(prefix, 'source', 'packed')} {prefix}source.root=DIR"
     packed = trials.packed() if stage in ("decode", "masks", "inter-process copy", "storage") else None
     if stage == "augment" and (costs := trials.op_costs()):
         name = max(costs, key=lambda n: costs[n])
         left = 1 - costs[name]
-        keys = tuple(f"~{_key(at, key)}" for key in trials.op_keys(name))
+        keys = tuple(f"~{prefix}{key}" for key in trials.op_keys(name))
         text = f"operation `{name}` is {costs[name]:.0%} of the augmentation"
         yield m.scaled({"augment": Cost(left, left)}), keys, text, False
     if stage in ("storage", "workers") and (cache := trials.cache_bytes()) is not None:
@@ -285,13 +285,13 @@ def _others(
         read = Cost(*(a + share * (b - a) for a, b in zip(m.read, m.copy, strict=True)))
         part = "" if share == 1 else f"{share:.0%} of the "
         text = f"{part}bytes stay in memory ({format_bytes(needed)} in all, estimated); helps from the second epoch on"
-        yield replace(m, read=read), (_group(at, "cache", "ram"),), text, True
+        yield replace(m, read=read), (_group(prefix, "cache", "ram"),), text, True
     if stage == "decode" and trials.pillow:
         then = trials.with_decoder(m, backend="dali")
-        yield then, (_key(at, "decode.backend=dali"),), "DALI decodes instead of Pillow", False
+        yield then, (f"{prefix}decode.backend=dali",), "DALI decodes instead of Pillow", False
     if stage == "decode" and trials.reducible:
         text = "large JPEGs are decoded at a part of their size; `gpuaug parity` shows how far the pixels change"
-        yield trials.with_decoder(m, reduced=True), (_key(at, "decode.reduced=true"),), text, False
+        yield trials.with_decoder(m, reduced=True), (f"{prefix}decode.reduced=true",), text, False
     if stage == "masks" and packed is None and (stored := trials.with_runs(m)) is not None:
         command = "gpuaug pack format=uint8 out=DIR"
         text = f"store pixels instead of image files, and masks without compression: {command}, then {use_packed}"
@@ -305,15 +305,11 @@ def _others(
         text += f"prepare the images once with a shorter side of {side}: gpuaug pack sizes=[{side}] out=DIR, then "
         yield m.scaled(factors), (), text + use_packed, False
     if stage == "host overhead" and m.mix.wall > 0.5 * m.host.wall > 0:
-        yield replace(m, mix=FREE), (_group(at, "mix", "none"),), "without mix", False
+        yield replace(m, mix=FREE), (_group(prefix, "mix", "none"),), "without mix", False
 
 
-def _key(at: str | None, text: str) -> str:
-    return text if at is None else f"{at}.{text}"
-
-
-def _group(at: str | None, group: str, choice: str) -> str:
-    return f"{group}={choice}" if at is None else f"gpuaug/{group}@{at}.{group}={choice}"
+def _group(prefix: str, group: str, choice: str) -> str:
+    return f"gpuaug/{group}@{prefix}{group}={choice}" if prefix else f"{group}={choice}"
 
 
 def _ms(seconds: float) -> str:

@@ -75,7 +75,7 @@ def main(request: Request) -> int:
         step = None
         if settings.model not in (None, {"_target_": None}):
             step = training_step(request, loader, settings.training, num_classes=settings.num_classes)
-        report_on(loader, step, report, settings=settings, at=request.at)
+        report_on(loader, step, report, settings=settings, prefix=request.prefix)
     report.write()
     return 0
 
@@ -90,7 +90,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
     twin: Loader
     with restore_generators(loader.device), request.build(config, **same) as twin:
         step = training_step(request, twin, replace(settings, lr=1e-5))
-        report_on(twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches), at=request.at)
+        report_on(twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches), prefix=request.prefix)
 
 
 def training_step(
@@ -110,7 +110,7 @@ def training_step(
     return step
 
 
-def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Settings, at: str | None) -> None:
+def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Settings, prefix: str) -> None:
     bar = tqdm(
         total=100, desc="profile", bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=False, disable=None
     )
@@ -123,7 +123,7 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
     with bar, Profiler(loader, step=step, progress=progress, **how) as profiler:
         measured = profiler.measure()
         progress("possible changes", 1.0)
-        verdict = diagnose(profiler, measured, at=at)
+        verdict = diagnose(profiler, measured, prefix=prefix)
     _say(report, verdict)
     if profiler.faults:
         text = f"{profiler.faults} of the first {profiler.tried} images could not be read or decoded; to list them, "

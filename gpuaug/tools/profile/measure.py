@@ -23,6 +23,7 @@ from gpuaug import machine
 from gpuaug.augment.progressive import views_of
 from gpuaug.augment.recipe import Augment, View
 from gpuaug.batch import EncodedBatch
+from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import Plan
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
@@ -33,8 +34,9 @@ from gpuaug.read.reader import Reader
 from gpuaug.source.adapt import MapSource
 from gpuaug.source.index import share
 from gpuaug.source.shared_memory import SUPPORTED
+from gpuaug.targets import masks
 from gpuaug.tools.epoch import count_batches
-from gpuaug.tools.profile import targets
+from gpuaug.tools.pack.targets import encode_mask
 from gpuaug.tools.profile.clock import free_cores, now, waited_for_a_core
 from gpuaug.tools.profile.costs import Cost, Measured, costs_of, ratios
 
@@ -194,13 +196,14 @@ class Profiler(contextlib.ExitStack):
         """Read samples in this process."""
         source: Any = self.reader.source
         many = getattr(source, "read_many", None)
+        get, count = (source.__getitem__, FEW_READS) if many is None else (many, CHUNK)
 
         def read() -> int:
-            indices, repeats, valid = _head(next(self.tasks), FEW_READS if many is None else CHUNK)
-            numbers = (indices if self._numbers is None else self._numbers(indices, repeats, valid)).tolist()
-            for part in [numbers] if many is not None else [[number] for number in numbers]:
+            task = _head(next(self.tasks), count)
+            numbers = (task[0] if self._numbers is None else self._numbers(*task)).tolist()
+            for part in numbers if many is None else [numbers]:
                 with contextlib.suppress(OSError, GpuaugError):  # `__init__` counts faults
-                    list(many(part)) if many is not None else source[part[0]]
+                    get(part)
             return len(numbers)
 
         return {"source": self._time(read, seconds=self.seconds)}
@@ -239,7 +242,7 @@ class Profiler(contextlib.ExitStack):
             if headers.targets is not None:
                 stage.targets.decode(headers.targets, batch, headers.info, stage.decoder)
                 spent["masks"] += now() - between
-                seconds = targets.object_seconds(stage, headers)
+                seconds = _object_seconds(stage, headers)
                 spent["objects"] += [seconds, seconds, 0.0]
             images.append(len(batch))
             return len(batch)
@@ -332,7 +335,7 @@ class Profiler(contextlib.ExitStack):
         """The measurements with masks as `gpuaug pack format=uint8` stores them; None without masks."""
         if not self.encoded[0].masks:
             return None
-        encoded = [targets.as_runs(batch, self.stage) for batch in self.encoded[: len(self.decoded)]]
+        encoded = [_as_runs(batch, self.stage) for batch in self.encoded[: len(self.decoded)]]
         return self._with_decoding(m, ("masks",), encoded=encoded)
 
     def _with_decoding(self, m: Measured, stages: Sequence[str], **changed: Any) -> Measured:
@@ -340,11 +343,9 @@ class Profiler(contextlib.ExitStack):
         found = ratios(before, then)
         return m.scaled({name: found[name] for name in stages if name in found})
 
-    @contextlib.contextmanager
-    def _other_stage(self, **changed: Any) -> Iterator[Any]:
+    def _other_stage(self, **changed: Any) -> contextlib.closing[Any]:
         """The stage with other decoder settings."""
-        with contextlib.closing(replace(self.stage, settings=replace(self.stage.settings, **changed))) as stage:
-            yield stage
+        return contextlib.closing(replace(self.stage, settings=replace(self.stage.settings, **changed)))
 
     @property
     def reducible(self) -> bool:
@@ -429,6 +430,30 @@ def lenient(loader: Loader) -> Pipeline:
     faults: Any = Faults(policy=policy, truncated=loader.faults.truncated)
     faults.handle = lambda *_, **__: None  # training itself records bad samples
     return replace(loader.pipeline, faults=faults)
+
+
+def _object_seconds(stage: Any, headers: Any) -> float:
+    """Repeat what `read_headers` does with objects and with masks that decide crops. Returns CPU-seconds."""
+    began, placing = time.thread_time(), stage.targets
+    upright = placing.upright(headers.encoded, headers.info, stage.decoder)
+    placing.place(upright, headers.windows, headers.chosen, epoch=headers.drawn.epoch)
+    return time.thread_time() - began
+
+
+def _as_runs(encoded: EncodedBatch, stage: Any) -> EncodedBatch:
+    """The batch with masks encoded as in `gpuaug pack format=uint8`, but not resized."""
+    info, pieces = stage.decoder.read_headers(encoded), [image.tobytes() for image in encoded.images]
+    how = {"max_pixels": stage.settings.max_pixels, "ids_in_rgb": stage.targets.panoptic}
+    for row, data in enumerate(encoded.masks):
+        size, exif = (int(info.height[row]), int(info.width[row])), int(info.orientation[row])
+        try:
+            mask = masks.decode(data.tobytes(), stored=size[::-1] if exif > 4 else size, exif=exif, **how)
+            pieces.append(encode_mask(mask, raw=True, panoptic=stage.targets.panoptic))
+        except HeaderError:
+            pieces.append(data.tobytes())
+    offsets = torch.tensor([0, *itertools.accumulate(map(len, pieces))])
+    data = np.frombuffer(bytearray(b"".join(pieces)), dtype=np.uint8)  # torch.frombuffer refuses 0 bytes
+    return replace(encoded, data=torch.from_numpy(data), offsets=offsets)
 
 
 class _InMemory:
