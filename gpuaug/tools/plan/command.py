@@ -198,7 +198,8 @@ class Run:
 
     def terms(self) -> list[Term]:
         loader, costs = self.loader, self.costs
-        ahead, cache, prefetch, workers = (value or 0 for value in self.limits.values())
+        prefetch, workers = self.limits["prefetch"], self.limits["num_workers"]
+        ahead, cache = self.limits["ahead"] or 0, self.limits["cache.max_bytes"] or 0
         batches, samples, kind = len(loader), len(loader.source), "measured" if costs.batches else "at most"
         sent, made = on_their_way(loader, workers), min(batches, prefetch + 2)
         left = max(0, batches - made) * loader.batch_size * costs.image
