@@ -38,6 +38,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main as cli
 from gpuaug.tools.profile import bottleneck, clock
 from gpuaug.tools.profile import measure as profiling
+from gpuaug.tools.profile.costs import costs_of
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=16", "augment=flip", "augment.crop.size=64")
 RAW = ("~augment.crop", "+augment.crop={_target_: gpuaug.RandomCrop, size: 32}")
@@ -193,10 +194,10 @@ def measure(plant: Plant, data: Data, *, rounds: int, seconds: float) -> dict[st
                     for _ in changed:  # the advice speaks of the second epoch
                         pass
                 notes = side_by_side([loader, changed], step, rounds=rounds, seconds=seconds)
-            before, after = notes[0].cost().rate, notes[1].cost().rate
+            before, after = (costs_of(runs)["whole"].rate for runs in notes)
             reached = after / before
         else:
-            before = m.whole.rate if m.whole else 0.0
+            before = m.whole.rate
     return {
         "name": plant.name, "right": plant.named, "named": verdict.bottleneck, "overrides": text,
         "predicted": predicted, "reached": reached, "before": before, "after": after, "cores": m.cores,
@@ -207,16 +208,13 @@ def measure(plant: Plant, data: Data, *, rounds: int, seconds: float) -> dict[st
 
 def side_by_side(
     loaders: list[Loader], step: profiling.Step | None, *, rounds: int, seconds: float
-) -> list[profiling.Notes]:
+) -> list[list[profiling.Round]]:
     """Measure several loaders in turns. The first round is a warm-up."""
-    notes = [profiling.Notes() for _ in loaders]
     profilers = [profiling.Profiler(loader, step=step, seconds=seconds / 2) for loader in loaders]
     for loader, profiler in zip(loaders, profilers, strict=True):
         profiler.tasks = profiling.endless(loader)  # all samples, also from a cache
-    for n in range(-1, rounds):
-        for profiler, note in zip(profilers, notes, strict=True):
-            profiler.run_whole(note if n >= 0 else profiling.Notes())
-    return notes
+    notes = [[profiler.whole() for profiler in profilers] for _ in range(rounds + 1)]
+    return [list(runs) for runs in zip(*notes[1:], strict=True)]
 
 
 def loader_cached(loader: Loader) -> bool:

@@ -23,11 +23,16 @@ from gpuaug import machine
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
 from gpuaug.tools.plan import command as predict
-from gpuaug.tools.plan.command import MIB, Limits, Machine, Run, total
+from gpuaug.tools.plan.command import MIB, Left, Run, limits_of, total
 from gpuaug.tools.train import training
 
 MARGIN = 1.01 / (1 - predict.SPARE)  # of what has to be there over what is needed
-ROOMY = Machine(host=1 << 40, host_by="test", shared=1 << 40)
+
+
+def left(host: int, shared: int = 1 << 40, *, by: str = "test") -> Left:
+    """Bytes left in host memory and in /dev/shm."""
+    return {"host": (host, by), "shared": (shared, "/dev/shm")}
+
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
@@ -47,7 +52,7 @@ def run_of(loader: Loader, **costs: int) -> Run:
 
 def need(run: Run, place: predict.Place = "host", **changed: Any) -> int:
     """Bytes beyond this process, with other settings."""
-    terms = replace(run, changed=replace(run.limits, **changed)).terms()
+    terms = replace(run, changed=changed).terms()
     return total([t for t in terms if t.name != "this process"], place)
 
 
@@ -127,22 +132,22 @@ def test_ranks_of_a_machine_have_one_cache(photos: Path, monkeypatch: pytest.Mon
     with build(photos, "cache=ram", "cache.max_bytes=100KiB") as loader:
         run = run_of(loader)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-        here = Machine(3 * need(run) - 2 * 100 * 1024, "test", 1 << 40)
-        assert not predict.lacking([run], here, share=1.0)
-        assert predict.lacking([run], here._replace(host=(here.host or 0) - 1), share=1.0)
+        room = 3 * need(run) - 2 * 100 * 1024
+        assert not predict.lacking([run], left(room), share=1.0)
+        assert predict.lacking([run], left(room - 1), share=1.0)
 
 
 def test_what_fits_is_not_spoken_of(photos: Path) -> None:
     with build(photos) as loader:
-        assert predict.shortage([run_of(loader)], ROOMY) is None
+        assert predict.shortage([run_of(loader)], left(1 << 40)) is None
 
 
 def test_says_what_would_fit_and_never_a_smaller_batch(photos: Path) -> None:
     given = ("batch_size=4", "prefetch=5", "num_workers=4", "cache=ram", "cache.max_bytes=64MiB", "ahead=64MiB")
     with build(photos, *given) as loader:
         run = run_of(loader)
-        least = need(run, prefetch=3, ahead=None, cache=4 << 10)
-        here = Machine(int(least * MARGIN) + 2 * MIB, "MemAvailable", 1 << 40)
+        least = need(run, prefetch=3, ahead=None, **{"cache.max_bytes": 4 << 10})
+        here = left(int(least * MARGIN) + 2 * MIB, by="MemAvailable")
         short = predict.shortage([run], here)
         assert short is not None
         assert "MemAvailable has" in short.text
@@ -150,7 +155,7 @@ def test_says_what_would_fit_and_never_a_smaller_batch(photos: Path) -> None:
         assert "\n" not in short.text
         assert "ahead=null" in short.overrides
         assert not any("batch_size" in text for text in short.overrides)
-        tight = Machine(1 << 40, "", int(need(run, "shared", num_workers=2) * MARGIN))
+        tight = left(1 << 40, int(need(run, "shared", num_workers=2) * MARGIN))
         few = predict.shortage([replace(run, prefix="val.")], tight)
         assert few is not None
         assert [text.partition("=")[0] for text in few.overrides] == ["val.num_workers"]
@@ -164,7 +169,7 @@ def test_says_what_would_fit_and_never_a_smaller_batch(photos: Path) -> None:
 def test_a_second_loader_is_counted_beside_the_first(photos: Path) -> None:
     with build(photos, "prefetch=1") as first, build(photos, "prefetch=6", "batch_size=8") as second:
         runs = [run_of(first), replace(run_of(second), prefix="val.")]
-        here = Machine(int((need(runs[0]) + need(runs[1], prefetch=3)) * MARGIN), "MemAvailable", 1 << 40)
+        here = left(int((need(runs[0]) + need(runs[1], prefetch=3)) * MARGIN))
         assert predict.shortage(runs[1:], here) is None
         short = predict.shortage(runs, here)
     assert short is not None
@@ -173,7 +178,7 @@ def test_a_second_loader_is_counted_beside_the_first(photos: Path) -> None:
 
 def test_what_cannot_fit_asks_for_smaller_batches(photos: Path) -> None:
     with build(photos) as loader:
-        short = predict.shortage([run_of(loader)], Machine(MIB, "limit of the control group", 1 << 40))
+        short = predict.shortage([run_of(loader)], left(MIB))
     assert short is not None
     assert short.clear
     assert not short.overrides
@@ -183,7 +188,7 @@ def test_what_cannot_fit_asks_for_smaller_batches(photos: Path) -> None:
 def test_what_a_step_takes_is_counted(photos: Path) -> None:
     with build(photos, "prefetch=3") as loader:
         run = run_of(loader)
-        here = Machine(int(need(run) / (1 - predict.SPARE)) + MIB, "test", 1 << 40)
+        here = left(int(need(run) / (1 - predict.SPARE)) + MIB)
         assert predict.shortage([run], here) is None
         short = predict.shortage([run_of(loader, step=12 * MIB)], here)
     assert short is not None
@@ -194,12 +199,12 @@ def test_what_a_step_takes_is_counted(photos: Path) -> None:
 def test_training_is_refused_with_the_override_that_fits(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[Limits] = []
+    seen: list[dict[str, Any]] = []
     jobs: list[Any] = []
     before = training.Training.__init__
 
     def noting(self: training.Training, loader: Loader, **rest: Any) -> None:
-        seen.append(Limits.of(loader))
+        seen.append(limits_of(loader))
         before(self, loader, **rest)
 
     def rehearse(job: Any) -> predict.Peak:
@@ -215,7 +220,7 @@ def test_training_is_refused_with_the_override_that_fits(
     call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "augment=flip", *small]
 
     def room(size: float) -> None:
-        monkeypatch.setattr(Machine, "here", staticmethod(lambda device=None: Machine(int(size), "test", 1 << 40)))
+        monkeypatch.setattr(predict, "memory_left", lambda device: left(int(size)))
 
     needs = 32 * 2 * 32 * 32 * 3 * 4 + 40 * MIB
     room(1 << 40)
@@ -224,7 +229,7 @@ def test_training_is_refused_with_the_override_that_fits(
     room(needs)  # 10 % of it are left to others, and a plan is not that exact: it may go on
     assert main([*call, "prefetch=30"]) == 0
     assert "memory may not suffice" in capsys.readouterr().err
-    assert seen[-1].prefetch == 30
+    assert seen[-1]["prefetch"] == 30
     assert jobs[-1]["model"]["settings"]["model"]["width"] == 8
     room((needs - 2 * MIB) / 1.15)
     assert main([*call, "prefetch=30"]) == 2
@@ -236,7 +241,7 @@ def test_training_is_refused_with_the_override_that_fits(
     monkeypatch.setattr(predict, "rehearse", lambda job: None)  # it took more than there is, and was ended
     assert main([*call, "prefetch=30"]) == 2
     assert main([*call, "prefetch=30", "check_memory=false"]) == 0
-    assert seen[-1].prefetch == 30
+    assert seen[-1]["prefetch"] == 30
     assert "memory may not suffice" not in capsys.readouterr().err
     assert main([*call, "check_memory=2"]) == 2
 
@@ -244,7 +249,7 @@ def test_training_is_refused_with_the_override_that_fits(
 def test_held_out_images_are_counted_too(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Machine, "here", staticmethod(lambda device=None: Machine(100 * MIB, "test", 1 << 40)))
+    monkeypatch.setattr(predict, "memory_left", lambda device: left(100 * MIB))
     monkeypatch.setattr(predict, "rehearse", lambda job: predict.Peak(predict.Usage(), predict.Usage(60 * MIB)))
     call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "+model.width=8", "num_workers=0"]
     call += ["device=cpu", "last=drop", "batch_size=2", "augment.crop.size=32"]
@@ -293,13 +298,13 @@ def test_the_smallest_limit_counts(photos: Path, tmp_path: Path, monkeypatch: py
         run = run_of(loader)
         steps: list[dict[str, Any]] = [{}, {"ahead": None}, {"ahead": None, "prefetch": 2}]
         steps += [{"ahead": None, "prefetch": 1, "num_workers": 1}]
-        left, order = machine.cgroup_left, ["ahead", "prefetch", "num_workers"]
+        group_left, order = machine.cgroup_left, ["ahead", "prefetch", "num_workers"]
         for at, changed in enumerate(steps):
             used = 300 * MIB
             limit = used + int(need(run, **changed) / (1 - predict.SPARE)) + MIB // 8
             files = group(tmp_path, limit=limit, used=used)
-            monkeypatch.setattr(machine, "cgroup_left", lambda files=files: left(**files))
-            short = predict.shortage([run], Machine.here())
+            monkeypatch.setattr(machine, "cgroup_left", lambda files=files: group_left(**files))
+            short = predict.shortage([run], predict.memory_left(loader.device))
             if not at:
                 assert short is None
                 continue
@@ -331,7 +336,7 @@ def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
 
     config = gpuaug.compose("train", [f"source.root={photos}", "device=cpu", "augment.crop.size=32", *overrides])
     parts = {"config": OmegaConf.to_container(config, resolve=True), "classes": None, "trust": (), "model": None}
-    return {**parts, "epoch": 0, "host": None, "shared": None, "seconds": 2.0, **changed}
+    return {**parts, "epoch": 0, "left": {}, "seconds": 2.0, **changed}
 
 
 @pytest.fixture
@@ -354,7 +359,7 @@ def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("_forked")
 def test_a_rehearsal_that_needs_too_much_is_ended(photos: Path) -> None:
-    assert predict.rehearse(job(photos, "num_workers=1", "prefetch=8", host=20 * MIB)) is None
+    assert predict.rehearse(job(photos, "num_workers=1", "prefetch=8", left={"host": 20 * MIB})) is None
 
 
 @pytest.mark.usefixtures("_forked")

@@ -101,8 +101,8 @@ def cost(ms: float, cpu: float | None = None) -> Cost:
 def measured(**changed: Any) -> Measured:
     plain = Measured(
         batch_size=16, workers=2, prefetch=2, main_thread=False, device_type="cpu", cores=2.0,
-        source=cost(1.0), read=cost(0.6, 1.1), copy=cost(0.1), take=0.0001, decode=cost(1.0), augment=cost(0.5),
-        host=cost(0.1), host_parts={"reading headers": 0.0001}, step=None, whole=None,
+        source=cost(1.0), read=cost(0.6, 1.1), copy=cost(0.1), take=Cost(0.0001, 0.0), decode=cost(1.0),
+        augment=cost(0.5), headers=cost(0.1),
     )  # fmt: skip
     return replace(plain, **changed)
 
@@ -118,9 +118,9 @@ def anything(rng: random.Random) -> Measured:
     return measured(
         workers=workers, prefetch=rng.randrange(4), main_thread=rng.random() < 0.2,
         cores=rng.choice([0.5, 1, 2, 3.5, 16]), read=some(max(1, workers)),
-        decode=some(2), augment=some(2), host=some(), copy=some() if workers else None,
-        step=some(2) if rng.random() < 0.6 else None, busy=rng.random(),
-        whole=cost(10 ** rng.uniform(0, 1.5)) if rng.random() < 0.5 else None,
+        decode=some(2), augment=some(2), headers=some(), copy=some() if workers else FREE,
+        step=some(2) if rng.random() < 0.6 else FREE, busy=rng.random(),
+        whole=cost(10 ** rng.uniform(0, 1.5)) if rng.random() < 0.5 else FREE,
     )  # fmt: skip
 
 
@@ -140,18 +140,17 @@ class Paper:
     def with_workers(self, m: Measured, count: int) -> Measured:
         alone = m.read.wall * max(1, m.workers)
         wall = max(alone / max(1, count), m.read.cpu / self.cores)
-        return replace(m, workers=count, read=replace(m.read, wall=wall), take=m.take if count else 0.0)
+        return replace(m, workers=count, read=Cost(wall, m.read.cpu), take=m.take if count else FREE)
 
     def with_decoder(
         self, m: Measured, *, num_threads: int = 1, backend: str | None = None, reduced: bool = False
     ) -> Measured:
         if backend is not None or reduced:
-            return replace(m, decode=m.decode.scaled(0.3, 0.3))
-        wall = max(m.decode.cpu / num_threads, m.decode.cpu / self.cores)
-        return replace(m, decode=replace(m.decode, wall=wall))
+            return m.scaled({"decode": Cost(0.3, 0.3)})
+        return replace(m, decode=Cost(max(m.decode.cpu / num_threads, m.decode.cpu / self.cores), m.decode.cpu))
 
     def with_fused(self, m: Measured) -> Measured:
-        return replace(m, augment=m.augment.scaled(0.2, 0.2))
+        return m.scaled({"augment": Cost(0.2, 0.2)})
 
     def cache_bytes(self) -> tuple[float, float] | None:
         return None if self.cached else (2.0**30, self.fits * 2.0**30)
@@ -202,8 +201,8 @@ def test_prediction_equals_a_simulation_of_the_pipeline(seed: int) -> None:
         workers=workers, prefetch=prefetch, read=read, headers=headers, decode=decode, augment=augment, model=model
     )
     m = measured(
-        workers=workers, prefetch=prefetch, cores=64.0, read=cost(read), take=0.0, decode=cost(decode),
-        augment=cost(augment), host=cost(headers), step=cost(model),
+        workers=workers, prefetch=prefetch, cores=64.0, read=cost(read), take=FREE, decode=cost(decode),
+        augment=cost(augment), headers=cost(headers), step=cost(model),
     )  # fmt: skip
     assert predict(m).seconds * 1e3 == pytest.approx(found, rel=0.03), predict(m).text
 
@@ -225,18 +224,17 @@ def test_prediction_is_bounded_by_the_cores_and_never_falls_when_a_cost_rises(se
     rng = random.Random(seed)
     m = anything(rng)
     now = predict(m).seconds
-    cpu = sum(c.cpu for c in (m.read, m.decode, m.augment, m.host, m.step or FREE))
+    cpu = sum(c.cpu for c in (m.read, m.decode, m.augment, m.host, m.step))
     assert now > 0
     assert now >= cpu / m.cores
     assert predict(replace(m, cores=m.cores * 2)).seconds <= now
-    for name in ("read", "decode", "augment", "host", *(["step"] if m.step else [])):
-        stage: Cost = getattr(m, name)
-        for factors in ((1.5, 1.0), (1.0, 1.5)):
-            assert predict(replace(m, **{name: stage.scaled(*factors)})).seconds >= now
-        assert predict(replace(m, **{name: FREE})).seconds <= now
+    for name in ("read", "decode", "augment", "headers", "step"):
+        for factor in (Cost(1.5, 1.0), Cost(1.0, 1.5)):
+            assert predict(m.scaled({name: factor})).seconds >= now
+        assert predict(m.scaled({name: FREE})).seconds <= now
     alternating = predict(replace(m, prefetch=0)).seconds
     assert all(predict(replace(m, prefetch=n)).seconds <= alternating * (1 + 1e-9) for n in (1, 2, 5))
-    if m.step is not None:
+    if m.step != FREE:
         assert now >= m.step.wall  # no loader makes training faster than its steps
 
 
@@ -246,14 +244,14 @@ def test_gains_are_never_more_than_idle_cores_give(seed: int) -> None:
     m = anything(rng)
     trials = Paper(cores=max(1, math.ceil(m.cores)), threads=rng.choice([None, 1, 2]))
     verdict = diagnose(trials, m)
-    now = max(m.whole.wall if m.whole else 0.0, predict(m).seconds)
-    cpu = sum(c.cpu for c in (m.read, m.decode, m.augment, m.host, m.step or FREE))
+    now = max(m.whole.wall, predict(m).seconds)
+    cpu = sum(c.cpu for c in (m.read, m.decode, m.augment, m.host, m.step))
     factors = [1.0, *(change.gain for change in verdict.changes)]
     assert factors == sorted(factors)
     assert all(factor >= GAIN for factor in factors[1:])
     # workers, threads and prefetch leave the work as it is, so the cores bound what they bring
     assert verdict.gain <= max(1.0, now / max(cpu / m.cores, 1e-9)) * (1 + 1e-9)
-    if m.step is not None:
+    if m.step != FREE:
         assert verdict.gain <= max(1.0, now / m.step.wall) * (1 + 1e-9)
     assert all(change.gain >= GAIN for change in verdict.others)
     keys = [text.partition("=")[0] for text in verdict.overrides]
@@ -280,13 +278,13 @@ def test_what_no_part_explains_is_not_credited_to_a_change() -> None:
         ({"read": cost(9, 18), "source": cost(4, 0.2), "copy": cost(8), "busy": 0.1}, "inter-process copy"),
         ({"decode": cost(5)}, "decode"),
         ({"augment": cost(5)}, "augment"),
-        ({"host": cost(5)}, "host overhead"),
+        ({"headers": cost(5)}, "host overhead"),
         ({"step": cost(5)}, "model"),
         ({"step": cost(2, 0.1), "prefetch": 0}, "host overhead"),
         ({"step": cost(20, 0.1), "prefetch": 0}, "model"),
         ({"whole": cost(9)}, "host overhead"),  # nothing explains it
         ({"source": cost(18, 8), "read": cost(9, 18), "busy": 0.95}, "workers"),  # busy, on a machine with others
-        ({"workers": 0, "copy": None, "read": cost(9, 0.2), "busy": 0.02}, "storage"),
+        ({"workers": 0, "copy": FREE, "read": cost(9, 0.2), "busy": 0.02}, "storage"),
     ],
 )
 def test_bottleneck_is_the_stage_whose_absence_would_bring_most(changed: dict[str, Any], name: str) -> None:
@@ -315,22 +313,22 @@ def test_a_second_thread_is_credited_with_idle_cores_only() -> None:
 
 def test_overrides_name_the_place_of_the_loader() -> None:
     slow = measured(workers=1, read=cost(20, 0.1), decode=cost(2), busy=0.01)
-    verdict = diagnose(Paper(), slow, at="train_data")
+    verdict = diagnose(Paper(), slow, prefix="train_data.")
     assert verdict.overrides == ["train_data.num_workers=16", "train_data.decode.num_threads=2"]
     crawling = measured(workers=16, read=cost(90, 0.1), busy=0.01)
-    found = diagnose(Paper(), crawling, at="train_data").others
+    found = diagnose(Paper(), crawling, prefix="train_data.").others
     assert ("gpuaug/cache@train_data.cache=ram",) in [change.overrides for change in found]
     op = measured(augment=cost(9))
-    (other,) = diagnose(Paper(ops={"blur": 0.8}), op, at="train_data").others
+    (other,) = diagnose(Paper(ops={"blur": 0.8}), op, prefix="train_data.").others
     assert other.overrides == ("~train_data.augment.ops.blur",)
-    (mix,) = diagnose(Paper(), measured(host=cost(9), host_parts={"mix": 0.0085}), at="data.train").others
+    (mix,) = diagnose(Paper(), measured(headers=cost(0.5), mix=cost(8.5)), prefix="data.train.").others
     assert mix.overrides == ("gpuaug/mix@data.train.mix=none",)
 
 
 def test_group_overrides_compose_in_an_application_of_ones_own(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults:\n  - gpuaug@train_data: train\n  - _self_\n")
-    packed = [bottleneck._group("train_data", "source", "packed"), f"train_data.source.root={photos}"]
-    groups = [bottleneck._group("train_data", group, choice) for group, choice in (("cache", "ram"), ("mix", "none"))]
+    packed = [bottleneck._group("train_data.", "source", "packed"), f"train_data.source.root={photos}"]
+    groups = [bottleneck._group("train_data.", group, choice) for group, choice in (("cache", "ram"), ("mix", "none"))]
     composed = gpuaug.compose("app", [*packed, *groups], config_dir=str(tmp_path)).train_data
     assert composed.cache._target_ == "gpuaug.RamCache"
     assert composed.mix == {}
@@ -368,7 +366,7 @@ def test_dali_is_named_where_pillow_decodes_without_need() -> None:
 
 def test_smaller_decoding_is_named_where_crops_allow_it() -> None:
     slow = measured(workers=1, decode=cost(9))
-    (smaller,) = diagnose(Paper(threads=None, reducible=True), slow, at="data").others
+    (smaller,) = diagnose(Paper(threads=None, reducible=True), slow, prefix="data.").others
     assert smaller.overrides == ("data.decode.reduced=true",)
     assert not smaller.same
 
@@ -409,7 +407,7 @@ def test_waiting_for_bytes_is_told_from_work(small: list[bytes]) -> None:
     shares = []
     for source in (planted.Source(small, wait=0.02), planted.Source(small, work=0.02)):
         with build(source, FEW, "num_workers=0") as loader, Profiler(loader, repeats=1, seconds=0.05) as profiler:
-            shares.append(profiler.read_samples(profiling.Notes()))
+            shares.append(profiling.busy([profiler.read_samples()]))
     assert shares[0] + 0.3 < shares[1]  # near 0 and 1 where nobody else is at work
 
 
@@ -525,7 +523,7 @@ def test_one_thread_that_decodes(photos: Path) -> None:
 
 def sensible(measured: Measured, verdict: Verdict) -> None:
     costs = [
-        c for c in (*(getattr(measured, n) for n in ("source", "read", "decode", "augment", "host", "whole")),) if c
+        c for c in (getattr(measured, n) for n in ("source", "read", "decode", "augment", "host", "whole")) if c != FREE
     ]
     for c in costs:
         assert math.isfinite(c.wall), measured
@@ -643,7 +641,7 @@ def test_command_prints_draws_and_writes(photos: Path, tmp_path: Path, capsys: p
 
 
 def test_reading_without_workers_is_not_blamed_on_them() -> None:
-    m = measured(workers=0, copy=None, read=cost(9, 9), source=cost(9), busy=1.0)
+    m = measured(workers=0, copy=FREE, read=cost(9, 9), source=cost(9), busy=1.0)
     assert diagnose(Paper(cached=True, cores=1), m).text.startswith("workers: there are none")
 
 

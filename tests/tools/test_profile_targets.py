@@ -20,10 +20,9 @@ import gpuaug
 from gpuaug.targets import masks
 from gpuaug.tools.doctor import command as doctor
 from gpuaug.tools.main import main
-from gpuaug.tools.profile import targets
 from gpuaug.tools.profile.bottleneck import bottleneck, diagnose, predict
-from gpuaug.tools.profile.costs import FREE, Cost, Measured
-from gpuaug.tools.profile.measure import Profiler
+from gpuaug.tools.profile.costs import FREE, LOADER, Cost, Measured
+from gpuaug.tools.profile.measure import Profiler, _as_runs
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +69,8 @@ def cost(ms: float) -> Cost:
 def measured(**changed: Any) -> Measured:
     plain = Measured(
         batch_size=16, workers=2, prefetch=2, main_thread=False, device_type="cpu", cores=9.0, source=cost(1.0),
-        read=cost(0.6), copy=cost(0.1), take=0.0001, decode=cost(1.0), augment=cost(0.5), host=cost(0.1),
-        host_parts={"targets": 0.0001}, step=None, whole=None, masks=cost(3.0), finish=cost(0.4),
+        read=cost(0.6), copy=cost(0.1), take=Cost(0.0001, 0.0), decode=cost(1.0), augment=cost(0.5),
+        headers=cost(0.0999), objects=cost(0.0001), masks=cost(3.0), finish=cost(0.4),
     )  # fmt: skip
     return replace(plain, **changed)
 
@@ -84,11 +83,11 @@ def test_masks_are_added_to_the_threads_that_make_them() -> None:
     assert found.terms["decoding"] == pytest.approx(0.004)
     assert found.terms["augmenting"] == pytest.approx(0.0009)
     assert found.seconds == pytest.approx(0.004)
-    assert predict(measured(masks=None, finish=FREE)).terms["decoding"] == pytest.approx(0.001)
+    assert predict(measured(masks=FREE, finish=FREE)).terms["decoding"] == pytest.approx(0.001)
     assert predict(measured(main_thread=True)).terms["model"] == pytest.approx(0.0009)
-    assert measured().loader_cpu == pytest.approx((0.6 + 1 + 3 + 0.5 + 0.4 + 0.1) / 1e3)
+    assert measured().total(LOADER).cpu == pytest.approx((0.6 + 1 + 3 + 0.5 + 0.4 + 0.1) / 1e3)
     busy = predict(measured(cores=1.0))
-    assert busy.seconds == busy.terms["cores"] == pytest.approx(measured().loader_cpu)
+    assert busy.seconds == busy.terms["cores"] == pytest.approx(measured().total(LOADER).cpu)
 
 
 def test_masks_are_named_as_the_bottleneck() -> None:
@@ -108,9 +107,7 @@ class Paper:
         self.side = side
 
     def with_decoder(self, m: Measured, *, num_threads: int) -> Measured:
-        assert m.masks is not None
-        factor = self.threads / num_threads
-        return replace(m, decode=m.decode.scaled(factor, 1), masks=m.masks.scaled(factor, 1))
+        return m.scaled(dict.fromkeys(("decode", "masks"), Cost(self.threads / num_threads, 1)))
 
     def with_runs(self, m: Measured) -> Measured:
         return replace(m, masks=FREE)
@@ -145,15 +142,14 @@ def test_a_loader_with_targets_is_measured_and_stays_the_same(scenes: Path, more
         loader.set_epoch(0)
         with Profiler(loader, repeats=1, seconds=0.02) as profiler:
             found = profiler.measure()
-            assert found.masks is not None
             assert found.masks.wall > 0
             assert found.finish.wall > 0
-            assert found.host_parts["targets"] > 0
+            assert found.objects.wall > 0
             assert profiler.faults == 0
             diagnose(profiler, found)
             for other in (profiler.with_runs(found), profiler.with_decoder(found, num_threads=1)):
                 assert other is not None
-                assert other.masks is not None
+                assert other.masks.wall > 0
         for (a, b), (c, d) in zip(before, pixels(loader), strict=True):
             assert torch.equal(a, c)
             assert torch.equal(b, d)
@@ -162,7 +158,7 @@ def test_a_loader_with_targets_is_measured_and_stays_the_same(scenes: Path, more
 def test_masks_as_runs_hold_the_same_values(scenes: Path) -> None:
     with build(scenes, "num_workers=0", "order=sequential") as loader, Profiler(loader, repeats=1, seconds=0.01) as p:
         stage, batch = p.stage, p.encoded[0]
-        changed = targets.as_runs(batch, stage)
+        changed = _as_runs(batch, stage)
         for a, b, c, d in zip(batch.images, changed.images, batch.masks, changed.masks, strict=True):
             assert (a == b).all()
             values = [masks.decode(x.tobytes(), stored=(64, 96), exif=1, max_pixels=10**6) for x in (c, d)]

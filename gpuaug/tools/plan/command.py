@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from omegaconf import OmegaConf
@@ -41,6 +41,7 @@ from gpuaug.tools.request import Keys, Request
 log = logging.getLogger("gpuaug")
 
 Place = Literal["host", "shared", "device"]
+Left = dict[Place, tuple[int, str]]  # bytes left in each known place, and what limits them
 PLACES: dict[Place, str] = {"host": "host memory", "shared": "part in /dev/shm", "device": "device memory"}
 SECONDS = 15.0  # duration of a rehearsal after its first batch
 
@@ -64,44 +65,46 @@ def main(request: Request) -> int:
     config = request.loader()
     loader: Loader
     with request.build(config) as loader:
-        bound, here = upper_bound(loader, sample=settings.sample), Machine.here(loader.device)
+        bound, left = upper_bound(loader, sample=settings.sample), memory_left(loader.device)
         run = Run(loader=loader, costs=bound, config=config, prefix=request.prefix)
-        run = _rehearse(request, run, here, seconds=settings.seconds)
+        run = _rehearse(request, run, left, seconds=settings.seconds)
         report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean of <= {settings.sample} images")
-        _report(report, run, here)
+        _report(report, run, left)
         batches = run.costs.batches
         few = batches <= loader.prefetch + 2 and batches < len(loader)
         text = f"{batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
         if not batches:
             text = "stopped, because it needed more memory than is left: the values above are upper bounds"
         report.add("rehearsal", batches, f"{text}; pages of libraries and files are not counted")
-        short = shortage([run], here)
+        short = shortage([run], left)
         report.add("fits", short is None, "yes" if short is None else f"no: {short.text}")
         report.values["overrides"] = [] if short is None else list(short.overrides)
     report.write()
     return 0
 
 
-def _rehearse(request: Request, run: Run, here: Machine, *, seconds: float, model: Any = None) -> Run:
+def _rehearse(request: Request, run: Run, left: Left, *, seconds: float, model: Any = None) -> Run:
     """Return the run with measured costs; unchanged if the run needs more memory than is left."""
     config = OmegaConf.to_container(run.config, resolve=True)
     job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model, "epoch": run.costs.epoch}
-    peak = rehearse({**job, "host": here.host, "shared": here.shared, "seconds": seconds})
+    peak = rehearse({**job, "left": {place: available for place, (available, _) in left.items()}, "seconds": seconds})
     return run if peak is None else replace(run, costs=peak.costs(run.loader, run.costs))
 
 
-def _report(report: Report, run: Run, here: Machine) -> None:
+def _report(report: Report, run: Run, left: Left) -> None:
     terms = run.terms()
     lines = [f"{t.name:<26} {t.place:<7} {format_bytes(t.bytes):>11}   {t.formula}" for t in terms]
     report.add("terms", [asdict(term) for term in terms], "\n".join(["", *lines]))
     ranks = machine.local_world_size()
     for place, title in PLACES.items():
         if bytes_there := total(terms, place):
-            left = getattr(here, place)
-            has = "" if left is None else f", {format_bytes(left)} left here"
-            by = f" ({here.host_by})" if place == "host" and here.host_by else ""
-            each = f" in each of {ranks} ranks" if ranks > 1 else ""
-            report.add(title.replace(" ", "_"), bytes_there, f"{format_bytes(bytes_there)}{each}{has}{by}")
+            text = format_bytes(bytes_there)
+            text += f" in each of {ranks} ranks" if ranks > 1 else ""
+            if place in left:
+                available, by = left[place]
+                text += f", {format_bytes(available)} left here"
+                text += f" ({by})" if place == "host" else ""
+            report.add(title.replace(" ", "_"), bytes_there, text)
 
 
 def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
@@ -110,8 +113,8 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     ``runs`` are the loaders that run at the same time, the training loader first. If the upper bounds exceed half of
     the memory left, the first rank of each machine rehearses the runs.
     """
-    here = Machine.here(runs[0].loader.device)
-    if machine.local_rank() or not lacking(runs, here, share=0.5):
+    left = memory_left(runs[0].loader.device)
+    if machine.local_rank() or not lacking(runs, left, share=0.5):
         return
     log.info("memory may be short: a rehearsal measures this run first, for about %.0f s", (SECONDS + 5) * len(runs))
     how = {**asdict(settings), "profiling": False, "resume": None, "compile": False}
@@ -119,11 +122,11 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
     measured: list[Run] = []
     try:
         for run in runs:
-            measured.append(_rehearse(request, run, here, seconds=SECONDS, model=None if measured else trained))
+            measured.append(_rehearse(request, run, left, seconds=SECONDS, model=None if measured else trained))
     except GpuaugError as error:
         log.warning("memory may not suffice, and the memory of this run could not be measured. %s", error)
         return
-    short = shortage(measured, here)
+    short = shortage(measured, left)
     if short is not None and (short.clear or not all(run.costs.batches for run in measured)):
         raise ConfigError(f"{short.text} `check_memory=false` starts the run anyway.")
     if short is not None:
@@ -143,20 +146,11 @@ START_S = 60.0  # timeout for imports and opening the source in the child
 CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Settings that decide how much memory a loader needs. Lowering them changes no pixel."""
-
-    ahead: int | None  # bytes
-    cache: int | None  # bytes; None: no cache
-    prefetch: int
-    num_workers: int
-
-    @staticmethod
-    def of(loader: Loader) -> Limits:
-        cached = loader.pipeline.cache
-        capacity = None if cached is None else cached.capacity
-        return Limits(loader.ahead, capacity, loader.prefetch, loader.num_workers)
+def limits_of(loader: Loader) -> dict[str, Any]:
+    """The settings that decide how much memory a loader needs, by key. Lowering them changes no pixel."""
+    cache = loader.pipeline.cache
+    limits = {"ahead": loader.ahead, "cache.max_bytes": None if cache is None else cache.capacity}
+    return {**limits, "prefetch": loader.prefetch, "num_workers": loader.num_workers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,25 +190,27 @@ class Run:
     config: Any = None  # of the loader
     prefix: str = ""  # prefix of the loader's keys on the command line, such as `val.`
     classes: Sequence[str] | None = None  # class names for the loader's source; None: the source finds the names
-    changed: Limits | None = None  # limits to try instead of the loader's own
+    changed: Mapping[str, Any] = field(default_factory=dict)  # values to try instead of those of `limits_of`
 
     @property
-    def limits(self) -> Limits:
-        return self.changed or Limits.of(self.loader)
+    def limits(self) -> dict[str, Any]:
+        return {**limits_of(self.loader), **self.changed}
 
     def terms(self) -> list[Term]:
-        loader, costs, s = self.loader, self.costs, self.limits
+        loader, costs = self.loader, self.costs
+        prefetch, workers = self.limits["prefetch"], self.limits["num_workers"]
+        ahead, cache = self.limits["ahead"] or 0, self.limits["cache.max_bytes"] or 0
         batches, samples, kind = len(loader), len(loader.source), "measured" if costs.batches else "at most"
-        sent, made = on_their_way(loader, s.num_workers), min(batches, s.prefetch + 2)
+        sent, made = on_their_way(loader, workers), min(batches, prefetch + 2)
         left = max(0, batches - made) * loader.batch_size * costs.image
         dtype = None if loader.targets is None or loader.targets.masks is None else loader.targets.masks.dtype
         there: Place = "host" if loader.device.type == "cpu" else "device"
-        text = f"({s.prefetch} prefetched + 1 in preparation + 1 in use)"
-        text = text if made == s.prefetch + 2 else f"{made} batches of an epoch"
+        text = f"({prefetch} prefetched + 1 in preparation + 1 in use)"
+        text = text if made == prefetch + 2 else f"{made} batches of an epoch"
         terms = [
             Term("this process", "host", costs.base, "measured: Python, torch, the source"),
-            Term("workers", "host", s.num_workers * costs.worker,
-                 f"{s.num_workers} workers x {format_bytes(costs.worker)} {kind}"),
+            Term("workers", "host", workers * costs.worker,
+                 f"{workers} workers x {format_bytes(costs.worker)} {kind}"),
             Term("encoded batches", "shared", sent * costs.encoded,
                  f"{sent} batches in transit x {format_bytes(costs.encoded)} {kind}"),
             Term("ready batches", there, made * costs.ready, f"{text} x {format_bytes(costs.ready)}"),
@@ -222,10 +218,10 @@ class Run:
             Term("decoding, augmentation", "host", costs.work, f"{kind}, with freed memory that malloc keeps"),
             Term("decoding of masks", "host", costs.mask_work, "at most: a batch decoded, and 3 batches cropped"),
             Term("model step", "host", costs.step, f"{kind}, forward and backward"),
-            Term("ahead", "host", int(min(s.ahead or 0, left)),
-                 f"min(ahead {format_bytes(s.ahead or 0)}, rest of an epoch {format_bytes(left)})"),
-            Term("cache", "host", int(min(s.cache or 0, samples * (costs.image + 24))),
-                 f"min(max_bytes {format_bytes(s.cache or 0)}, {samples} samples x {costs.image:.0f} B)"),
+            Term("ahead", "host", int(min(ahead, left)),
+                 f"min(ahead {format_bytes(ahead)}, rest of an epoch {format_bytes(left)})"),
+            Term("cache", "host", int(min(cache, samples * (costs.image + 24))),
+                 f"min(max_bytes {format_bytes(cache)}, {samples} samples x {costs.image:.0f} B)"),
             Term("device", "device", costs.device, f"{kind}, without the CUDA context"),
         ]  # fmt: skip
         return [term for term in terms if term.bytes]
@@ -440,8 +436,8 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
 def rehearsal() -> None:
     """In the child process: run the job on stdin, and print the answer as the last line. Job and answer are JSON.
 
-    The job's ``host`` and ``shared`` are the bytes left in host memory and /dev/shm; null: unknown. Its ``model`` is
-    null, or holds the number of ``classes`` and the ``settings`` of the training.
+    The job's ``left`` holds the bytes left in each known place. Its ``model`` is null, or holds the number of
+    ``classes`` and the ``settings`` of the training.
     """
     from gpuaug.tools.profile.command import training_step
     from gpuaug.tools.train.training import Settings as Training
@@ -455,7 +451,7 @@ def rehearsal() -> None:
 
     def watch(peak: Peak) -> None:
         more = peak.most.host - peak.base.host
-        if more > (job["host"] or math.inf) or peak.shared > 0.9 * (job["shared"] or math.inf):
+        if more > left.get("host", math.inf) or peak.shared > 0.9 * left.get("shared", math.inf):
             say(over=True)
         elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch or a step is too slow
             say(peak=asdict(peak))
@@ -463,7 +459,8 @@ def rehearsal() -> None:
             return
         os.killpg(os.getpid(), signal.SIGKILL)
 
-    request, model, config = Request(command="train", trust=tuple(job["trust"])), job["model"], job["config"]
+    request = Request(command="train", trust=tuple(job["trust"]))
+    model, config, left = job["model"], job["config"], job["left"]
     # a buffer `ahead` of 1 byte still holds one batch
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
@@ -481,20 +478,16 @@ def rehearsal() -> None:
 # -- memory left -----------------------------------------------------------------------------------------------------
 
 
-class Machine(NamedTuple):
-    """Bytes of memory that are left; None: unknown. ``host_by``: what limits host memory."""
-
-    host: int | None
-    host_by: str
-    shared: int | None
-    device: int | None = None
-
-    @staticmethod
-    def here(device: torch.device | None = None) -> Machine:
-        """The memory that is left now on this machine or in this container."""
-        free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else None
-        (host, host_by), shm = machine.memory_left() or (None, ""), machine.shared_memory()
-        return Machine(host, host_by, shm and shm[1], free)
+def memory_left(device: torch.device) -> Left:
+    """The memory that is left now on this machine or in this container. Unknown places are missing."""
+    left: Left = {}
+    if (host := machine.memory_left()) is not None:
+        left["host"] = host
+    if (shm := machine.shared_memory()) is not None:
+        left["shared"] = shm[1], "/dev/shm"
+    if device.type == "cuda":
+        left["device"] = torch.cuda.mem_get_info(device)[0], "the device"
+    return left
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,66 +499,56 @@ class Shortage:
     overrides: tuple[str, ...]  # they make the runs fit; empty: only a smaller batch helps
 
 
-def lacking(runs: Sequence[Run], here: Machine, *, share: float) -> dict[str, str]:
+def lacking(runs: Sequence[Run], left: Left, *, share: float) -> dict[Place, str]:
     """A message for each place in which the runs together need more than ``share`` of the memory left.
 
     All ranks of the machine are assumed to need the same memory, and to share one cache.
     """
+    lacks: dict[Place, str] = {}
     ranks = machine.local_world_size()
     terms = [term for run in runs for term in run.terms() if term.name != "this process"]
-    once = sum(t.bytes for t in terms if t.name == "cache") * (ranks - 1)
-    needs: list[tuple[Place, str, int, int | None, str]] = [
-        ("host", "", total(terms, "host") * ranks - once, here.host, here.host_by),
-        ("shared", "shared ", total(terms, "shared") * ranks, here.shared, "/dev/shm"),
-        ("device", "device ", total(terms, "device"), here.device, "the device"),
-    ]
-    return {
-        place: f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(left)} left"
-        for place, kind, need, left, by in needs
-        if left is not None and need > share * left
-    }
+    once = [term for term in terms if term.name == "cache"]
+    for place, (available, by) in left.items():
+        need = total(terms, place) * (1 if place == "device" else ranks) - total(once, place) * (ranks - 1)
+        if need > share * available:
+            kind = "" if place == "host" else f"{place} "
+            lacks[place] = f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(available)} left"
+    return lacks
 
 
-def shortage(runs: Sequence[Run], here: Machine) -> Shortage | None:
+def shortage(runs: Sequence[Run], left: Left) -> Shortage | None:
     """The shortage of loaders that run at the same time; None if the loaders fit."""
-    if not (lacks := lacking(runs, here, share=1 - SPARE)):
+    if not (lacks := lacking(runs, left, share=1 - SPARE)):
         return None
     first, fitting = lacks, list(runs)
     while lacks:
-        if (smaller := _smaller(fitting, lacks)) is None:
+        lower = [(k, less) for k, run in enumerate(fitting) if (less := _lower(run, lacks))]
+        if not lower:
             fitting = list(runs)  # no settings suffice
             break
-        fitting, lacks = smaller, lacking(smaller, here, share=1 - SPARE)
-    overrides: list[str] = []
-    for run, fits in zip(runs, fitting, strict=True):
-        for key, value in asdict(fits.limits).items():
-            if value != getattr(run.limits, key):
-                name = "cache.max_bytes" if key == "cache" else key
-                overrides.append(f"{run.prefix}{name}={'null' if value is None else value}")
+        k, less = lower[-1]  # the training loader is the last one to change
+        fitting[k] = replace(fitting[k], changed={**fitting[k].changed, **less})
+        lacks = lacking(fitting, left, share=1 - SPARE)
+    changed = [(f"{run.prefix}{key}", value) for run in fitting for key, value in run.changed.items()]
+    overrides = tuple(f"{key}={'null' if value is None else value}" for key, value in changed)
     step = sum(run.costs.step for run in runs)
     of_it = f" A model step needs {format_bytes(step)} of this." if step else ""
     size = f"Lower `{runs[-1].prefix}batch_size`, now {runs[-1].loader.batch_size}"
     remedy = f"Set `{' '.join(overrides)}`, which fits" if overrides else f"{size}: nothing else suffices"
     text = f"this run needs {'; '.join(first.values())}.{of_it} {remedy}. `gpuaug plan` lists the memory of each part."
-    return Shortage(text, bool(lacking(runs, here, share=CLEARLY)), tuple(overrides))
+    return Shortage(text, bool(lacking(runs, left, share=CLEARLY)), overrides)
 
 
-def _smaller(runs: list[Run], lacks: Container[str]) -> list[Run] | None:
-    """Lower one limit to save memory in the places ``lacks``. Try the last run first. None: no limit can be lower."""
-    for k, run in reversed([*enumerate(runs)]):
-        s, batch = run.limits, run.costs.image * run.loader.batch_size
-        less: dict[str, Any] = {}
-        if "host" in lacks and s.ahead is not None:
-            less = {"ahead": s.ahead // 2 if s.ahead // 2 > 2 * batch else None}
-        elif "host" in lacks and s.cache is not None and s.cache > 8 * batch:
-            less = {"cache": s.cache // 2}
-        else:
-            choices = (("prefetch", "device", 1), ("num_workers", "shared", 1), ("prefetch", "device", 0),
-                       ("num_workers", "shared", 0))  # fmt: skip
-            for name, place, least in choices:
-                if ("host" in lacks or place in lacks) and getattr(s, name) > least:
-                    less = {name: getattr(s, name) - 1}
-                    break
-        if less:
-            return [*runs[:k], replace(run, changed=replace(s, **less)), *runs[k + 1 :]]
-    return None
+def _lower(run: Run, lacks: Container[Place]) -> dict[str, Any]:
+    """The next limit to lower, to save memory in the places ``lacks``; {}: no limit can be lower."""
+    limits, batch = run.limits, run.costs.image * run.loader.batch_size
+    ahead, cache = limits["ahead"], limits["cache.max_bytes"] or 0
+    if "host" in lacks and ahead is not None:
+        return {"ahead": ahead // 2 if ahead // 2 > 2 * batch else None}
+    if "host" in lacks and cache > 8 * batch:
+        return {"cache.max_bytes": cache // 2}
+    for least in (1, 0):
+        for key, place in (("prefetch", "device"), ("num_workers", "shared")):
+            if ("host" in lacks or place in lacks) and limits[key] > least:
+                return {key: limits[key] - 1}
+    return {}

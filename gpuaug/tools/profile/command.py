@@ -20,9 +20,8 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.random.generators import restore_generators
 from gpuaug.source.cache import RamCache
-from gpuaug.tools.profile import bottleneck
-from gpuaug.tools.profile.bottleneck import TITLES, Change, Verdict
-from gpuaug.tools.profile.costs import Cost, Measured
+from gpuaug.tools.profile.bottleneck import NOTHING, TITLES, Change, Verdict, diagnose
+from gpuaug.tools.profile.costs import FREE, LOADER, Cost, Measured
 from gpuaug.tools.profile.measure import CACHE_BYTES, Profiler, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
@@ -76,7 +75,7 @@ def main(request: Request) -> int:
         step = None
         if settings.model not in (None, {"_target_": None}):
             step = training_step(request, loader, settings.training, num_classes=settings.num_classes)
-        report_on(loader, step, report, settings=settings, at=request.at)
+        report_on(loader, step, report, settings=settings, prefix=request.prefix)
     report.write()
     return 0
 
@@ -91,7 +90,7 @@ def inside(request: Request, config: DictConfig, loader: Loader, settings: Train
     twin: Loader
     with restore_generators(loader.device), request.build(config, **same) as twin:
         step = training_step(request, twin, replace(settings, lr=1e-5))
-        report_on(twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches), at=request.at)
+        report_on(twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches), prefix=request.prefix)
 
 
 def training_step(
@@ -111,7 +110,7 @@ def training_step(
     return step
 
 
-def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Settings, at: str | None) -> None:
+def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Settings, prefix: str) -> None:
     bar = tqdm(
         total=100, desc="profile", bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=False, disable=None
     )
@@ -124,13 +123,13 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
     with bar, Profiler(loader, step=step, progress=progress, **how) as profiler:
         measured = profiler.measure()
         progress("possible changes", 1.0)
-        verdict = bottleneck.diagnose(profiler, measured, at=at)
-    _say(report, measured, verdict)
+        verdict = diagnose(profiler, measured, prefix=prefix)
+    _say(report, verdict)
     if profiler.faults:
         text = f"{profiler.faults} of the first {profiler.tried} images could not be read or decoded; to list them, "
         report.add("faults", profiler.faults, f"{text}train with `faults.policy=blank faults.file=FILE`")
     if settings.out is not None:
-        picture = bars(measured, verdict, heading=_heading(loader))
+        picture = bars(verdict, heading=_heading(loader))
         with written(Path(settings.out), "out"):
             picture.save(settings.out, "PNG", optimize=True)
         report.add("picture", settings.out, f"{settings.out} ({picture.width} x {picture.height})")
@@ -139,74 +138,71 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
 def rows(m: Measured) -> list[tuple[str, str, Cost]]:
     """Key, name and cost of every measured stage."""
     workers = f"{m.workers} workers" if m.workers != 1 else "1 worker"
-    every: list[tuple[str, str, Cost | None]] = [
-        ("source", "source, one process", m.source),
-        ("read", f"read, {workers}" if m.workers else "read, this process", m.read),
-        ("copy", f"  copying only, {workers}", m.copy),
-        ("decode", "decode", m.decode),
-        ("masks", "masks (decode, crop, move)", m.masks),
-        ("augment", "augment", m.augment),
-        ("finish", "targets (dtype, device)", None if m.masks is None else m.finish),
-        ("host", "host (headers, random values, crops, mix)", m.host),
-        ("step", "training step (ideal loader)", m.step),
-        ("whole", "the whole", m.whole),
-    ]
-    return [(key, name, cost) for key, name, cost in every if cost is not None]
+    names = {
+        "source": "source, one process",
+        "read": f"read, {workers}" if m.workers else "read, this process",
+        "copy": f"  copying only, {workers}",
+        "decode": "decode",
+        "masks": "masks (decode, crop, move)",
+        "augment": "augment",
+        "finish": "targets (dtype, device)",
+        "host": "host (headers, random values, crops, mix)",
+        "step": "training step (ideal loader)",
+        "whole": "the whole",
+    }
+    return [(key, name, cost) for key, name in names.items() if (cost := getattr(m, key)) != FREE]
 
 
-def _say(report: Report, m: Measured, verdict: Verdict) -> None:
-    values = {key: {"images_per_second": cost.rate, **asdict(cost)} for key, _, cost in rows(m)}
-    lines = [f"{'each stage alone':<36} {'images/s':>9} {'ms/image':>9} {'CPU ms':>8}"]
+def _say(report: Report, verdict: Verdict) -> None:
+    m, predicted = verdict.measured, verdict.prediction
+    lines = ["", f"{'each stage alone':<36} {'images/s':>9} {'ms/image':>9} {'CPU ms':>8}"]
     for key, name, cost in rows(m):
         mark = " <" if key == TITLES[verdict.bottleneck][0] else ""
         lines.append(f"{name:<36} {cost.rate:>9.0f} {cost.wall * 1e3:>9.3g} {cost.cpu * 1e3:>8.3g}{mark}")
-    report.add("stages", values, "\n".join(["", *lines]))
+    values = {key: {"images_per_second": cost.rate, **cost._asdict()} for key, _, cost in rows(m)}
+    report.add("stages", values, "\n".join(lines))
     report.add("batch_size", m.batch_size, f"{m.batch_size}, {m.bytes_per_image / 1024:.0f} KiB per image")
     report.add("cores", m.cores, f"{m.cores:.2g} of {machine.usable_cpus()} were free")
-    if m.masks is not None:
-        objects = m.host_parts.get("targets", 0.0)
-        share = (m.masks.cpu + m.finish.cpu + objects) / max(m.loader_cpu, 1e-9)
-        spent = (("masks", m.masks.cpu), ("objects", objects), ("dtype and device", m.finish.cpu))
-        text = ", ".join(f"{name} {cpu * 1e3:.3g} ms" for name, cpu in spent)
+    if m.masks != FREE:
+        share = m.total(["masks", "objects", "finish"]).cpu / max(m.total(LOADER).cpu, 1e-9)
+        spent = {"masks": m.masks, "objects": m.objects, "dtype and device": m.finish}
+        text = ", ".join(f"{name} {cost.cpu * 1e3:.3g} ms" for name, cost in spent.items())
         report.add("targets", share, f"{share:.0%} of the loader's CPU time; per image: {text}")
-    predicted = verdict.prediction
     report.add("model_of_it", {"seconds": predicted.seconds, **predicted.terms}, predicted.text)
     report.add("bottleneck", verdict.bottleneck, verdict.text)
     for number, text in enumerate(verdict.evidence, start=1):
         report.add("because" if number == 1 else f"because_{number}", text, text)
     for key, changes in (("change", verdict.changes), ("or", verdict.others)):
         for number, change in enumerate(changes, start=1):
-            parts = {**asdict(change), "overrides": list(change.overrides)}
-            report.add(f"{key}_{number}", parts, _advice(m, verdict, change))
+            report.add(f"{key}_{number}", asdict(change), _advice(verdict, change))
     if len(verdict.changes) > 1:
         report.add("together", verdict.overrides, " ".join(verdict.overrides))
-    report.values["overrides"] = verdict.overrides
-    report.values["predicted_gain"] = verdict.gain
+    report.values |= {"overrides": verdict.overrides, "predicted_gain": verdict.gain}
     if verdict.ideal_gain is not None:
-        nothing = "" if verdict.ideal_gain >= bottleneck.NOTHING else ": not worth it"
+        nothing = "" if verdict.ideal_gain >= NOTHING else ": not worth it"
         report.add("ideal_loader", verdict.ideal_gain, f"{_ideal(verdict.ideal_gain)}{nothing}")
 
 
-def _advice(m: Measured, verdict: Verdict, change: Change) -> str:
+def _advice(verdict: Verdict, change: Change) -> str:
     words = " ".join(f"'{text}'" if text.startswith("~") else text for text in change.overrides)
     recipe = any(text.startswith("~") or text.endswith("mix=none") for text in change.overrides)
     note = "" if change.same else ", changes the training data" if recipe else ", changes pixels a little"
-    rest = f"   {change.text}; " if words else f"{change.text}; "
+    rest = f"{words}   {change.text}; " if words else f"{change.text}; "
     if change in verdict.changes:
-        now = m.whole.rate if m.whole is not None else 1 / verdict.prediction.seconds
+        now = 1 / (verdict.measured.whole.wall or verdict.prediction.seconds)
         beside = "" if change is verdict.changes[0] else ", with the changes above"
-        return f"{words}{rest}predicted {now * change.gain:.0f} images/s ({change.gain:.2g} x{beside}){note}"
+        return f"{rest}predicted {now * change.gain:.0f} images/s ({change.gain:.2g} x{beside}){note}"
     alone = "on top of the changes above" if verdict.changes else "alone"
-    return f"{words}{rest}{alone} {change.gain:.2g} x{note}"
+    return f"{rest}{alone} {change.gain:.2g} x{note}"
 
 
 def _ideal(gain: float) -> str:
     return f"with a loader that takes no time: {gain:.2f} x as fast"
 
 
-def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
+def bars(verdict: Verdict, *, heading: str) -> Image.Image:
     """Draw each stage's time per image as a bar, its CPU time as a thin line. A bottleneck is red, the step green."""
-    shown = rows(m)
+    shown = rows(verdict.measured)
     longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
     drawn = []
     for key, name, cost in shown:
@@ -220,7 +216,7 @@ def bars(m: Measured, verdict: Verdict, *, heading: str) -> Image.Image:
         rate = f"{cost.rate:,.0f} images/s" if cost.rate >= 10 else f"{cost.rate:.2g} images/s"
         drawn.append(Row(name.strip(), [f"{took}, {'free' if cost.rate >= 1e6 else rate}"], [Cell(bar, "")]))
     lines = [heading, "milliseconds per image; thin lines: CPU time of all cores", "", verdict.text]
-    lines += [_advice(m, verdict, change) for change in verdict.changes or verdict.others]
+    lines += [_advice(verdict, change) for change in verdict.changes or verdict.others]
     if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, `verdict.text` names it
         lines.append(_ideal(verdict.ideal_gain))
     return sheet(drawn, heading="What one image costs", lines=lines)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# for each name of a stage in texts, its fields of `Measured`
+STAGES = {
+    "reading": ("read", "take"),
+    "decode": ("decode",),
+    "augment": ("augment",),
+    "host": ("headers", "objects", "mix"),
+    "masks": ("masks", "finish"),
+    "step": ("step",),
+}
+LOADER = [field for stage, fields in STAGES.items() if stage != "step" for field in fields]
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds per image of one stage: wall time, and CPU time of all its threads and workers."""
 
     wall: float
@@ -18,16 +31,13 @@ class Cost:
         """Images per second."""
         return 1.0 / max(self.wall, 1e-9)
 
-    def scaled(self, wall: float, cpu: float) -> Cost:
-        return Cost(self.wall * wall, self.cpu * cpu)
-
 
 FREE = Cost(0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The measurements of each stage alone, and of the complete loader."""
+    """The measurements of each stage alone, and of the complete loader. FREE: the loader has no such stage."""
 
     batch_size: int
     workers: int
@@ -36,22 +46,53 @@ class Measured:
     device_type: str
     source: Cost  # reading samples in one process
     read: Cost  # reading batches with the configured workers; without workers, in this process
-    copy: Cost | None = None  # as `read`, but the samples are already in memory; None: no workers
-    take: float  # CPU-seconds per image that this process needs to receive batches from the workers
+    take: Cost = FREE  # receiving batches from the workers, in this process; its CPU time is part of `read`
+    copy: Cost = FREE  # as `read`, but the samples are already in memory; only with workers
+    headers: Cost  # headers, random values and crops
+    objects: Cost = FREE  # boxes, keypoints, and masks that decide crops
     decode: Cost
-    masks: Cost | None = None  # decoding, cropping and moving masks; None: the loader has no targets
+    masks: Cost = FREE  # decoding, cropping and moving masks
     augment: Cost
     finish: Cost = FREE  # converting targets to their dtype and moving them to the device
-    host: Cost  # headers, random values, crops and mix
-    host_parts: Mapping[str, float]  # seconds per image of each part of `host`
-    step: Cost | None = None  # the training step alone, on finished batches; None: no model
-    whole: Cost | None = None  # the complete loader and the step; None: not measured
+    mix: Cost = FREE
+    step: Cost = FREE  # the training step alone, on finished batches
+    whole: Cost = FREE  # the complete loader and the step; FREE: not measured
     cores: float  # cores that this process gets
     busy: float = 1.0  # share of the reading time in which a core is busy
     bytes_per_image: float = 0.0
 
     @property
-    def loader_cpu(self) -> float:
-        """CPU-seconds per image of the whole loader."""
-        masks = self.masks or FREE
-        return sum(cost.cpu for cost in (self.read, self.decode, masks, self.augment, self.finish, self.host))
+    def host(self) -> Cost:
+        """Everything that one Python thread computes between the stages."""
+        return self.total(STAGES["host"])
+
+    def total(self, stages: Sequence[str]) -> Cost:
+        """The sum of some stages."""
+        costs = [getattr(self, name) for name in stages]
+        return Cost(sum(cost.wall for cost in costs), sum(cost.cpu for cost in costs))
+
+    def scaled(self, factors: Mapping[str, Cost]) -> Measured:
+        """The measurements with the costs of some stages multiplied by factors for wall time and CPU time."""
+        changed: dict[str, Any] = {}
+        for name, factor in factors.items():
+            cost = getattr(self, name)
+            changed[name] = Cost(cost.wall * factor.wall, cost.cpu * factor.cpu)
+        return replace(self, **changed)
+
+
+def costs_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
+    """The cost of each stage: the median wall time and the mean CPU time of the rounds.
+
+    A round holds for each stage the seconds per image: wall time, own CPU time, workers' CPU time, and other values.
+    """
+    costs = {}
+    for name in rounds[0]:
+        wall, own, workers = np.transpose([found[name][:3] for found in rounds])
+        costs[name] = Cost(float(np.median(wall)), float(np.mean(own + workers)))
+    return costs
+
+
+def ratios(before: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
+    """Ratios ``then`` / ``before`` of each stage's cost. If the rounds alternate, other load slows both."""
+    old, new = costs_of(before), costs_of(then)
+    return {name: Cost(*(np.array(new[name]) / np.maximum(old[name], 1e-9)).tolist()) for name in old}
