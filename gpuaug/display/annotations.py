@@ -119,15 +119,17 @@ class Style:
 
 
 class Annotated(NamedTuple):
-    """A picture and its annotations; None if it has none."""
+    """A picture and its annotations, or None without targets."""
 
     picture: Image.Image
     annotations: Annotations | None = None
 
     def cell(self, scale: float, style: Style, *caption: str, color: Color = INK, crops: Crops = ()) -> Cell:
-        """The drawn picture. Behind the parts of its caption stands the number of objects, if there can be any."""
-        text = ", ".join(filter(None, (*caption, counted(self.annotations))))
-        return Cell(self.drawn(scale, style, crops=crops), text, color)
+        """The drawn picture. Its caption ends with the number of objects, if there can be any."""
+        parts, known = [*caption], self.annotations
+        if known is not None and (known.boxes is not None or known.keypoints is not None):
+            parts.append(f"{len(known)} object{'s' * (len(known) != 1)}")
+        return Cell(self.drawn(scale, style, crops=crops), ", ".join(filter(None, parts)), color)
 
     def drawn(self, scale: float, style: Style, *, crops: Crops = ()) -> Image.Image:
         """The scaled picture with its annotations and ``crops`` on it."""
@@ -157,19 +159,12 @@ class Annotated(NamedTuple):
 
 
 def class_name(number: int, classes: Sequence[str] | None, other: str) -> str:
-    """The name of a class, or ``other``. If the font lacks characters of two names, they could look the same.
+    """The name of a class, or ``other`` if it has none.
 
-    So such a name begins with the number.
+    The number comes first if the font lacks a character of the name, because two such names could look the same.
     """
     name = str(classes[number]) if classes is not None and 0 <= number < len(classes) else other
     return name if drawable(name) == name else f"{number}: {name}"
-
-
-def counted(annotations: Annotations | None) -> str:
-    """The number of objects, for a caption; "" if there are only masks."""
-    if annotations is None or (annotations.boxes is None and annotations.keypoints is None):
-        return ""
-    return f"{len(annotations)} object{'s' * (len(annotations) != 1)}"
 
 
 def color_of(number: int) -> Color:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpuaug import checks
 from gpuaug.display.annotations import Annotated, Annotations, Style, class_name
-from gpuaug.display.sheet import INK, check_pixels, grid
+from gpuaug.display.sheet import INK, Row, check_pixels, sheet
 from gpuaug.errors import ConfigError
 
 if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
@@ -37,13 +37,10 @@ class Look:
     @classmethod
     def of(cls, views: Sequence[Any], style: Style) -> Look:
         """The look of batches with these ``views`` (:class:`gpuaug.augment.recipe.View`)."""
-        steps = [view.augment.normalize for view in views]
-        known = [
-            None if step is None else (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps
-        ]
-        return cls(
-            views=tuple(name_of(view) if view.name else "" for view in views), normalize=tuple(known), style=style
-        )
+        names = tuple(name_of(view) if view.name else "" for view in views)
+        steps = (view.augment.normalize for view in views)
+        known = (step and (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps)
+        return cls(views=names, normalize=tuple(known), style=style)
 
 
 def name_of(view: Any) -> str:
@@ -137,9 +134,8 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
                 cell = cell._replace(caption=f"{cell.caption} (not valid: {why})")
             cells.append(cell)
     wide = columns * len(views)
-    return grid(
-        [cells[k : k + wide] for k in range(0, len(cells), wide)], legend=look.style.legend(shown), groups=len(views)
-    )
+    drawn = [Row("", [], cells[k : k + wide]) for k in range(0, len(cells), wide)]
+    return sheet(drawn, legend=look.style.legend(shown), groups=len(views))
 
 
 def _captions(batch: Any, count: int, look: Look) -> list[str]:

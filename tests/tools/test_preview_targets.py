@@ -45,7 +45,6 @@ def samples(source: object, targets: gpuaug.Targets, augment: gpuaug.Augment, co
 
 def original(sample: Sample) -> Annotations:
     """The annotations of the original."""
-    assert sample.original is not None
     assert sample.original.annotations is not None
     return sample.original.annotations
 

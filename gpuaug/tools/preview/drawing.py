@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from gpuaug import checks
 from gpuaug.augment.describe import lines as described
 from gpuaug.display.annotations import Style
 from gpuaug.display.batches import contents, name_of
-from gpuaug.display.sheet import Cell, Legend, Row, check_pixels, sheet
+from gpuaug.display.sheet import Legend, Row, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.chosen import fetch, uncounted
@@ -87,7 +86,10 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
             indices = [sample.index for sample in shown]
             rows, values = _operations(loader, shown, settings)
         else:
-            rows, legend, values = _samples(loader, indices, settings, is_page=is_page)
+            epochs, cell = _epochs(loader, settings), None if is_page else settings.cell or cell_of(loader)
+            rows, legend = draw(loader, indices, epochs=epochs, cell=cell)
+            views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
+            values = {"epochs": list(epochs), "views": views}
         values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
@@ -150,16 +152,12 @@ def cell_of(loader: Loader) -> int:
     return CELL if loader.targets is None else CELL_WITH_TARGETS
 
 
-def _samples(
-    loader: Loader, indices: list[int], settings: Settings, *, is_page: bool
-) -> tuple[list[Row], Legend, dict[str, Any]]:
-    views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
-    draws = settings.draws or max(1, (WIDE if loader.targets is None else WIDE_WITH_TARGETS) // len(views))
+def _epochs(loader: Loader, settings: Settings) -> range:
+    wide = WIDE if loader.targets is None else WIDE_WITH_TARGETS
+    draws = settings.draws or max(1, wide // len(loader.augment.at(settings.epoch).views))
     if settings.draws is None and isinstance(loader.source, MaterializedSource):
         draws = min(draws, int(loader.source.manifest["epochs"]))  # later epochs repeat the stored ones
-    epochs = range(settings.epoch, settings.epoch + draws)
-    cell = None if is_page else settings.cell or cell_of(loader)
-    return *draw(loader, indices, epochs=epochs, cell=cell), {"epochs": list(epochs), "views": views}
+    return range(settings.epoch, settings.epoch + draws)
 
 
 def draw(loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None) -> tuple[list[Row], Legend]:
@@ -170,7 +168,7 @@ def draw(loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int
     of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
     check_pixels(len(indices) * (len(epochs) * of_epoch + math.ceil(ORIGINAL**2) * least))
     samples, style = samples_of(loader, indices, epochs=epochs), Style.of(loader.source, loader.targets)
-    known = [each.annotations for sample in samples for each in (*sample.augmented, sample.original) if each]
+    known = [each.annotations for sample in samples for each in (*sample.augmented, sample.original)]
     captions = [(f"epoch {epoch}", name_of(view)) for epoch in epochs for view in loader.augment.at(epoch).views]
     return rows_of(samples, captions, style, cell=cell), style.legend(known)
 
@@ -181,16 +179,15 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
             "show=operations needs images to augment. Found: materialized epochs, which are already augmented. "
             "Show the original images: source=folder source.root=DIR."
         )
-    for sample in samples:
-        if sample.original is None:
-            raise ConfigError(
-                "show=operations needs samples that can be decoded. Cannot be decoded: sample "
-                f"{sample.index} ({sample.key!r}). Choose others with `indices`."
-            )
+    if bad := [sample for sample in samples if sample.absent]:
+        raise ConfigError(
+            "show=operations needs samples that can be decoded. Cannot be decoded: sample "
+            f"{bad[0].index} ({bad[0].key!r}). Choose others with `indices`."
+        )
     views = [view for view in loader.augment.at(settings.epoch).views if not view.copy]
     cell = settings.cell or CELL
     check_pixels(len(samples) * len({name for view in views for name in view.augment.ops}) * cell**2)
-    images = [sample.original.picture for sample in samples if sample.original]
+    images = [sample.original.picture for sample in samples]
     rows = operations.rows(views, images, seed=loader.seed, device=loader.device, cell=cell)
     if not rows:
         raise ConfigError(
@@ -203,7 +200,7 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
 
 def _colorfulness(sample: Sample) -> float:
     """Many operations do not change a gray image."""
-    return -1 if sample.original is None else float(np.ptp(np.asarray(sample.original.picture), axis=2).mean())
+    return -1 if sample.absent else float(np.ptp(np.asarray(sample.original.picture), axis=2).mean())
 
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
@@ -257,16 +254,12 @@ def rows_of(
     scale = 1 if cell is None else cell / largest
     made = []
     for sample in samples:
-        own = style.for_sample(sample.original and sample.original.annotations)
-        cells = [_original(sample, ORIGINAL * scale * largest, own)]
-        for each, caption, color in zip(sample.augmented, captions, itertools.cycle(COLORS), strict=False):
-            cells.append(each.cell(scale, own, *caption, color=color))
+        own = style.for_sample(sample.original.annotations)
+        size = ORIGINAL * scale * largest
+        crops = reversed(list(zip(sample.crops, COLORS, strict=False)))  # so that the first epoch's box is on top
+        caption = f"original: {sample.absent}" if sample.absent else "original"
+        cells = [sample.original.cell(size / max(sample.original.picture.size), own, caption, crops=crops)]
+        for n, (each, parts) in enumerate(zip(sample.augmented, captions, strict=True)):
+            cells.append(each.cell(scale, own, *parts, color=COLORS[n % len(COLORS)]))
         made.append(Row(sample.label or sample.key, [f"{sample.index}: {sample.key}"], cells))
     return made
-
-
-def _original(sample: Sample, size: float, style: Style) -> Cell:
-    if sample.original is None:
-        return Cell(Image.new("RGB", (round(size), round(size / 2)), (240, 240, 240)), f"original: {sample.absent}")
-    crops = reversed(list(zip(sample.crops, COLORS, strict=False)))  # so that the first epoch's box is on top
-    return sample.original.cell(size / max(sample.original.picture.size), style, "original", crops=crops)

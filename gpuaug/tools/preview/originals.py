@@ -21,6 +21,8 @@ from gpuaug.read.reader import Reader
 from gpuaug.source.materialized import MaterializedSource
 from gpuaug.targets.batch import BatchTargets
 
+GRAY = (240, 240, 240)
+
 
 @dataclass
 class Sample:
@@ -29,8 +31,8 @@ class Sample:
     index: int
     key: str
     label: str  # "" if there is none
-    original: Annotated | None  # None: the image cannot be decoded
-    absent: str = "cannot be decoded"  # why there is no original
+    original: Annotated
+    absent: str = ""  # why ``original`` is only a gray picture
     crops: list[tuple[int, ...]] = field(default_factory=list)  # (x1, y1, x2, y2) in the original; [] if stored
     augmented: list[Annotated] = field(default_factory=list)  # all views of an epoch, then all views of the next one
 
@@ -44,19 +46,15 @@ def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Se
         encoded = read(loader, [index], epoch=epoch)
         headers = decoder.read_headers(encoded)
         pixels = decoder.full(encoded, headers)[0].numpy()  # empty if the image cannot be decoded
-        known = Annotations.of(upright_targets(loader, decoder, encoded, headers), 0, loader.targets)
-        label = None if encoded.labels is None else encoded.labels.tolist()[0]
-        sample = Sample(
-            index,
-            loader.source.key(index),
-            label_text(label, loader.source.classes),
-            Annotated(Image.fromarray(pixels), known) if pixels.size else None,
-            absent,
-        )
-        for each in cropped:
-            for window in loader.pipeline.stage.read_headers(encoded, each).windows:
-                top, left, height, width = window.window[0].tolist()
-                sample.crops.append((left, top, left + width, top + height))
+        label = label_text(None if encoded.labels is None else encoded.labels.tolist()[0], loader.source.classes)
+        sample = Sample(index, loader.source.key(index), label, Annotated(Image.new("RGB", (2, 1), GRAY)), absent)
+        if pixels.size:
+            known = Annotations.of(upright_targets(loader, decoder, encoded, headers), 0, loader.targets)
+            sample.original, sample.absent = Annotated(Image.fromarray(pixels), known), ""
+            for each in cropped:
+                for window in loader.pipeline.stage.read_headers(encoded, each).windows:
+                    top, left, height, width = window.window[0].tolist()
+                    sample.crops.append((left, top, left + width, top + height))
         samples.append(sample)
     decoder.close()
     return samples
