@@ -5,12 +5,12 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.display.sheet import STRIPE, STRIPED, Color, drawable, fitting, font, scaled
+from gpuaug.display.sheet import INK, STRIPE, STRIPED, Cell, Color, drawable, fitting, font, scaled
 
 if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
     from PIL import Image
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
     from gpuaug.targets.batch import BatchTargets
     from gpuaug.targets.rules import Targets
 
+Crops = Iterable[tuple[Sequence[int], Color]]  # boxes (x1, y1, x2, y2) in pixels of a picture, each with a color
 PALETTE = (
     (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48), (145, 30, 180), (70, 240, 240),
     (240, 50, 230), (210, 245, 60), (250, 190, 212), (0, 128, 128), (220, 190, 255), (170, 110, 40), (128, 0, 0),
@@ -45,16 +46,18 @@ class Annotations:
     ids: NDArray[np.int64]  # [n], id of each annotation in its file; -1: none
 
     @classmethod
-    def of(cls, targets: BatchTargets, row: int, rules: Targets | None) -> Annotations:
+    def of(cls, targets: BatchTargets | None, row: int, rules: Targets | None) -> Annotations | None:
         """The annotations of one row of a batch. ``rules``: None means the default rules."""
-        own = (targets.sample == row).cpu().numpy()
-        boxes, keypoints = (None if x is None else x.cpu().numpy()[own] for x in (targets.boxes, targets.keypoints))
+        if targets is None:
+            return None
+        own = (targets.sample == row).cpu()
+        boxes, keypoints = (None if x is None else x.cpu()[own].numpy() for x in (targets.boxes, targets.keypoints))
+        others = (x.cpu()[own].numpy() for x in (targets.labels, targets.crowd, targets.ids))
         points = None if rules is None else rules.keypoints
         if keypoints is not None and (points is None or points.pixel_centers):
             keypoints = keypoints + np.array([0.5, 0.5, 0], dtype=np.float32)
         mask = None if targets.masks is None else targets.masks[row].int().cpu().numpy()
-        columns = (each.cpu().numpy() for each in (targets.labels, targets.crowd, targets.ids))
-        return cls(mask, boxes, keypoints, *(column[own] for column in columns))
+        return cls(mask, boxes, keypoints, *others)
 
     def __len__(self) -> int:
         """Number of objects."""
@@ -77,27 +80,19 @@ class Style:
         return cls(rules, source.classes, tuple(lines))
 
     @property
-    def masks(self) -> Any:
-        """The rules of masks, or None."""
-        return None if self.rules is None else self.rules.masks
-
-    @property
     def by_object(self) -> bool:
         """Whether colors distinguish objects instead of classes."""
-        return self.masks is not None and self.masks.kind == "instances"
+        return self.rules is not None and self.rules.masks is not None and self.rules.masks.kind == "instances"
 
-    def ignores(self, value: int) -> bool:
-        """Whether ``value`` is the mask value that losses ignore."""
-        return self.masks is not None and value == self.masks.fill != 0
+    @property
+    def ignored(self) -> int | None:
+        """The mask value that losses ignore, or None."""
+        return None if self.rules is None or self.rules.masks is None else self.rules.masks.fill or None
 
     def for_sample(self, *shown: Annotations | None) -> Style:
         """Give each object the same color in all pictures of a sample, if colors distinguish objects."""
         ids = sorted({k for each in shown if each is not None for k in each.ids.tolist() if k >= 0})
         return replace(self, numbers={k: n for n, k in enumerate(ids)}) if self.by_object and ids else self
-
-    def name(self, label: int) -> str:
-        """The class's name, or its number."""
-        return str(self.classes[label]) if self.classes is not None and label < len(self.classes) else str(label)
 
     def color(self, annotations: Annotations, number: int) -> Color:
         """The color of object ``number``."""
@@ -105,34 +100,71 @@ class Style:
             return color_of(int(annotations.labels[number]))
         return color_of((self.numbers or {}).get(int(annotations.ids[number]), number))
 
-    def legend(self, shown: Iterable[Annotations]) -> list[tuple[Color | None, str]]:
+    def legend(self, shown: Iterable[Annotations | None]) -> list[tuple[Color | None, str]]:
         """Color (None: striped) and name of each class in the pictures; [] if colors distinguish objects."""
-        if self.by_object:
+        known = [each for each in shown if each is not None]
+        if self.by_object or not known:
             return []
-        shown = list(shown)
-        masks = [np.unique(each.mask) for each in shown if each.mask is not None]
-        values = np.unique(np.concatenate(masks)).tolist() if masks else []
-        fill = None if self.masks is None else self.masks.fill
-        chips: list[tuple[Color | None, str]] = [
-            (of_class(value), self._numbered(value)) for value in values if not self.ignores(value)
-        ]
-        if not masks:
-            labels = np.unique(np.concatenate([each.labels for each in shown])).tolist() if shown else []
-            chips = [(color_of(label), self._numbered(label)) for label in labels]
-        rest = [(None, f"{fill}: ignored")] if any(map(self.ignores, values)) else []
+        color = color_of if known[0].mask is None else of_class
+        parts = [np.unique(each.labels if each.mask is None else each.mask) for each in known]
+        values = np.unique(np.concatenate(parts)).tolist()
+        chips: list[tuple[Color | None, str]] = [(color(n), self._numbered(n)) for n in values if n != self.ignored]
         more = [(BACKGROUND, f"and {len(chips) - LEGEND} more classes")] if len(chips) > LEGEND else []
+        rest = [(None, f"{self.ignored}: ignored")] if self.ignored in values else []
         return [*chips[:LEGEND], *more, *rest]
 
     def _numbered(self, label: int) -> str:
-        name = self.name(label)
+        name = str(self.classes[label]) if self.classes is not None and label < len(self.classes) else str(label)
         return name if name == str(label) else f"{label}: {name}"
 
 
-def counted(annotations: Annotations | None) -> str:
-    """The number of objects, for a caption; "" if there are only masks."""
-    if annotations is None or (annotations.boxes is None and annotations.keypoints is None):
-        return ""
-    return f"{len(annotations)} object{'s' * (len(annotations) != 1)}"
+class Annotated(NamedTuple):
+    """A picture and its annotations, or None without targets."""
+
+    picture: Image.Image
+    annotations: Annotations | None = None
+
+    def cell(self, scale: float, style: Style, *caption: str, color: Color = INK, crops: Crops = ()) -> Cell:
+        """The drawn picture. Its caption ends with the number of objects, if there can be any."""
+        parts, known = [*caption], self.annotations
+        if known is not None and (known.boxes is not None or known.keypoints is not None):
+            parts.append(f"{len(known)} object{'s' * (len(known) != 1)}")
+        return Cell(self.drawn(scale, style, crops=crops), ", ".join(filter(None, parts)), color)
+
+    def drawn(self, scale: float, style: Style, *, crops: Crops = ()) -> Image.Image:
+        """The scaled picture with its annotations and ``crops`` on it."""
+        from PIL import ImageDraw
+
+        image, annotations = scaled(self.picture, scale), self.annotations
+        if annotations is not None and annotations.mask is not None:
+            image = _tinted(image, annotations, style)
+        pen = ImageDraw.Draw(image, "RGBA")
+        for corners, color in crops:
+            left, top, right, bottom = (round(v * scale) for v in corners)
+            _crop(pen, (left, top, max(left, right - 1), max(top, bottom - 1)), color, dashed=annotations is not None)
+        if annotations is None:
+            return image
+        factors = image.width / self.picture.width, image.height / self.picture.height
+        if annotations.boxes is not None:
+            boxes = np.rint(annotations.boxes * (factors * 2)).astype(int)
+            areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+            by_area = {k: boxes[k].tolist() for k in np.argsort(-areas, kind="stable").tolist()}  # small ones on top
+            for k, box in by_area.items():
+                _box(pen, box, style.color(annotations, k))
+            _labels(pen, image.size, by_area, annotations, style)
+        if annotations.keypoints is not None:
+            for k, points in enumerate(annotations.keypoints * (*factors, 1)):
+                _points(pen, points, style.color(annotations, k), style.skeleton)
+        return image
+
+
+def class_name(number: int, classes: Sequence[str] | None, other: str) -> str:
+    """The name of a class, or ``other`` if it has none.
+
+    The number comes first if the font lacks a character of the name, because two such names could look the same.
+    """
+    name = str(classes[number]) if classes is not None and 0 <= number < len(classes) else other
+    return name if drawable(name) == name else f"{number}: {name}"
 
 
 def color_of(number: int) -> Color:
@@ -147,43 +179,6 @@ def color_of(number: int) -> Color:
 def of_class(value: int) -> Color:
     """The color of a class in a mask; 0 is dark."""
     return BACKGROUND if value == 0 else color_of(value - 1)
-
-
-def drawn(
-    picture: Image.Image,
-    scale: float,
-    annotations: Annotations | None,
-    style: Style | None,
-    *,
-    crops: Iterable[tuple[Sequence[int], Color]] = (),
-) -> Image.Image:
-    """The scaled picture with its annotations on it.
-
-    ``crops``: boxes (x1, y1, x2, y2) in pixels of the picture, each with a color.
-    """
-    from PIL import ImageDraw
-
-    image = scaled(picture, scale)
-    if annotations is not None and style is not None and annotations.mask is not None:
-        image = _tinted(image, annotations, style)
-    pen = ImageDraw.Draw(image, "RGBA")
-    for corners, color in crops:
-        left, top, right, bottom = (round(v * scale) for v in corners)
-        _crop(pen, (left, top, max(left, right - 1), max(top, bottom - 1)), color, dashed=annotations is not None)
-    if annotations is None or style is None:
-        return image
-    factors = image.width / picture.width, image.height / picture.height
-    if annotations.boxes is not None:
-        boxes = np.rint(annotations.boxes * (factors * 2)).astype(int)
-        order = np.argsort(-(boxes[:, 2:] - boxes[:, :2]).prod(axis=1), kind="stable").tolist()  # small ones on top
-        corners = boxes[order].tolist()
-        for k, box in zip(order, corners, strict=True):
-            _box(pen, box, style.color(annotations, k))
-        _labels(pen, image.size, corners, order, annotations, style)
-    if annotations.keypoints is not None:
-        for k, points in enumerate(annotations.keypoints * (*factors, 1)):
-            _points(pen, points, style.color(annotations, k), style.skeleton)
-    return image
 
 
 def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
@@ -219,7 +214,7 @@ def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image
 
 def _tint(value: int, annotations: Annotations, style: Style) -> tuple[Color, float]:
     """The color and opacity (0..1) of a value of the mask."""
-    if style.ignores(value):
+    if value == style.ignored:
         return STRIPED, 0.8
     if not style.by_object:
         return of_class(value), 0.5 if value else 0.4
@@ -236,21 +231,14 @@ def _box(pen: Any, box: Sequence[int], color: Color) -> None:
 
 
 def _labels(
-    pen: Any,
-    size: tuple[int, int],
-    boxes: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    annotations: Annotations,
-    style: Style,
+    pen: Any, size: tuple[int, int], boxes: Mapping[int, Sequence[int]], annotations: Annotations, style: Style
 ) -> None:
-    """Write the class of each box at the first free place, if there is one."""
+    """Write the class of each box at the first free place, if there is one. ``boxes``: corners by object number."""
     face, taken = font(TEXT), list[tuple[int, int, int, int]]()
-    for (x1, y1, x2, y2), number in zip(boxes, numbers, strict=True):
-        crowd = ", crowd" if annotations.crowd[number] else ""
+    for number, (x1, y1, x2, y2) in boxes.items():
         label = int(annotations.labels[number])
-        name = style.name(label)
-        name = name if drawable(name) == name else f"{label}: {name}"  # otherwise two names could look the same
-        text = fitting(name + crowd, face, min(120, size[0] - 4))
+        crowd = ", crowd" if annotations.crowd[number] else ""
+        text = fitting(class_name(label, style.classes, str(label)) + crowd, face, min(120, size[0] - 4))
         width, height = round(face.getlength(text)) + 4, TEXT + 3
         if width * height > (x2 - x1) * (y2 - y1):  # the text is larger than the box
             continue

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuaug import checks
-from gpuaug.display.annotations import Annotations, Style, counted, drawn
-from gpuaug.display.sheet import INK, Cell, check_pixels, drawable, grid
+from gpuaug.display.annotations import Annotated, Annotations, Style, class_name
+from gpuaug.display.sheet import INK, Row, check_pixels, sheet
 from gpuaug.errors import ConfigError
 
 if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
@@ -37,19 +37,32 @@ class Look:
     @classmethod
     def of(cls, views: Sequence[Any], style: Style) -> Look:
         """The look of batches with these ``views`` (:class:`gpuaug.augment.recipe.View`)."""
-        steps = [view.augment.normalize for view in views]
-        known = [
-            None if step is None else (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps
-        ]
-        return cls(
-            views=tuple(name_of(view) if view.name else "" for view in views), normalize=tuple(known), style=style
-        )
+        names = tuple(name_of(view) if view.name else "" for view in views)
+        steps = (view.augment.normalize for view in views)
+        known = (step and (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps)
+        return cls(views=names, normalize=tuple(known), style=style)
 
 
 def name_of(view: Any) -> str:
     """The view's name, with a number if there are several copies."""
     several = view.augment.copies > 1
     return f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}"
+
+
+def contents(batch: Any, look: Look, *, count: int | None = None) -> list[list[Annotated]]:
+    """For each of the first ``count`` samples (None: all): the pictures of its views, with their annotations."""
+    images, targets = views_of(batch)
+    made = [pictures(view[:count], normalize) for view, normalize in zip(images, look.normalize, strict=True)]
+    return [
+        [Annotated(each, Annotations.of(t, row, look.style.rules)) for each, t in zip(views, targets, strict=True)]
+        for row, views in enumerate(zip(*made, strict=True))
+    ]
+
+
+def views_of(batch: Any) -> tuple[list[Any], list[Any]]:
+    """The images and the targets (or None) of each view."""
+    images = batch.images if isinstance(batch.images, list) else [batch.images]
+    return images, batch.targets if isinstance(batch.targets, list) else [batch.targets] * len(images)
 
 
 def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image.Image]:
@@ -70,9 +83,7 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
     """A label as text: the class name, or the classes with the largest shares."""
 
     def name(number: int) -> str:
-        text = str(classes[number]) if classes is not None and 0 <= number < len(classes) else f"label {number}"
-        # the font lacks some characters, so two names could look the same
-        return text if drawable(text) == text else f"{number}: {text}"
+        return class_name(number, classes, f"label {number}")
 
     if value is None or isinstance(value, int):
         return "" if value is None else name(value)
@@ -86,14 +97,12 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
 
 def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | None, small: bool = False) -> Image.Image:
     """The picture of :meth:`gpuaug.Batch.show`. ``small``: fewer and smaller images by default."""
-    views = batch.images if isinstance(batch.images, list) else [batch.images]
-    targets = batch.targets if isinstance(batch.targets, list) else [batch.targets] * len(views)
-    wide, cell = (WIDE, CELL) if batch.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
+    views, _ = views_of(batch)
+    wide, side = (WIDE, CELL) if batch.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
     columns = checks.whole_number("columns", columns, 1, optional=True) or max(1, wide // len(views))
-    rows = checks.whole_number("rows", rows, 1, optional=True) or min(
-        -(-SAMPLES // columns), ROWS if small else SAMPLES
-    )
-    size = checks.whole_number("size", size, 16, optional=True) or round(cell * (SMALL if small else 1))
+    most = ROWS if small else SAMPLES
+    rows = checks.whole_number("rows", rows, 1, optional=True) or min(-(-SAMPLES // columns), most)
+    size = checks.whole_number("size", size, 16, optional=True) or round(side * (SMALL if small else 1))
     for view in views:
         if view.ndim != 4 or view.shape[1] != 3 or not view.numel():
             raise ConfigError(
@@ -109,24 +118,24 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
     count = min(len(batch), rows * columns)
     largest = max(max(view.shape[2:]) for view in views)
     check_pixels(count * sum(view.shape[2] * view.shape[3] for view in views) * size**2 // largest**2)
-    made = [pictures(view[:count], known) for view, known in zip(views, look.normalize, strict=True)]
-    scale = size / largest
-    texts, valid, shown = _captions(batch, count, look), batch.valid.tolist(), []
-    cells = []
-    for row in range(count):
-        known = [None if t is None else Annotations.of(t, row, look.style.rules) for t in targets]
+    scale, valid = size / largest, batch.valid.tolist()
+    cells, shown = [], []
+    samples = zip(_captions(batch, count, look), contents(batch, look, count=count), valid, strict=False)
+    for row, (text, sample, is_valid) in enumerate(samples):
+        known = [each.annotations for each in sample]
+        shown += known
         style = look.style.for_sample(*known)
-        shown += [each for each in known if each is not None]
-        for n, (of_view, view, each) in enumerate(zip(made, views, known, strict=True)):
-            image = drawn(of_view[row], scale, each, style)
-            blank = not valid[row] and not view[row].any()
-            text = ", ".join(filter(None, (texts[row] if n == 0 else "", look.views[n], counted(each))))
-            if not valid[row] and n == 0:
-                text += " (not valid: cannot be read)" if blank else " (not valid: only fills the batch)"
-            cells.append(Cell(_crossed(image) if blank else image, text, INK if valid[row] else WRONG))
+        for n, (each, name) in enumerate(zip(sample, look.views, strict=True)):
+            cell = each.cell(scale, style, "" if n else text, name, color=INK if is_valid else WRONG)
+            if blank := not is_valid and not views[n][row].any():
+                _cross(cell.picture)
+            if not is_valid and n == 0:
+                why = "cannot be read" if blank else "only fills the batch"
+                cell = cell._replace(caption=f"{cell.caption} (not valid: {why})")
+            cells.append(cell)
     wide = columns * len(views)
-    legend = look.style.legend(shown) if shown else []
-    return grid([cells[k : k + wide] for k in range(0, len(cells), wide)], legend=legend, groups=len(views))
+    drawn = [Row("", [], cells[k : k + wide]) for k in range(0, len(cells), wide)]
+    return sheet(drawn, legend=look.style.legend(shown), groups=len(views))
 
 
 def _captions(batch: Any, count: int, look: Look) -> list[str]:
@@ -138,11 +147,10 @@ def _captions(batch: Any, count: int, look: Look) -> list[str]:
     return [f"{index}: {label_text(label, look.style.classes)}" for index, label in zip(numbers, labels, strict=True)]
 
 
-def _crossed(image: Image.Image) -> Image.Image:
+def _cross(image: Image.Image) -> None:
     from PIL import ImageDraw
 
     pen, (right, bottom) = ImageDraw.Draw(image), (image.width - 1, image.height - 1)
     pen.rectangle((0, 0, right, bottom), outline=WRONG, width=2)
     for line in ((0, 0, right, bottom), (0, bottom, right, 0)):
         pen.line(line, fill=WRONG, width=2)
-    return image

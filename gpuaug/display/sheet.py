@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import bisect
 import html
 import io
 import unicodedata
@@ -22,11 +23,8 @@ STRIPED, STRIPE = (232, 232, 232), (120, 120, 120)  # pixels without a class
 MOST_PIXELS = 200_000_000  # 600 MB; viewers cannot show larger pictures
 GAP, MARGIN, NOTES, NARROWEST, LINE, SWATCH = 8, 20, 190, 64, 16, 12  # pixels
 # all characters that Pillow's built-in font has
-DRAWABLE = frozenset(
-    [
-        *map(chr, range(32, 127)),
-        *"\u00a9\u00ab\u00b0\u00b1\u00b4\u00b7\u00bb\u2018\u2019\u201c\u201d\u2026\u2039\u203a\u2044\u2122",
-    ]
+DRAWABLE = frozenset(map(chr, range(32, 127))) | frozenset(
+    "\u00a9\u00ab\u00b0\u00b1\u00b4\u00b7\u00bb\u2018\u2019\u201c\u201d\u2026\u2039\u203a\u2044\u2122"
 )
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -59,85 +57,63 @@ class Row(NamedTuple):
     cells: list[Cell]
 
 
-def sheet(rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> Image.Image:
-    """Draw rows of pictures below a heading, lines of text and a legend."""
+def sheet(
+    rows: Sequence[Row], *, heading: str = "", lines: Sequence[str] = (), legend: Legend = (), groups: int = 1
+) -> Image.Image:
+    """Draw rows of pictures below a heading, lines of text and a legend.
+
+    Without a heading, the page has only the pictures and the legend. If ``groups`` > 1, the gap after every ``groups``
+    pictures is doubled.
+    """
+    from PIL import Image, ImageDraw
+
     big, bold, small = font(22), font(15), font(12)
-    widths, captions, heights = _measured([row.cells for row in rows])
-    starts = [*accumulate([MARGIN + NOTES, *widths], lambda x, width: x + width + GAP)]
-    width = max(480, starts[-1] + MARGIN)
+    margin, left, above = (MARGIN, MARGIN + NOTES, GAP) if heading else (GAP, GAP, 0)
+    columns = zip_longest(*(row.cells for row in rows))
+    widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
+    steps = [width + GAP * (2 if groups > 1 and n % groups == 0 else 1) for n, width in enumerate(widths, 1)]
+    starts = [*accumulate(steps, initial=left)]
+    width = max(480, starts[-1] + MARGIN) if heading else starts[-1]
     intro = [part for line in lines for part in wrapped(line, small, width - 2 * MARGIN)]
-    chips, y = _flowing(legend, MARGIN + 32 + LINE * len(intro) + GAP, width)
+    chips, y = _chips(legend, margin, margin + (32 + LINE * len(intro) + GAP if heading else 0), width)
     notes = [[part for note in row.notes for part in wrapped(note, small, NOTES - GAP)] for row in rows]
-    heights = [3 * GAP + max(20 + LINE * len(text), n) for text, n in zip(notes, heights, strict=True)]
-    page, pen = _canvas(width, y + sum(heights) + MARGIN, legend, chips)
+    captions = [[wrapped(cell.caption, small, w) for cell, w in zip(row.cells, widths, strict=False)] for row in rows]
+    heights = []
+    for row, note, below in zip(rows, notes, captions, strict=True):
+        cells = [cell.picture.height + LINE * len(caption) for cell, caption in zip(row.cells, below, strict=True)]
+        heights.append(2 * above + GAP + max(20 + LINE * len(note) if heading else 0, *cells))
+    height = y + sum(heights) + (MARGIN if heading else 0)
+    check_pixels(width * height)
+    page = Image.new("RGB", (width, height), PAPER)
+    pen = ImageDraw.Draw(page)
+    for swatch, x, top, text in chips:
+        page.paste(swatch, (x, top))
+        pen.text((x + SWATCH + 5, top + SWATCH / 2), text, INK, small, anchor="lm")
     pen.text((MARGIN, MARGIN - 4), fitting(heading, big, width - 2 * MARGIN), INK, big)
-    pen.multiline_text((MARGIN, MARGIN + 28), "\n".join(intro), FAINT, small, spacing=4)
-    for row, text, below, height in zip(rows, notes, captions, heights, strict=True):
-        pen.line((MARGIN, y, width - MARGIN, y), (225, 225, 230))
-        pen.text((MARGIN, y + GAP - 2), fitting(row.title, bold, NOTES - GAP, middle=True), INK, bold)
-        pen.multiline_text((MARGIN, y + GAP + 20), "\n".join(text), FAINT, small, spacing=4)
-        _draw_cells(page, pen, row.cells, below, starts, y + GAP)
+    pen.text((MARGIN, MARGIN + 28), "\n".join(intro), FAINT, small)
+    for row, note, below, height in zip(rows, notes, captions, heights, strict=True):
+        if heading:
+            pen.line((MARGIN, y, width - MARGIN, y), (225, 225, 230))
+            pen.text((MARGIN, y + GAP - 2), fitting(row.title, bold, NOTES - GAP, middle=True), INK, bold)
+            pen.text((MARGIN, y + GAP + 20), "\n".join(note), FAINT, small)
+        for cell, caption, x in zip(row.cells, below, starts, strict=False):
+            page.paste(cell.picture, (x, y + above))
+            pen.text((x, y + above + cell.picture.height), "\n".join(caption), cell.color, small)
         y += height
     return page
 
 
-def grid(rows: Sequence[Sequence[Cell]], *, legend: Legend = (), groups: int = 1) -> Image.Image:
-    """Draw rows of pictures below a legend. If ``groups`` > 1, the gap after every ``groups`` pictures is doubled."""
-    widths, captions, heights = _measured(rows)
-    gaps = [GAP * (1 + (groups > 1 and n % groups == groups - 1)) for n in range(len(widths))]
-    starts = [*accumulate([GAP, *(map(sum, zip(widths, gaps, strict=True)))])]
-    chips, y = _flowing(legend, GAP, starts[-1], left=GAP)
-    page, pen = _canvas(starts[-1], y + sum(heights) + GAP * len(heights), legend, chips)
-    for row, below, height in zip(rows, captions, heights, strict=True):
-        _draw_cells(page, pen, row, below, starts, y)
-        y += height + GAP
-    return page
-
-
-def _measured(rows: Sequence[Sequence[Cell]]) -> tuple[list[int], list[list[list[str]]], list[int]]:
-    """The width of each column, the lines of each cell's caption, and the height of each row."""
-    small, columns = font(12), zip_longest(*rows)
-    widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
-    captions = [[wrapped(cell.caption, small, room) for cell, room in zip(row, widths, strict=False)] for row in rows]
-    heights = [
-        max(cell.picture.height + LINE * len(text) for cell, text in zip(row, below, strict=True))
-        for row, below in zip(rows, captions, strict=True)
-    ]
-    return widths, captions, heights
-
-
-def _canvas(width: int, height: int, legend: Legend, places: Sequence[tuple[int, int]]) -> tuple[Image.Image, Any]:
-    """A page with a legend, and a pen for the page."""
-    from PIL import Image, ImageDraw
-
-    check_pixels(width * height)
-    page = Image.new("RGB", (width, height), PAPER)
-    pen, small = ImageDraw.Draw(page), font(12)
-    for (color, name), (x, y) in zip(legend, places, strict=True):
-        page.paste(_swatch(color), (x, y))
-        pen.text((x + SWATCH + 5, y + SWATCH / 2), fitting(name, small, width / 2), INK, small, anchor="lm")
-    return page, pen
-
-
-def _draw_cells(
-    page: Image.Image, pen: Any, cells: Sequence[Cell], captions: Sequence[list[str]], starts: Sequence[int], y: int
-) -> None:
-    small = font(12)
-    for cell, text, x in zip(cells, captions, starts, strict=False):
-        page.paste(cell.picture, (x, y))
-        pen.multiline_text((x, y + cell.picture.height), "\n".join(text), cell.color, small, spacing=4)
-
-
-def _flowing(legend: Legend, y: int, width: int, *, left: int = MARGIN) -> tuple[list[tuple[int, int]], int]:
-    """The place (x, y) of each entry of a legend, and the y below the legend. ``y``: top of the legend."""
-    places, x, small = [], left, font(12)
-    for _, text in legend:
-        needed = SWATCH + 5 + round(small.getlength(fitting(text, small, width / 2))) + 2 * GAP
+def _chips(legend: Legend, left: int, y: int, width: int) -> tuple[list[tuple[Image.Image, int, int, str]], int]:
+    """Swatch, x, y and text of each entry of a legend whose top is ``y``, and the y below the legend."""
+    chips, x, small = [], left, font(12)
+    for color, name in legend:
+        text = fitting(name, small, width / 2)
+        needed = SWATCH + 5 + round(small.getlength(text)) + 2 * GAP
         if x > left and x + needed > width - left:
             x, y = left, y + SWATCH + 6
-        places.append((x, y))
+        chips.append((_swatch(color), x, y, text))
         x += needed
-    return places, y + (SWATCH + 2 * GAP if legend else 0)
+    return chips, y + (SWATCH + 2 * GAP if legend else 0)
 
 
 def _swatch(color: Color | None) -> Image.Image:
@@ -217,11 +193,8 @@ def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:
         behind = keep - keep // 2 if middle else 0
         return f"{text[: keep - behind]}...{text[len(text) - behind :]}"
 
-    low, high = 2, len(text) - 1  # number of characters to keep, by bisection
-    while low < high:
-        keep = (low + high + 1) // 2
-        low, high = (keep, high) if face.getlength(shortened(keep)) <= width else (low, keep - 1)
-    return shortened(low)
+    longer = range(3, len(text))  # numbers of characters to keep; at least 2 are kept
+    return shortened(2 + bisect.bisect(longer, width, key=lambda keep: face.getlength(shortened(keep))))
 
 
 def wrapped(text: str, face: Any, width: float) -> list[str]:

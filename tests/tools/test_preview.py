@@ -19,11 +19,12 @@ import gpuaug
 from bench import photographs
 from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.display import sheet
+from gpuaug.display.annotations import Annotated, Style
 from gpuaug.errors import ConfigError
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import drawing as preview
 from gpuaug.tools.preview import operations
-from gpuaug.tools.preview.drawing import Sample
+from gpuaug.tools.preview.originals import Sample
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,10 @@ def test_pictures_are_those_of_the_training(recipe: str, photos: Path) -> None:
         views = loader.augment.views
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     for sample in samples:
-        assert len(sample.pictures) == len(sample.boxes) == 2 * len(views)
-        for picture, image in zip(sample.pictures, trained[sample.index], strict=False):
+        assert len(sample.augmented) == len(sample.crops) == 2 * len(views)
+        for picture, image in zip(sample.augmented, trained[sample.index], strict=False):
             expected = ((image * std + mean).clamp(0, 1) * 255).round().permute(1, 2, 0).numpy()
-            assert np.abs(np.asarray(picture).astype(float) - expected).max() <= 1
+            assert np.abs(np.asarray(picture.picture).astype(float) - expected).max() <= 1
 
 
 def test_boxes_are_what_was_cut_out_of_the_original(photos: Path) -> None:
@@ -64,9 +65,9 @@ def test_boxes_are_what_was_cut_out_of_the_original(photos: Path) -> None:
     with compose(photos, *more) as loader:
         samples = preview.samples_of(loader, [0, 11, 30], epochs=[5])
     for sample in samples:
-        assert sample.original is not None
-        part = sample.original.crop(sample.boxes[0]).resize((224, 224), Image.Resampling.BILINEAR)
-        difference = np.asarray(part).astype(float) - np.asarray(sample.pictures[0]).astype(float)
+        assert not sample.absent
+        part = sample.original.picture.crop(sample.crops[0]).resize((224, 224), Image.Resampling.BILINEAR)
+        difference = np.asarray(part).astype(float) - np.asarray(sample.augmented[0].picture).astype(float)
         assert np.abs(difference).mean() < 2.0  # Pillow's resize rounds between its two passes
 
 
@@ -79,8 +80,8 @@ def test_originals_are_upright_and_named(photos: Path) -> None:
     for sample in samples:
         with Image.open(photos / sample.key) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
-        assert sample.original is not None
-        assert np.array_equal(np.asarray(sample.original), np.asarray(upright))
+        assert not sample.absent
+        assert np.array_equal(np.asarray(sample.original.picture), np.asarray(upright))
         assert sample.label == sample.key.split("/")[0]
 
 
@@ -193,9 +194,9 @@ def test_a_page_holds_the_pixels_of_the_training(recipe: str, photos: Path, tmp_
         samples = preview.samples_of(loader, [3, 17], epochs=[4, 5, 6])
     for sample in samples:
         next(data)  # the original
-        for picture in sample.pictures:
+        for shown in sample.augmented:
             with Image.open(io.BytesIO(base64.b64decode(next(data)))) as image:
-                assert np.array_equal(np.asarray(image.convert("RGB")), np.asarray(picture))
+                assert np.array_equal(np.asarray(image.convert("RGB")), np.asarray(shown.picture))
     assert next(data, None) is None
     assert all(text.count(f"epoch {epoch}") == text.count("epoch 4") > 1 for epoch in (5, 6))
 
@@ -203,8 +204,9 @@ def test_a_page_holds_the_pixels_of_the_training(recipe: str, photos: Path, tmp_
 def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data() -> None:
     evil = "</script><script>alert(1)</script>\"'&{{data}}\udcff"
     picture = Image.new("RGB", (8, 8))
-    samples = [Sample(7, evil, evil, original, [(0, 0, 4, 4)] * 2, [picture] * 2, evil) for original in (picture, None)]
-    made = preview.rows(samples, epochs=[0, 1], views=[evil], cell=None)
+    shown = Annotated(picture)
+    samples = [Sample(7, evil, evil, shown, absent, [(0, 0, 4, 4)] * 2, [shown] * 2) for absent in ("", evil)]
+    made = preview.rows_of(samples, [("epoch 0", evil), ("epoch 1", evil)], Style(), cell=None)
     text = sheet.page(made, heading=evil[:-1], lines=[evil[:-1]])
     text.encode()
     assert "<script" not in text
@@ -215,8 +217,9 @@ def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data() -> None:
 
 
 def test_the_boxes_of_the_first_draws_are_on_the_original() -> None:
-    sample = Sample(7, "a/7.jpg", "a", Image.new("RGB", (40, 40)), [(0, 0, 20, 20)], [Image.new("RGB", (10, 10))])
-    ((original, view),) = (row.cells for row in preview.rows([sample], epochs=[3], views=[""], cell=80))
+    original, view = (Annotated(Image.new("RGB", (side, side))) for side in (40, 10))
+    sample = Sample(7, "a/7.jpg", "a", original, crops=[(0, 0, 20, 20)], augmented=[view])
+    ((original, view),) = (row.cells for row in preview.rows_of([sample], [("epoch 3", "")], Style(), cell=80))
     assert (original.picture.size, view.picture.size) == ((108, 108), (80, 80))
     assert (original.caption, view.caption) == ("original", "epoch 3")
     pixels = np.asarray(original.picture)
@@ -263,24 +266,24 @@ def test_policies_show_every_choice_with_both_signs() -> None:
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
 def test_operations_are_shown_with_those_values(backend: str) -> None:
     """Brightness in Kornia's jitter is a product: the pictures are the image times the captions."""
-    image = torch.full((32, 32, 3), 100, dtype=torch.uint8)
+    image = Image.new("RGB", (32, 32), (100, 100, 100))
     augment = gpuaug.Augment(
         ops={"flip": K.RandomHorizontalFlip(p=0.1), "jitter": K.ColorJitter(0.5, p=0.1)}, backend=backend
     )
-    flip, jitter = operations.rows(augment.views, [[image]], seed=0, cell=32)
+    flip, jitter = operations.rows(augment.views, [image], seed=0, device=torch.device("cpu"), cell=32)
     assert (flip.notes, jitter.notes) == (["RandomHorizontalFlip", "p 0.1"], ["ColorJitter: brightness", "p 0.1"])
     values = [np.asarray(cell.picture).mean() for cell in jitter.cells]
     np.testing.assert_allclose(values, [100, 50, 100, 150], atol=0.51)
 
 
 def test_of_a_choice_it_is_said_of_how_many_and_with_what_chance() -> None:
-    image = torch.full((32, 32, 3), 100, dtype=torch.uint8)
+    image = Image.new("RGB", (32, 32), (100, 100, 100))
     ops = {
         "one": OneOf(ops={"gray": K.RandomGrayscale(p=0.2), "vflip": K.RandomVerticalFlip(p=1.0), "off": None}, p=0.7),
         "trivial": K.auto.TrivialAugment(),
         "rand": K.auto.RandAugment(n=2, m=9),
     }
-    found = operations.rows(gpuaug.Augment(ops=ops).views, [[image]], seed=0, cell=32)
+    found = operations.rows(gpuaug.Augment(ops=ops).views, [image], seed=0, device=torch.device("cpu"), cell=32)
     notes = {(row.title, row.notes[1] if row.title != "one" else row.notes[2]): row.notes for row in found}
     assert notes["one", "RandomGrayscale"] == ["OneOf:", "p 0.7", "RandomGrayscale", "one of 2", "its own p 0.2"]
     assert notes["one", "RandomVerticalFlip"] == ["OneOf:", "p 0.7", "RandomVerticalFlip", "one of 2"]
@@ -289,12 +292,12 @@ def test_of_a_choice_it_is_said_of_how_many_and_with_what_chance() -> None:
 
 
 def test_operations_of_several_views_are_shown_with_their_chances() -> None:
-    image = torch.zeros((32, 32, 3), dtype=torch.uint8)
+    image = Image.new("RGB", (32, 32))
     views = {
         name: gpuaug.Augment(ops={"gray": K.RandomGrayscale(p=p), "vflip": K.RandomVerticalFlip(p=0.5)})
         for name, p in (("a", 0.2), ("b", 0.9))
     }
-    rows = operations.rows(gpuaug.MultiView(views=views).views, [[image], [image]], seed=0, cell=32)
+    rows = operations.rows(gpuaug.MultiView(views=views).views, [image], seed=0, device=torch.device("cpu"), cell=32)
     assert [(r.title, r.notes) for r in rows] == [
         ("gray", ["RandomGrayscale", "a: p 0.2"]),
         ("vflip", ["RandomVerticalFlip", "a: p 0.5"]),
@@ -338,21 +341,13 @@ def test_operations_that_cannot_be_shown_are_refused(
         (None, (60, 90)),
     ],
 )
-def test_operations_start_from_the_middle_at_the_size_of_training(
-    crop: object, size: tuple[int, int], tmp_path: Path
-) -> None:
-    (tmp_path / "a").mkdir()
+def test_operations_start_from_the_middle_at_the_size_of_training(crop: object, size: tuple[int, int]) -> None:
     ramp = np.broadcast_to(np.linspace(0, 255, 90).astype(np.uint8)[None, :, None], (60, 90, 3))
-    for n in range(2):
-        Image.fromarray(ramp).save(tmp_path / "a" / f"{n}.png")
-    augment = gpuaug.Augment(crop=crop, ops={"flip": K.RandomHorizontalFlip()})
-    with gpuaug.Loader(gpuaug.FolderSource(tmp_path), augment=augment, num_workers=0, prefetch=0) as loader:
-        ((first, second),) = preview.whole(loader, [0, 1], views=augment.views, epoch=0)
-    assert tuple(first.shape) == (*size, 3)
-    assert torch.equal(first, second)
-    columns = first.float().mean(dim=(0, 2))
-    assert abs(float(columns.mean()) - 127.5) < 2  # the middle
-    assert (columns.diff() >= 0).all()
+    columns = np.asarray(operations.fitted(Image.fromarray(ramp), crop)).astype(float)
+    assert columns.shape == (*size, 3)
+    columns = columns.mean(axis=(0, 2))
+    assert abs(columns.mean() - 127.5) < 2  # the middle
+    assert (np.diff(columns) >= 0).all()
 
 
 def test_materialized_epochs_are_shown_as_they_are_and_their_operations_refused(

@@ -16,10 +16,11 @@ from PIL import Image, ImageOps
 import gpuaug
 from gpuaug.display import annotations as drawing
 from gpuaug.display import sheet
-from gpuaug.display.annotations import Annotations, Style, color_of, drawn
+from gpuaug.display.annotations import Annotated, Annotations, Style, color_of
 from gpuaug.source.coco_json import parse
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import drawing as preview
+from gpuaug.tools.preview.originals import Sample
 
 SIZE = (150, 200)
 
@@ -37,9 +38,15 @@ SEGMENTATION = gpuaug.Targets(masks=gpuaug.Masks())
 POSE = gpuaug.Targets(boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
 
 
-def samples(source: object, targets: gpuaug.Targets, augment: gpuaug.Augment, count: int = 3) -> list[preview.Sample]:
+def samples(source: object, targets: gpuaug.Targets, augment: gpuaug.Augment, count: int = 3) -> list[Sample]:
     with gpuaug.Loader(source, targets=targets, augment=augment, num_workers=0, prefetch=0, device="cpu") as loader:
         return preview.samples_of(loader, range(count), epochs=[0, 1])
+
+
+def original(sample: Sample) -> Annotations:
+    """The annotations of the original."""
+    assert sample.original.annotations is not None
+    return sample.original.annotations
 
 
 def blended(picture: np.ndarray, color: tuple[int, int, int], share: float) -> np.ndarray:
@@ -60,10 +67,11 @@ def test_masks_have_the_colors_of_their_classes(scenes: Path) -> None:
     augment = gpuaug.Augment(crop=gpuaug.RandomScaleCrop(160, base=120), ops={"flip": K.RandomHorizontalFlip()})
     seen = set()
     for sample in samples(gpuaug.MaskFolderSource(scenes), SEGMENTATION, augment):
-        for picture, shown in zip(sample.pictures, sample.annotations, strict=True):
+        for picture, shown in sample.augmented:
+            assert shown is not None
             assert shown.mask is not None
             pixels = np.asarray(picture).astype(float)
-            out = np.asarray(drawn(picture, 1, shown, Style(SEGMENTATION))).astype(float)
+            out = np.asarray(Annotated(picture, shown).drawn(1, Style(SEGMENTATION))).astype(float)
             for value in np.unique(shown.mask).tolist():
                 inner = interior(shown.mask, value)
                 seen.add(value)
@@ -84,7 +92,7 @@ def test_boxes_and_labels_are_drawn_inside_their_edges() -> None:
         None, np.array([[20.0, 30, 80, 90]], np.float32), None, np.array([1]), np.array([False]), np.array([5])
     )
     style = Style(gpuaug.Targets(boxes=gpuaug.Boxes()), ["a", "cat"])
-    out = np.asarray(drawn(picture, 1, shown, style))
+    out = np.asarray(Annotated(picture, shown).drawn(1, style))
     color = list(color_of(1))
     for y, x in ((30, 70), (89, 50), (60, 20), (60, 21), (60, 79)):
         assert out[y, x].tolist() == color
@@ -93,7 +101,7 @@ def test_boxes_and_labels_are_drawn_inside_their_edges() -> None:
     label = out[16:30, 20:40]  # above the box
     assert (label == color).all(axis=2).mean() > 0.4
     assert label.sum(axis=2).min() < sum(color) / 2  # black text
-    twice = np.asarray(drawn(picture, 2, shown, style))  # the line does not become thicker
+    twice = np.asarray(Annotated(picture, shown).drawn(2, style))  # the line does not become thicker
     assert [(row == color).all() for row in twice[120, 38:46]] == [False, False, True, True, False, False, False, False]
 
 
@@ -105,7 +113,7 @@ def test_labels_do_not_cover_each_other_or_small_objects() -> None:
     def text_pixels(boxes: np.ndarray) -> int:
         n = len(boxes)
         shown = Annotations(None, boxes, None, np.zeros(n, int), np.zeros(n, bool), np.full(n, -1))
-        out = np.asarray(drawn(picture, 1, shown, style)).astype(int)
+        out = np.asarray(Annotated(picture, shown).drawn(1, style)).astype(int)
         return int((out == color_of(0)).all(axis=2).sum())
 
     one, both = text_pixels(free[:1]), text_pixels(free)
@@ -120,11 +128,12 @@ def test_keypoints_are_dots_with_the_sources_skeleton(scenes: Path) -> None:
     style = Style(replace_boxes(POSE), source.classes, source.skeleton)
     dots = lines = 0
     for sample in samples(source, POSE, augment):
-        for picture, shown in zip(sample.pictures, sample.annotations, strict=True):
+        for picture, shown in sample.augmented:
+            assert shown is not None
             assert shown.keypoints is not None
             alone = replace(shown, boxes=None)
-            out = np.asarray(drawn(picture, 1, alone, style))
-            bare = np.asarray(drawn(picture, 1, alone, replace(style, skeleton=())))
+            out = np.asarray(Annotated(picture, alone).drawn(1, style))
+            bare = np.asarray(Annotated(picture, alone).drawn(1, replace(style, skeleton=())))
             visible = shown.keypoints[..., 2] > 0
             last = {}  # dots that are drawn later may cover earlier ones
             for points in shown.keypoints:
@@ -149,18 +158,17 @@ def test_originals_have_the_annotations_of_the_file(scenes: Path) -> None:
     document = json.loads((scenes / "instances.json").read_text())
     for sample in samples(coco(scenes), POSE, gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32))):
         own = [a for a in document["annotations"] if a["image_id"] == sample.index + 1]
-        assert sample.annotated is not None
+        known = original(sample)
         boxes = np.array([[x, y, x + w, y + h] for x, y, w, h in (a["bbox"] for a in own)])
-        np.testing.assert_allclose(sample.annotated.boxes, boxes, atol=1e-3)
-        assert sample.annotated.ids.tolist() == [a["id"] for a in own]
+        np.testing.assert_allclose(known.boxes, boxes, atol=1e-3)
+        assert known.ids.tolist() == [a["id"] for a in own]
         points = np.array([a["keypoints"] for a in own]).reshape(-1, 3, 3)
         points[..., :2] += 0.5 * (points[..., 2:] > 0)
         seen = points[..., 2] > 0
-        np.testing.assert_allclose(sample.annotated.keypoints[seen], points[seen], atol=1e-3)
+        np.testing.assert_allclose(known.keypoints[seen], points[seen], atol=1e-3)
     for sample in samples(gpuaug.MaskFolderSource(scenes), SEGMENTATION, gpuaug.Augment(crop=gpuaug.Resize(32))):
         with Image.open(scenes / "masks" / f"{sample.index:03d}.png") as mask:
-            assert sample.annotated is not None
-            assert np.array_equal(sample.annotated.mask, np.asarray(mask))
+            assert np.array_equal(original(sample).mask, np.asarray(mask))
 
 
 @pytest.mark.parametrize("orientation", [5, 6, 8])
@@ -177,10 +185,9 @@ def test_turned_originals_are_drawn_with_turned_masks(orientation: int, tmp_path
     (sample,) = samples(gpuaug.MaskFolderSource(tmp_path), SEGMENTATION, augment, count=1)
     turned = Image.fromarray(values)
     turned.getexif()[274] = orientation
-    assert sample.annotated is not None
-    assert sample.original is not None
-    assert np.array_equal(sample.annotated.mask, np.asarray(ImageOps.exif_transpose(turned)))
-    assert sample.original.size == sample.annotated.mask.shape[::-1]
+    mask = original(sample).mask
+    assert np.array_equal(mask, np.asarray(ImageOps.exif_transpose(turned)))
+    assert sample.original.picture.size == mask.shape[::-1]
 
 
 def test_an_object_has_one_color_in_all_pictures(scenes: Path) -> None:
@@ -189,12 +196,12 @@ def test_an_object_has_one_color_in_all_pictures(scenes: Path) -> None:
     augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(64, scale=(0.2, 0.5)))
     colors: dict[int, set[tuple[int, int, int]]] = {}
     for sample in samples(coco(scenes, masks="instances"), targets, augment):
-        style = Style(targets).for_sample(sample.annotated)
-        assert sample.annotated is not None
-        for shown in (sample.annotated, *sample.annotations):
+        first = original(sample)
+        style = Style(targets).for_sample(first)
+        for shown in (first, *(view.annotations for view in sample.augmented)):
             for k, number in enumerate(shown.ids.tolist()):
                 colors.setdefault(number, set()).add(style.color(shown, k))
-        assert len({style.color(sample.annotated, k) for k in range(len(sample.annotated))}) == len(sample.annotated)
+        assert len({style.color(first, k) for k in range(len(first))}) == len(first)
     assert set(map(len, colors.values())) == {1}
 
 
@@ -265,12 +272,11 @@ def test_a_sample_with_damaged_targets_is_shown_without_them(scenes: Path, tmp_p
     settings = {"targets": SEGMENTATION, "augment": augment, "faults": faults, "num_workers": 0, "device": "cpu"}
     with gpuaug.Loader(source, **settings) as loader:
         bad, good = preview.samples_of(loader, [0, 1], epochs=[0])
-        rows = preview.rows([bad, good], epochs=[0], views=[""], cell=64, style=Style.of(loader.source, loader.targets))
-    assert bad.annotated is None
-    assert good.annotated is not None
-    assert bad.original is not None
+        rows = preview.rows_of([bad, good], [("epoch 0",)], Style.of(loader.source, loader.targets), cell=64)
+    assert bad.original.annotations is None
+    assert good.original.annotations is not None
     assert len(rows) == 2
-    assert torch.tensor(bad.annotations[0].mask).eq(255).all()
+    assert torch.tensor(bad.augmented[0].annotations.mask).eq(255).all()
 
 
 @pytest.mark.parametrize("lines", [[[1, 9]], [[1]], [1], "x", [[1, "2"]], [[0, 1]], None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 
-from gpuaug.display.sheet import page
+from gpuaug.display.sheet import page, sheet
 from gpuaug.tools.preview.drawing import Settings, drawing
 from gpuaug.tools.report import Report, png, save
 from gpuaug.tools.request import Request
@@ -26,15 +26,18 @@ def main(request: Request) -> int:
     config = request.loader()
     if (mix := config.get("mix")) is not None and (mix.get("mixup_alpha") or mix.get("cutmix_alpha")):
         log.info("preview shows no mix, because mix depends on which samples share a batch")
-    shown = drawing(request, config, settings, report, is_page=out.suffix.lower() in PAGES)
-    if out.suffix.lower() in PAGES:
-        text = page(shown.rows, heading=shown.heading, lines=shown.lines, legend=shown.legend)
+    is_page = out.suffix.lower() in PAGES
+    rows, above, values = drawing(request, config, settings, is_page=is_page)
+    report.values |= values
+    if is_page:
+        text = page(rows, **above)
         save(out, "out", text)
-        report.add("preview", str(out), f"{out} ({len(text) / 1e6:.1f} MB)")
+        size = f"{len(text) / 1e6:.1f} MB"
     else:
-        stream, picture = io.BytesIO(), shown.picture()
+        stream, picture = io.BytesIO(), sheet(rows, **above)
         picture.save(stream, "PNG", optimize=True)
         save(out, "out", stream.getvalue())
-        report.add("preview", str(out), f"{out} ({picture.width} x {picture.height})")
+        size = f"{picture.width} x {picture.height}"
+    report.add("preview", str(out), f"{out} ({size})")
     report.write()
     return 0

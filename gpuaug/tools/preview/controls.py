@@ -80,22 +80,18 @@ def controls(augment: Any) -> list[Control]:
 
     if not OmegaConf.is_dict(augment):
         return []
-    return list(_walk(OmegaConf.to_container(augment, resolve=True), augment._get_full_key(None), (), ""))
+    return list(_walk(OmegaConf.to_container(augment, resolve=True), augment._get_full_key(None), "", ""))
 
 
-def _walk(node: Any, key: str, path: tuple[str, ...], title: str) -> Iterator[Control]:
+def _walk(node: Any, key: str, group: str, title: str) -> Iterator[Control]:
     title = str(node.get("_target_") or title).rpartition(".")[2]
-    below = []
-    for name, value in node.items():
-        full = f"{key}.{name}"
+    for name, value in sorted(node.items(), key=lambda item: isinstance(item[1], Mapping)):
         if name in LEFT_OUT or not NAME.fullmatch(str(name)) or str(name).startswith("_"):
             continue
         if isinstance(value, Mapping):
-            below.append((value, full, (*path, str(name))))
-        elif (control := _control(full, ".".join(path), title, value)) is not None:
+            yield from _walk(value, f"{key}.{name}", f"{group}.{name}".removeprefix("."), title)
+        elif (control := _control(f"{key}.{name}", group, title, value)) is not None:
             yield control
-    for value, full, inner in below:
-        yield from _walk(value, full, inner, title)
 
 
 def _control(key: str, group: str, title: str, value: Any) -> Control | None:
@@ -130,9 +126,9 @@ def changed(known: list[Control], changes: Any) -> list[str]:
         raise ConfigError(f"`changes` must be a mapping of keys to values. Found: {changes!r:.100}.")
     if foreign := sorted({*changes} - {control.key for control in known}):
         raise ConfigError(f"`changes` may name only parameters of the recipe. Found: {foreign[0]!r:.100}.")
-    made = [(control, control.checked(changes[control.key])) for control in known if control.key in changes]
-    return [f"{control.key}={_text(value)}" for control, value in made if value != control.value]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    made = []
+    for control in known:
+        if control.key in changes and (value := control.checked(changes[control.key])) != control.value:
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            made.append(f"{control.key}={text}")
+    return made

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from gpuaug.display.sheet import sheet
 from gpuaug.errors import ConfigError
 from gpuaug.tools.preview.controls import changed, controls
 from gpuaug.tools.preview.drawing import SHOWN, Settings, chosen, drawing
-from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 
 QUESTION = ("changes", "indices", "epoch")  # keys of a request, all optional; `changes` maps parameters to values
@@ -38,8 +38,8 @@ class Live:
         request, stream = self._changed(asked), io.BytesIO()
         given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}
         settings = replace(self.settings, **given)
-        shown = drawing(request, request.loader(), settings, Report(), source=self.source, cache=None)
-        shown.picture().save(stream, "PNG", compress_level=1)  # fast, and large files do not matter here
+        rows, above, _ = drawing(request, request.loader(), settings, source=self.source, cache=None)
+        sheet(rows, **above).save(stream, "PNG", compress_level=1)  # fast, and large files do not matter here
         return stream.getvalue()
 
     def overrides(self, asked: Any = None) -> str:

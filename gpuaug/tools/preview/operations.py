@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from gpuaug.augment.fused.backend import FusedBackend
@@ -123,21 +123,28 @@ def _short_name(name: str) -> str:
     return name.removesuffix("_factor").replace("_", " ")
 
 
-def rows(views: Sequence[View], images: Sequence[Sequence[Tensor]], *, seed: int, cell: int) -> list[Row]:
-    """A row for each combination of view, operation, range and sample. ``images`` [view][sample]: uint8 [H, W, 3]."""
-    made_rows = []
-    for view, samples in zip(views, images, strict=True):
+def rows(
+    views: Sequence[View], pictures: Sequence[Image.Image], *, seed: int, device: torch.device, cell: int
+) -> list[Row]:
+    """A row for each combination of view, operation, range and picture."""
+    made = []
+    for view in views:
+        images = [torch.from_numpy(np.array(fitted(each, view.augment.crop))).to(device) for each in pictures]
         kind = FusedBackend if view.augment.backend == "fused" else ReferenceBackend
         for op in view.augment.prepared:
-            for span in spans(op, (samples[0].shape[0], samples[0].shape[1])):
+            one = kind((replace(op, chains=0),), None)  # `chains=0`: one operation of AugMix alone, without mixing
+            for span in spans(op, (images[0].shape[0], images[0].shape[1])):
                 notes = _notes(op, span, view.name)
-                for image in samples:
-                    # `chains=0`: show one operation of AugMix alone, without mixing chains
-                    one = kind((replace(op, chains=0),), None)
+                for image in images:
                     arrays = [image.cpu().numpy(), *_applied(one, op, span, image, seed=seed)]
-                    pictures = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
-                    made_rows.append(Row(op.name, notes, [*map(Cell, pictures, ("before", *span.captions))]))
-    return made_rows
+                    shown = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
+                    made.append(Row(op.name, notes, [*map(Cell, shown, ("before", *span.captions))]))
+    return made
+
+
+def fitted(picture: Image.Image, crop: Any) -> Image.Image:
+    """The picture center-cropped to the size of a view's crop, if the view has one."""
+    return picture if crop is None else ImageOps.fit(picture, crop.size[::-1])
 
 
 def _notes(op: Prepared, span: Span, view: str) -> list[str]:

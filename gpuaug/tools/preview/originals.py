@@ -1,21 +1,63 @@
-"""Reads the encoded images and targets of a loader's source, before the recipe."""
+"""Reads samples of a loader's source as they are before the recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from PIL import Image
 
 from gpuaug.augment.recipe import Augment
 from gpuaug.augment.target_stage import TargetStage
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.plan import HeaderInfo
+from gpuaug.display.annotations import Annotated, Annotations
+from gpuaug.display.batches import label_text
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.stages import NO_DRAWS, LiveStage
 from gpuaug.read.reader import Reader
+from gpuaug.source.materialized import MaterializedSource
 from gpuaug.targets.batch import BatchTargets
+
+GRAY = (240, 240, 240)
+
+
+@dataclass
+class Sample:
+    """A sample to show: the upright original image, and its augmented images."""
+
+    index: int
+    key: str
+    label: str  # "" if there is none
+    original: Annotated
+    absent: str = ""  # why ``original`` is only a gray picture
+    crops: list[tuple[int, ...]] = field(default_factory=list)  # (x1, y1, x2, y2) in the original; [] if stored
+    augmented: list[Annotated] = field(default_factory=list)  # all views of an epoch, then all views of the next one
+
+
+def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Sequence[int] = ()) -> list[Sample]:
+    """The samples without augmented images, and with the crops of the epochs ``cropped``."""
+    stored = isinstance(loader.source, MaterializedSource)
+    absent = "not stored, unlike its augmented images" if stored else "cannot be decoded"
+    decoder, samples = replace(loader.decode, num_threads=1).open("cpu"), []
+    for index in indices:
+        encoded = read(loader, [index], epoch=epoch)
+        headers = decoder.read_headers(encoded)
+        pixels = decoder.full(encoded, headers)[0].numpy()  # empty if the image cannot be decoded
+        label = label_text(None if encoded.labels is None else encoded.labels.tolist()[0], loader.source.classes)
+        sample = Sample(index, loader.source.key(index), label, Annotated(Image.new("RGB", (2, 1), GRAY)), absent)
+        if pixels.size:
+            known = Annotations.of(upright_targets(loader, decoder, encoded, headers), 0, loader.targets)
+            sample.original, sample.absent = Annotated(Image.fromarray(pixels), known), ""
+            for each in cropped:
+                for window in loader.pipeline.stage.read_headers(encoded, each).windows:
+                    top, left, height, width = window.window[0].tolist()
+                    sample.crops.append((left, top, left + width, top + height))
+        samples.append(sample)
+    decoder.close()
+    return samples
 
 
 def upright_targets(
