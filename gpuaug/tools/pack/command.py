@@ -33,14 +33,14 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
-from gpuaug.source.base import checksum, parse_manifest
+from gpuaug.source.base import parse_manifest
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, shard_name
+from gpuaug.tools import store
 from gpuaug.tools.pack.job import COLUMNS, Job, Pack, Packer, checked_out, finished
 from gpuaug.tools.pack.targets import describe
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, refuse_changes, results, to_json
 
 log = logging.getLogger("gpuaug")
 
@@ -135,19 +135,19 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
             f"{str(place)!r} has no {MANIFEST}, so packing has not finished. To continue, run its `gpuaug pack` "
             "command again."
         )
-    files: dict[str, list[Any]] = manifest["files"]
-    if bad := [name for name in files if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
+    entries: dict[str, list[Any]] = manifest["files"]
+    if bad := [name for name in entries if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
         raise SourceError(f"{place / MANIFEST} names files outside the folder: {bad[:3]}. Pack into a new folder.")
-    lines = []
-    for path, problem in damaged({place / name: files[name][1] for name in files}, num_workers=num_workers).items():
-        name = str(path.relative_to(place))
-        if path.is_file() and (actual := path.stat().st_size) != files[name][0]:
-            problem = f"has {actual} bytes instead of {files[name][0]}"
-        lines.append(f"{name}: {problem}")
+    expected, lines = {place / name: entry for name, entry in entries.items()}, []
+    damage = store.damaged({path: hashed for path, (_, hashed) in expected.items()}, num_workers=num_workers)
+    for path, problem in damage.items():
+        if path.is_file() and (actual := path.stat().st_size) != expected[path][0]:
+            problem = f"has {actual} bytes instead of {expected[path][0]}"
+        lines.append(f"{path.relative_to(place)}: {problem}")
     for size in manifest["sizes"]:  # a reader of WebDataset shards would also read extra files
         for path in sorted((place / str(size)).glob(f"*.{ENDINGS[manifest['format']]}")):
-            if (extra := f"{size}/{path.name}") not in files:
-                lines.append(f"{extra}: is not in the manifest")
+            if path not in expected:
+                lines.append(f"{size}/{path.name}: is not in the manifest")
     return lines
 
 
@@ -169,11 +169,7 @@ def pack(
     source = adapt(source)
     if faults.policy == "blank":
         raise ConfigError("`gpuaug pack` does not support `faults.policy=blank`. Set `faults.policy` to raise or drop.")
-    if decode.reduced:
-        raise ConfigError(
-            "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: true. "
-            "Set decode.reduced=false."
-        )
+    store.refuse_reduced(decode)
     checks.one_of("on", on, ("local", "ray"))
     checks.whole_number("num_workers", num_workers, 0, optional=True)
     place = checked_out(Path(out), source)
@@ -188,11 +184,11 @@ def pack(
         targets=describe(source, pixel_centers=what.pixel_centers),
     )
     if (manifest := finished(place)) is not None:
-        refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)
+        store.refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)
         shutil.rmtree(job.work, ignore_errors=True)  # a run that was killed at its very end leaves this folder
         log.info("pack %s: already finished", place)
         return manifest
-    with only_writer(job.work, out=place):
+    with store.only_writer(job.work, out=place):
         job.begin()
         if not (job.work / MANIFEST).exists():
             _write_shards(job, faults, num_workers=num_workers, on=on)
@@ -207,7 +203,7 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
     if before:
         log.info("pack %s: %d of %d shards are already done", job.out, len(before), job.shards)
     bar = tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty())
-    made = results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
+    made = store.results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
     with bar, closing(made):
         for shard, shard_faults in chain(before.items(), made if todo else ()):
             bad += len(shard_faults)
@@ -234,19 +230,19 @@ def _write_index(job: Job) -> None:
 
     def put(name: str, *parts: bytes | memoryview) -> None:
         files.write(job.work / name, *parts, sync=True)
-        written[name] = [sum(map(len, parts)), digest(*parts)]
+        written[name] = [sum(map(len, parts)), store.digest(*parts)]
 
     for name in ("keys", "extra"):
         lines = [os.fsencode(text) for part in columns.pop(name) for text in part]
         if name == "keys" or any(line != b"null" for line in lines):
             put(f"index/{name}.bin", b"".join(lines))
-            put(f"index/{name}.npy", *npy(np.cumsum([0, *map(len, lines)]), np.int64))
+            put(f"index/{name}.npy", *store.npy(np.cumsum([0, *map(len, lines)]), np.int64))
     if (labels := _labels([*chain(*columns.pop("labels"))])) is not None:
-        put("index/labels.npy", *npy(labels))
+        put("index/labels.npy", *store.npy(labels))
     targets = None if job.targets is None else dict(job.targets)
     for name, parts in columns.items():
         array = _joined(name, parts, targets)
-        put(f"index/{name}.npy", *npy(array))
+        put(f"index/{name}.npy", *store.npy(array))
         if targets is not None and name.endswith(".keypoints"):
             targets["num_keypoints"] = array.shape[1]
     classes = None if job.source.classes is None else list(job.source.classes)
@@ -266,8 +262,7 @@ def _write_index(job: Job) -> None:
         "job": job.describe(),
         "files": dict(sorted(written.items())),
     }
-    manifest = json.loads(json.dumps(manifest))
-    files.write(job.work / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
+    store.write_manifest(job.work / MANIFEST, manifest)
 
 
 def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], list[dict[str, Any]]]:
@@ -276,7 +271,7 @@ def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], l
     num_keypoints = set[int]()
     for shard in range(job.shards):
         if (note := job.note(shard)) is None:
-            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {GO_ON}")
+            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {store.GO_ON}")
         for name, values in note["columns"].items():
             if name.endswith(".keypoints"):
                 num_keypoints.update(map(len, values))

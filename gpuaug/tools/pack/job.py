@@ -171,8 +171,6 @@ class Job:
             refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
         else:
             files.write(file, to_json(self.describe()), sync=True)
-        for part in self.work.rglob("*.part"):  # left by a killed run; this run holds the lock
-            part.unlink()
 
 
 def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
