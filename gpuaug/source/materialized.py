@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -290,12 +290,12 @@ class Rows:
 
     def _mapped(self, slot: int, number: int) -> tuple[Any, NDArray[np.uint8], dict[int, Any]]:
         """The records of a chunk, their pixels as uint8 [n, size], and the faults by row of the chunk."""
-        file = chunk_file(Path(self.root), self.manifest, slot, number)
-        rows = chunk_rows(self.manifest, slot, number)
+        chunk = Chunk.of(Path(self.root), self.manifest, slot, number)
+        file, rows = chunk
         try:
             check_regular(os.stat(file), file)
             samples = np.lib.format.open_memmap(file, mode="r")
-            faults = {int(fault.pop("row")): fault for fault in read_marker(file, rows=rows)["faults"]}
+            faults = {int(fault.pop("row")): fault for fault in chunk.note()["faults"]}
             check_array(samples, self.record, (rows,))
         except NO_ARRAY as error:
             raise SourceError(
@@ -325,29 +325,37 @@ def epoch_folder(root: Path, manifest: dict[str, Any], slot: int) -> Path:
     return root / f"epoch-{manifest['start_epoch'] + slot:04d}"
 
 
-def chunk_file(root: Path, manifest: dict[str, Any], slot: int, number: int) -> Path:
-    return epoch_folder(root, manifest, slot) / f"{number:05d}.npy"
-
-
 def chunk_count(manifest: dict[str, Any], slot: int) -> int:
     return int(-(-manifest["rows"][slot] // manifest["chunk"]))
 
 
-def chunk_rows(manifest: dict[str, Any], slot: int, number: int) -> int:
-    return int(min(manifest["chunk"], manifest["rows"][slot] - number * manifest["chunk"]))
+class Chunk(NamedTuple):
+    """A file of consecutive rows of a stored epoch."""
 
+    file: Path
+    rows: int
 
-def read_marker(file: Path, *, rows: int) -> dict[str, Any]:
-    """The .json file of a chunk; OSError or ValueError if the file is missing or wrong."""
-    note = json.loads(read_file(str(file.with_suffix(".json"))))
-    if not isinstance(note, dict) or note.get("rows") != rows or not isinstance(note.get("faults"), list):
-        raise ValueError(f"its .json file has {str(note)[:100]}")
-    for fault in note["faults"]:
-        kinds = {"row": int, "stage": str, "reason": str, "size": int, "head": str}
-        if not isinstance(fault, dict) or {name: type(value) for name, value in fault.items()} != kinds:
-            raise ValueError(f"its .json file has an invalid fault: {str(fault)[:100]}")
-        bytes.fromhex(fault["head"])
-    return note
+    @classmethod
+    def of(cls, root: Path, manifest: dict[str, Any], slot: int, number: int) -> Chunk:
+        rows = min(manifest["chunk"], manifest["rows"][slot] - number * manifest["chunk"])
+        return cls(epoch_folder(root, manifest, slot) / f"{number:05d}.npy", rows)
+
+    @property
+    def note_file(self) -> Path:
+        """The file with the chunk's checksum and faults, which is written after the chunk."""
+        return self.file.with_suffix(".json")
+
+    def note(self) -> dict[str, Any]:
+        """The content of the note; OSError or ValueError if the note is missing or wrong."""
+        note = json.loads(read_file(str(self.note_file)))
+        if not isinstance(note, dict) or note.get("rows") != self.rows or not isinstance(note.get("faults"), list):
+            raise ValueError(f"its .json file has {str(note)[:100]}")
+        for fault in note["faults"]:
+            kinds = {"row": int, "stage": str, "reason": str, "size": int, "head": str}
+            if not isinstance(fault, dict) or {name: type(value) for name, value in fault.items()} != kinds:
+                raise ValueError(f"its .json file has an invalid fault: {str(fault)[:100]}")
+            bytes.fromhex(fault["head"])
+        return note
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

@@ -80,11 +80,14 @@ class PackedSource(ListedSource):
         self._schedule = self._sizes_by_epoch(size)
         self.used = sorted({size for _, size in self._schedule}, key=str)  # sizes that some epoch reads
         self.total = int(self.manifest["samples"])  # includes excluded samples
-        self._first = bounds_of(self.manifest["shards"])
+        shards = self.manifest["shards"]
+        # one row for each size and sample, and one part for each size and shard
+        self._parts = [shard_name(size, shard, self.format) for size in self.used for shard in range(len(shards))]
+        self._first = bounds_of(shards * len(self.used))
         self._names = self._texts("keys")
         self._extras = self._texts("extra") if "index/extra.npy" in self.manifest["files"] else None  # JSON
-        self._begins, self._bytes = self._places("offsets", "lengths")
-        self._opened: dict[tuple[Size, int], mmap.mmap] = {}
+        self._images = self._places("offsets", "lengths")
+        self._opened: dict[str, mmap.mmap] = {}
         self._take_labels(classes)
         self._take_targets()
         self._activate(subset, exclude, began=began)
@@ -119,7 +122,7 @@ class PackedSource(ListedSource):
 
     def objects_digest(self) -> str:
         """Hash of all objects, at the sizes that are read."""
-        return " ".join(table.digest() for table in self._tables.values())
+        return " ".join(table.digest() for table in self._tables)
 
     def shapes(self, size: Size | None = None) -> NDArray[np.int32]:
         """Height and width of every sample, int32 [N, 2], at ``size`` (None: the size that is read)."""
@@ -137,64 +140,57 @@ class PackedSource(ListedSource):
             return [data if isinstance(data, Exception) else self._sample(row, data) for row, data in results]
         items: list[Any] = []
         for row in rows:
-            size, shard, begin, length = self._locate(row)
+            name, begin, end = self._locate(row)
             try:
-                file = self._open(size, shard)
+                file = self._open(name)
                 # read the whole sample ahead; this call takes 2 us if the sample is already in memory
                 start = begin - begin % mmap.PAGESIZE
-                file.madvise(mmap.MADV_WILLNEED, start, begin + length - start)
-                items.append(self._sample(row, memoryview(file)[begin : begin + length]))
+                file.madvise(mmap.MADV_WILLNEED, start, end - start)
+                items.append(self._sample(row, memoryview(file)[begin:end]))
             except (OSError, SourceError) as error:
                 items.append(error)
         return items
 
-    def _locate(self, row: int) -> tuple[Size, int, int, int]:
-        """Size, shard, first byte and number of bytes of a row. The bytes are the image, then the mask."""
-        position, number = divmod(row, self.total)
-        size, (shard, _) = self.used[position], locate(self._first, number)
-        begin, length = int(self._begins[size].numpy()[number]), int(self._bytes[size].numpy()[number])
-        if self._mask_begins:
-            length = int(self._mask_begins[size].numpy()[number] + self._mask_bytes[size].numpy()[number]) - begin
-        return size, shard, begin, length
+    def _locate(self, row: int) -> tuple[str, int, int]:
+        """The file of a row, its first byte, and the byte after its last. The bytes are the image, then the mask."""
+        begin, end = _place(self._images, row)
+        if self._masks is not None:
+            _, end = _place(self._masks, row)
+        return self._parts[locate(self._first, row)[0]], begin, end
 
     def _sample(self, row: int, data: Any) -> Any:
-        label, (position, number) = self._label_of(row), divmod(row, self.total)
+        label, number = self._label_of(row), row % self.total
         try:
             extra = () if self._extras is None else (json.loads(self._extras[number]),)
         except (ValueError, RecursionError) as error:
             return SourceError(
                 f"index/extra.bin in {redact(self.root)!r} is damaged at sample {number}: {error}. {_REPAIR}"
             )
-        if not self._mask_begins:
+        if self._masks is None:
             return data, label, *extra
-        length, mask = int(self._bytes[self.used[position]].numpy()[number]), self._mask_bytes[self.used[position]]
-        view = memoryview(data)
-        return view[:length], replace(label, mask=view[len(view) - int(mask.numpy()[number]) :]), *extra
+        (begin, end), (mask, _), view = _place(self._images, row), _place(self._masks, row), memoryview(data)
+        return view[: end - begin], replace(label, mask=view[mask - begin :]), *extra
 
     def _label_of(self, row: int) -> Any:
         position, number = divmod(row, self.total)
         label = super()._label_of(number)
-        if not self.target_kinds:
-            return label
         if not self._tables:
-            return Target(label=label)
-        return self._tables[self.used[position]].target(number, label=label)
+            return Target(label=label) if self.target_kinds else label
+        return self._tables[position].target(number, label=label)
 
     def _range(self, index: int) -> Range:
-        size, shard, begin, length = self._locate(index)
-        name = shard_name(size, shard, self.format)
-        return Range(join(self.root, name), begin, length, self.manifest["files"][name][1])
+        name, begin, end = self._locate(index)
+        return Range(join(self.root, name), begin, end - begin, self.manifest["files"][name][1])
 
-    def _open(self, size: Size, shard: int) -> mmap.mmap:
-        if (size, shard) not in self._opened:
-            name = shard_name(size, shard, self.format)
+    def _open(self, name: str) -> mmap.mmap:
+        if name not in self._opened:
             with open(os.path.join(self.root, name), "rb") as file:
                 # access beyond the end of a mapped file would kill the process
                 actual, expected = os.fstat(file.fileno()).st_size, self.manifest["files"][name][0]
                 if actual != expected:
                     raise SourceError(f"{name} in {self.root!r} has {actual} bytes instead of {expected}. {_REPAIR}")
-                self._opened[size, shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._opened[size, shard]
+                self._opened[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._opened[name]
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
@@ -231,20 +227,16 @@ class PackedSource(ListedSource):
         ends = self._array(f"index/{name}.npy", np.int64, self.total + 1)
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
-    def _places(self, offsets: str, lengths: str) -> tuple[dict[Size, Tensor], dict[Size, Tensor]]:
-        """For each size: the offsets and lengths of all images or masks in their shards."""
-        begins, sizes = dict[Size, Tensor](), dict[Size, Tensor]()
-        for size in self.used:
-            begin = self._array(f"index/{size}.{offsets}.npy", np.int64, self.total)
-            length = self._array(f"index/{size}.{lengths}.npy", np.int32, self.total)
-            names = [shard_name(size, k, self.format) for k in range(len(self._first) - 1)]
-            room = np.repeat([self.manifest["files"][name][0] for name in names], self.manifest["shards"])
-            if ((begin < 0) | (length < 0) | (begin + length > room)).any():
-                raise SourceError(
-                    f"the index of size {size} in {redact(self.root)!r} points outside its files. {_REPAIR}"
-                )
-            begins[size], sizes[size] = share(torch.from_numpy(begin)), share(torch.from_numpy(length))
-        return begins, sizes
+    def _places(self, offsets: str, lengths: str) -> tuple[Tensor, Tensor]:
+        """The first byte of the image or mask of each row in its file, and its number of bytes."""
+        begins = [self._array(f"index/{size}.{offsets}.npy", np.int64, self.total) for size in self.used]
+        counts = [self._array(f"index/{size}.{lengths}.npy", np.int32, self.total) for size in self.used]
+        begin, count = np.concatenate(begins), np.concatenate(counts)
+        room = np.repeat([self.manifest["files"][name][0] for name in self._parts], np.diff(self._first.numpy()))
+        if (outside := (begin < 0) | (count < 0) | (begin > room - count)).any():
+            size = self.used[int(outside.argmax()) // self.total]
+            raise SourceError(f"the index of size {size} in {redact(self.root)!r} points outside its files. {_REPAIR}")
+        return share(torch.from_numpy(begin)), share(torch.from_numpy(count))
 
     def _take_targets(self) -> None:
         described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None, "panoptic": False}
@@ -252,16 +244,13 @@ class PackedSource(ListedSource):
         self.target_kinds = frozenset(described["kinds"])
         self.flip_pairs = None if flip is None else tuple(flip)
         self.panoptic: bool = described["panoptic"]
-        self._mask_begins, self._mask_bytes, self._tables = dict[Size, Tensor](), dict[Size, Tensor](), {}
-        if "masks" in self.target_kinds:
-            self._mask_begins, self._mask_bytes = self._places("mask_offsets", "mask_lengths")
-            ends = {size: self._begins[size] + self._bytes[size] for size in self.used}
-            if any((self._mask_begins[size] < ends[size]).any() for size in self.used):
-                raise SourceError(f"masks in {redact(self.root)!r} must come after their images. {_REPAIR}")
-        if self.target_kinds - {"masks"}:
-            self._tables = self._read_objects()
+        self._masks = self._places("mask_offsets", "mask_lengths") if "masks" in self.target_kinds else None
+        if self._masks is not None and (self._masks[0] < self._images[0] + self._images[1]).any():
+            raise SourceError(f"masks in {redact(self.root)!r} must come after their images. {_REPAIR}")
+        self._tables = self._read_objects() if self.target_kinds - {"masks"} else []
 
-    def _read_objects(self) -> dict[Size, ObjectTable]:
+    def _read_objects(self) -> list[ObjectTable]:
+        """The objects at each used size."""
         bounds = self._array("index/object_bounds.npy", np.int64, self.total + 1)
         counts, total = np.diff(bounds), int(bounds[-1])
         if bounds[0] or (counts < 0).any():
@@ -271,7 +260,7 @@ class PackedSource(ListedSource):
             for name, dtype in (("labels", np.int64), ("crowd", np.bool_), ("ids", np.int64))
         }
         common["labels"] = self._renumbered(common["labels"])
-        tables = {}
+        tables = []
         for size in self.used:
             columns: dict[str, Any] = {"boxes": None, **common}
             columns["area"] = self._array(f"index/{size}.area.npy", np.float32, total)
@@ -281,7 +270,7 @@ class PackedSource(ListedSource):
                 number = self.manifest["targets"]["num_keypoints"]
                 columns["keypoints"] = self._array(f"index/{size}.keypoints.npy", np.float32, total, number, 3)
                 self.num_keypoints = number
-            tables[size] = ObjectTable(counts, **columns, sizes=self.shapes(size))
+            tables.append(ObjectTable(counts, **columns, sizes=self.shapes(size)))
         return tables
 
     def _renumbered(self, labels: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -364,6 +353,13 @@ class Rows(SourceView):
 
 
 _REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again into a new folder."
+
+
+def _place(places: tuple[Tensor, Tensor], row: int) -> tuple[int, int]:
+    """First byte of a row, and the byte after its last."""
+    begins, counts = places
+    begin = int(begins.numpy()[row])
+    return begin, begin + int(counts.numpy()[row])
 
 
 def shard_name(size: Size, shard: int, form: str) -> str:

@@ -18,12 +18,19 @@ _operators: list[Any] = []
 
 
 @contextmanager
-def _without_current_folder() -> Iterator[None]:
-    """Do not import from the current folder: a user's file there may have the name of a package."""
+def _importing(name: str, remedy: str) -> Iterator[None]:
+    """Raise ConfigError if an import of the block fails. Nothing is imported from the current folder.
+
+    A user's file there may have the name of a package.
+    """
     before, here = sys.path, os.path.realpath(os.getcwd())
     sys.path = [folder for folder in before if os.path.realpath(folder) != here]
     try:
         yield
+    except Exception as error:
+        raise ConfigError(
+            f"this needs {name}, which cannot be imported ({type(error).__name__}: {error}). {remedy}"
+        ) from error
     finally:
         sys.path = before
 
@@ -31,34 +38,23 @@ def _without_current_folder() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def torchvision() -> tuple[Any, str]:
     """``torchvision.transforms.v2`` and torchvision's version. Raises ConfigError if torchvision cannot be imported."""
-    try:
-        with _without_current_folder():
-            try:
-                import torchvision
-            except RuntimeError:  # a build for another torch lacks two operators, which no transform or classifier uses
-                for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
-                    del sys.modules[name]
-                _operators.append(torch.library.Library("torchvision", "DEF"))
-                for name in ("nms", "qnms"):
-                    _operators[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-                import torchvision
-            from torchvision.transforms import v2
-    except Exception as error:
-        raise ConfigError(
-            f"this needs torchvision, which cannot be imported ({type(error).__name__}: {error}). Install the release "
-            "for your torch: pip install torchvision"
-        ) from error
+    with _importing("torchvision", "Install the release for your torch: pip install torchvision"):
+        try:
+            import torchvision
+        except RuntimeError:  # a build for another torch lacks two operators, which no transform or classifier uses
+            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            _operators.append(torch.library.Library("torchvision", "DEF"))
+            for name in ("nms", "qnms"):
+                _operators[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            import torchvision
+        from torchvision.transforms import v2
     return v2, str(torchvision.__version__)
 
 
 def timm() -> Any:
     """The package ``timm``. Raises ConfigError if timm or torchvision cannot be imported."""
     torchvision()
-    try:
-        with _without_current_folder():
-            import timm
-    except Exception as error:
-        raise ConfigError(
-            f"this needs timm, which cannot be imported ({type(error).__name__}: {error}). Install it: pip install timm"
-        ) from error
+    with _importing("timm", "Install it: pip install timm"):
+        import timm
     return timm

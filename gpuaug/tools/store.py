@@ -24,10 +24,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from gpuaug import machine
+from gpuaug import files, machine
 from gpuaug.augment.fingerprint import differences
+from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import check_regular
+from gpuaug.source.base import checksum
 from gpuaug.source.local import read_file
 
 log = logging.getLogger("gpuaug")
@@ -52,6 +54,15 @@ def check_out(out: Path, *ours: str) -> None:
         )
 
 
+def refuse_reduced(decode: Decode) -> None:
+    """Raise ConfigError if large images would be decoded at a fraction of their size."""
+    if decode.reduced:
+        raise ConfigError(
+            "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: true. "
+            "Set decode.reduced=false."
+        )
+
+
 def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
     """Raise ``error`` if ``before``, the job recorded in ``out``, differs from ``here``, the job of this run."""
     if changes := differences(before, json.loads(json.dumps(here))):
@@ -61,7 +72,10 @@ def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError
 
 @contextmanager
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
-    """Create a folder, and lock it while the block runs. ConfigError if another run has the lock."""
+    """Create a folder, lock it while the block runs, and remove temporary files of a killed run.
+
+    Raises ConfigError if another run has the lock.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -74,6 +88,8 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
             raise ConfigError(f"another run is writing `out`, {str(out)!r}. Wait until that run ends.") from error
         except OSError:  # the file system has no locks
             pass
+        for part in folder.rglob("*.part"):
+            part.unlink()
         yield
     finally:
         os.close(descriptor)
@@ -211,6 +227,11 @@ def read_json(path: Path) -> Any:
 
 def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def write_manifest(file: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest with its checksum, completely or not at all."""
+    files.write(file, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
 
 
 def npy(values: Any, dtype: Any = None) -> tuple[bytes, memoryview]:

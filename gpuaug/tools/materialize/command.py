@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,10 @@ from gpuaug.source.materialized import (
     MANIFEST,
     PLAN,
     VERSION,
+    Chunk,
     chunk_count,
-    chunk_file,
-    chunk_rows,
     epoch_folder,
     read_manifest,
-    read_marker,
     record,
 )
 from gpuaug.tools.report import Report
@@ -66,8 +64,10 @@ from gpuaug.tools.store import (
     npy,
     only_writer,
     refuse_changes,
+    refuse_reduced,
     results,
     to_json,
+    write_manifest,
 )
 
 log = logging.getLogger("gpuaug")
@@ -204,12 +204,13 @@ class Materialize:
         self.record = record(self.plan)
         self.samples = sum(self.plan["rows"])
         self.bytes = self.samples * self.record.itemsize
-        self.missing = [place for place in self._chunks if not self._is_done(*place)]
+        self._chunks = [(slot, n) for slot in range(epochs) for n in range(chunk_count(self.plan, slot))]
+        self.missing = [place for place in self._chunks if self._note(*place) is None]
 
     @property
     def samples_missing(self) -> int:
         """Samples that are not written yet."""
-        return sum(chunk_rows(self.plan, *place) for place in self.missing)
+        return sum(self._chunk(*place).rows for place in self.missing)
 
     @property
     def free(self) -> int:
@@ -244,39 +245,28 @@ class Materialize:
 
     def verify(self) -> list[str]:
         """Compare all files with their checksums. Returns the files that are damaged or missing."""
-        digests = {}
-        for place in self._chunks:
-            file = chunk_file(self.out, self.plan, *place)
-            try:
-                digests[file] = str(self._note(*place).get("digest"))
-            except (OSError, ValueError):
-                digests[file] = "no note"
+        digests = {self._chunk(*place).file: str((self._note(*place) or {}).get("digest")) for place in self._chunks}
         bad = [str(file) for file in damaged(digests)]
         if not bad and (seal := read_manifest(self.out).get("seal")) != self._seal():
             bad.append(f"{self.out / MANIFEST} (its checksum {seal} does not match the files)")
         return bad
 
-    @property
-    def _chunks(self) -> list[tuple[int, int]]:
-        return [(slot, n) for slot in range(self.plan["epochs"]) for n in range(chunk_count(self.plan, slot))]
+    def _chunk(self, slot: int, number: int) -> Chunk:
+        return Chunk.of(self.out, self.plan, slot, number)
 
-    def _note(self, slot: int, number: int) -> dict[str, Any]:
-        return read_marker(chunk_file(self.out, self.plan, slot, number), rows=chunk_rows(self.plan, slot, number))
-
-    def _is_done(self, slot: int, number: int) -> bool:
+    def _note(self, slot: int, number: int) -> dict[str, Any] | None:
+        """The note of a written chunk; None if the chunk must be written."""
+        chunk = self._chunk(slot, number)
         try:
-            self._note(slot, number)
-            size = chunk_file(self.out, self.plan, slot, number).stat().st_size
-            return size >= chunk_rows(self.plan, slot, number) * self.record.itemsize
+            note = chunk.note()
+            return note if chunk.file.stat().st_size >= chunk.rows * self.record.itemsize else None
         except (OSError, ValueError):
-            return False
+            return None
 
     def _prepare(self) -> None:
-        """Remove temporary files of a killed run. Write keys, labels, indices and orders."""
-        for part in [*self.out.glob("*.part"), *self.out.glob("epoch-*/*.part")]:
-            part.unlink()
+        """Write keys, labels, indices and orders."""
         if not (self.out / MANIFEST).exists():
-            _save(self.out / PLAN, self.plan)
+            write_manifest(self.out / PLAN, self.plan)
         source = self._loader.source
         numbers = active_numbers(source)
         blocks = np.array_split(numbers, 1 + len(numbers) // 65536)
@@ -300,13 +290,14 @@ class Materialize:
 
     def _finish(self) -> int:
         """Write the manifest, and return the number of faults."""
-        self.missing = [place for place in self._chunks if not self._is_done(*place)]
+        notes = {place: self._note(*place) for place in self._chunks}
+        self.missing = [place for place, note in notes.items() if note is None]
         if self.missing:
             raise GpuaugError(
                 f"{len(self.missing)} chunks are missing in {str(self.out)!r}. Run the same command again."
             )
-        faults = sum(len(self._note(*place)["faults"]) for place in self._chunks)
-        _save(self.out / MANIFEST, {**self.plan, "faults": faults, "seal": self._seal()})
+        faults = sum(len(note["faults"]) for note in notes.values() if note is not None)
+        write_manifest(self.out / MANIFEST, {**self.plan, "faults": faults, "seal": self._seal()})
         (self.out / PLAN).unlink(missing_ok=True)
         return faults
 
@@ -315,8 +306,7 @@ class Materialize:
         sealed = [self.out / f"{name}.npy" for name in ("keys", "key_offsets", "labels", "indices")]
         for slot in range(self.plan["epochs"]):
             sealed.append(epoch_folder(self.out, self.plan, slot) / "order.npy")
-            numbers = range(chunk_count(self.plan, slot))
-            sealed += [chunk_file(self.out, self.plan, slot, n).with_suffix(".json") for n in numbers]
+            sealed += [self._chunk(slot, n).note_file for n in range(chunk_count(self.plan, slot))]
         return digest(*(file_digest(file).encode() if file.exists() else b"none" for file in sealed))
 
 
@@ -325,7 +315,7 @@ class Writer:
 
     def __init__(self, out: Path, plan: dict[str, Any], arguments: dict[str, Any]) -> None:
         self.out, self.plan = out, plan
-        self.loader, self.noted = Loader(**arguments), arguments["faults"]
+        self.loader, self.noted = Loader(**arguments), arguments["faults"].noted
 
     def close(self) -> None:
         self.loader.close()
@@ -345,8 +335,8 @@ class Writer:
                 while begin < len(batch) and position < end:
                     number, at = divmod(position, chunk)
                     if at == 0:
-                        samples = np.zeros(chunk_rows(plan, slot, number), dtype=record(plan))
-                        faults = list[Any]()
+                        target = Chunk.of(self.out, plan, slot, number)
+                        samples, faults = np.zeros(target.rows, dtype=record(plan)), list[Any]()
                     count = min(len(batch) - begin, len(samples) - at)
                     rows = slice(begin, begin + count)
                     if (batch.indices[rows].numpy() != order[position : position + count]).any():
@@ -356,12 +346,12 @@ class Writer:
                     if batch.labels is not None:
                         samples["label"][at : at + count] = batch.labels[rows].cpu().numpy()
                     for row in (~batch.valid[rows]).nonzero().flatten().tolist():
-                        faults.append(self.noted.of(int(batch.indices[begin + row]), row=at + row))
+                        faults.append(self.noted[int(batch.indices[begin + row])] | {"row": at + row})
                     begin, position = begin + count, position + count
                     if at + count == len(samples):
                         if writing is not None:
                             writing.result()
-                        writing = writer.submit(save_chunk, chunk_file(self.out, plan, slot, number), samples, faults)
+                        writing = writer.submit(save_chunk, target, samples, faults)
                     progress(count)
                 if position >= end:
                     break
@@ -374,18 +364,13 @@ class Noted(Faults):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._noted: dict[int, Fault] = {}  # by sample number
+        self.noted: dict[int, dict[str, Any]] = {}  # as JSON, by sample number
 
     def handle(self, faults: Sequence[Fault], *, indices: Sequence[int], **rest: Any) -> None:
         """Keep the faults, then apply the fault policy."""
-        self._noted.update((indices[fault.row], fault) for fault in faults)
+        for fault in faults:
+            self.noted[indices[fault.row]] = asdict(fault) | {"head": fault.head.hex()}
         super().handle(faults, indices=indices, **rest)
-
-    def of(self, index: int, *, row: int) -> dict[str, Any]:
-        """The fault of a sample, and its row in the chunk, as JSON."""
-        fault = self._noted[index]
-        reason = {"stage": fault.stage, "reason": fault.reason, "size": fault.size, "head": fault.head.hex()}
-        return {"row": row, **reason}
 
 
 def _check(loader: Loader) -> None:
@@ -401,11 +386,7 @@ def _check(loader: Loader) -> None:
             "`augment` must be one recipe for all epochs, because stored samples have one size. Found: a "
             "gpuaug.Progressive. Materialize one of its stages, or train without `gpuaug materialize`."
         )
-    if loader.decode.reduced:
-        raise ConfigError(
-            "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: "
-            "true. Set decode.reduced=false."
-        )
+    refuse_reduced(loader.decode)
     if loader.limit_batches is not None:
         raise ConfigError(
             f"`limit_batches` must be null, because whole epochs are stored. Found: {loader.limit_batches}. To "
@@ -499,12 +480,12 @@ def _stored(view: Tensor, *, final: bool) -> NDArray[Any]:
     return view.mul(255).round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().contiguous().numpy()
 
 
-def save_chunk(file: Path, samples: NDArray[Any], faults: list[dict[str, Any]]) -> None:
+def save_chunk(chunk: Chunk, samples: NDArray[Any], faults: list[dict[str, Any]]) -> None:
     """Write a chunk atomically, then its note."""
     parts = npy(samples)
-    files.write(file, *parts, sync=True)
-    note = {"rows": len(samples), "digest": digest(*parts), "faults": faults}
-    files.write(file.with_suffix(".json"), to_json(note), sync=True)
+    files.write(chunk.file, *parts, sync=True)
+    note = {"rows": chunk.rows, "digest": digest(*parts), "faults": faults}
+    files.write(chunk.note_file, to_json(note), sync=True)
 
 
 def _earlier(out: Path) -> dict[str, Any] | None:
@@ -520,10 +501,6 @@ def _earlier(out: Path) -> dict[str, Any] | None:
         raise ConfigError(
             f"`out` cannot be read: {str(out)!r} ({error}). Set another `out`, or remove the folder."
         ) from error
-
-
-def _save(file: Path, plan: dict[str, Any]) -> None:
-    files.write(file, to_json({**plan, "checksum": checksum(plan)}), sync=True)
 
 
 def _spans(chunks: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:

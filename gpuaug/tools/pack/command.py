@@ -13,8 +13,9 @@ import re
 import shutil
 import sys
 import time
+from collections import defaultdict
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,14 +33,14 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
-from gpuaug.source.base import checksum, parse_manifest
+from gpuaug.source.base import parse_manifest
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, shard_name
-from gpuaug.tools.pack.job import FIELDS, MASK_FIELDS, Job, Pack, Packer, checked_out, finished
-from gpuaug.tools.pack.targets import describe, index_arrays
+from gpuaug.tools import store
+from gpuaug.tools.pack.job import COLUMNS, Job, Pack, Packer, checked_out, finished
+from gpuaug.tools.pack.targets import describe
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.store import GO_ON, damaged, digest, npy, only_writer, refuse_changes, results, to_json
 
 log = logging.getLogger("gpuaug")
 
@@ -76,7 +77,7 @@ def main(request: Request) -> int:
         manifest = pack(
             request.build(source),
             out,
-            what=Pack(**{field.name: getattr(settings, field.name) for field in fields(Pack)}),
+            what=settings,
             decode=Decode() if decode is None else request.build(decode),
             faults=Faults() if faults is None else request.build(faults),
             num_workers=settings.num_workers,
@@ -134,19 +135,19 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
             f"{str(place)!r} has no {MANIFEST}, so packing has not finished. To continue, run its `gpuaug pack` "
             "command again."
         )
-    files: dict[str, list[Any]] = manifest["files"]
-    if bad := [name for name in files if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
+    entries: dict[str, list[Any]] = manifest["files"]
+    if bad := [name for name in entries if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
         raise SourceError(f"{place / MANIFEST} names files outside the folder: {bad[:3]}. Pack into a new folder.")
-    lines = []
-    for path, problem in damaged({place / name: files[name][1] for name in files}, num_workers=num_workers).items():
-        name = str(path.relative_to(place))
-        if path.is_file() and (actual := path.stat().st_size) != files[name][0]:
-            problem = f"has {actual} bytes instead of {files[name][0]}"
-        lines.append(f"{name}: {problem}")
+    expected, lines = {place / name: entry for name, entry in entries.items()}, []
+    damage = store.damaged({path: hashed for path, (_, hashed) in expected.items()}, num_workers=num_workers)
+    for path, problem in damage.items():
+        if path.is_file() and (actual := path.stat().st_size) != expected[path][0]:
+            problem = f"has {actual} bytes instead of {expected[path][0]}"
+        lines.append(f"{path.relative_to(place)}: {problem}")
     for size in manifest["sizes"]:  # a reader of WebDataset shards would also read extra files
         for path in sorted((place / str(size)).glob(f"*.{ENDINGS[manifest['format']]}")):
-            if (extra := f"{size}/{path.name}") not in files:
-                lines.append(f"{extra}: is not in the manifest")
+            if path not in expected:
+                lines.append(f"{size}/{path.name}: is not in the manifest")
     return lines
 
 
@@ -168,11 +169,7 @@ def pack(
     source = adapt(source)
     if faults.policy == "blank":
         raise ConfigError("`gpuaug pack` does not support `faults.policy=blank`. Set `faults.policy` to raise or drop.")
-    if decode.reduced:
-        raise ConfigError(
-            "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: true. "
-            "Set decode.reduced=false."
-        )
+    store.refuse_reduced(decode)
     checks.one_of("on", on, ("local", "ray"))
     checks.whole_number("num_workers", num_workers, 0, optional=True)
     place = checked_out(Path(out), source)
@@ -187,11 +184,11 @@ def pack(
         targets=describe(source, pixel_centers=what.pixel_centers),
     )
     if (manifest := finished(place)) is not None:
-        refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)
+        store.refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)
         shutil.rmtree(job.work, ignore_errors=True)  # a run that was killed at its very end leaves this folder
         log.info("pack %s: already finished", place)
         return manifest
-    with only_writer(job.work, out=place):
+    with store.only_writer(job.work, out=place):
         job.begin()
         if not (job.work / MANIFEST).exists():
             _write_shards(job, faults, num_workers=num_workers, on=on)
@@ -200,24 +197,24 @@ def pack(
 
 
 def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str) -> None:
-    notes = {shard: job.note(shard) for shard in range(job.shards)}
-    todo = [shard for shard, note in notes.items() if note is None]
-    before = [(shard, note["faults"]) for shard, note in notes.items() if note is not None]
-    samples, bad = sum(len(job.numbers(shard)) for shard, _ in before), 0
+    before = {shard: note["faults"] for shard in range(job.shards) if (note := job.note(shard)) is not None}
+    todo = [shard for shard in range(job.shards) if shard not in before]
+    samples, bad = sum(len(job.numbers(shard)) for shard in before), 0
     if before:
         log.info("pack %s: %d of %d shards are already done", job.out, len(before), job.shards)
     bar = tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty())
-    made = results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
+    made = store.results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
     with bar, closing(made):
-        for shard, shard_faults in chain(before, made if todo else ()):
+        for shard, shard_faults in chain(before.items(), made if todo else ()):
             bad += len(shard_faults)
             bar.set_postfix(bad=bad, refresh=False)
             listed = [
-                Fault(row, stage, reason, size, bytes.fromhex(head)) for row, stage, reason, size, head in shard_faults
+                Fault(row, stage, reason, size, bytes.fromhex(head))
+                for row, (_, stage, reason, size, head) in enumerate(shard_faults)
             ]
-            indices = job.numbers(shard).tolist()
+            numbers, samples = [number for number, *_ in shard_faults], len(job.numbers(shard))
             try:
-                faults.handle(listed, indices=indices, epoch=0, samples=len(indices), key_of=job.source.key)
+                faults.handle(listed, indices=numbers, epoch=0, samples=samples, key_of=job.source.key)
             except DataError as error:
                 remedy = "To leave out such samples, set `faults.policy=drop`."
                 raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
@@ -226,89 +223,88 @@ def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str)
 
 def _write_index(job: Job) -> None:
     """Write the index, then the manifest."""
-    notes = _notes(job)
-    written: dict[str, list[Any]] = {}  # for each file: bytes and digest
+    columns, written, dropped = _read_notes(job)
+    shards = [len(keys) for keys in columns["keys"]]
+    if not any(shards):
+        raise SourceError(f"all {len(job.source)} samples are bad, so nothing could be packed.")
 
     def put(name: str, *parts: bytes | memoryview) -> None:
         files.write(job.work / name, *parts, sync=True)
-        written[name] = [sum(map(len, parts)), digest(*parts)]
+        written[name] = [sum(map(len, parts)), store.digest(*parts)]
 
-    texts = {"keys": [os.fsencode(key) for note in notes for key in note["keys"]]}
-    extra = [text.encode() for note in notes for text in note["extra"]]
-    if any(text != b"null" for text in extra):
-        texts["extra"] = extra
-    for name, lines in texts.items():
-        put(f"index/{name}.bin", b"".join(lines))
-        put(f"index/{name}.npy", *npy(np.cumsum([0, *map(len, lines)]), np.int64))
-    numbers = [np.delete(job.numbers(k), [row for row, *_ in note["faults"]]) for k, note in enumerate(notes)]
-    put("index/numbers.npy", *npy(np.concatenate(numbers), np.int64))
-    labels = _labels(notes)
-    if labels is not None:
-        put("index/labels.npy", *npy(labels))
-    fields, targets = dict[str, Any](FIELDS), None if job.targets is None else dict(job.targets)
-    if targets is not None:
-        fields |= MASK_FIELDS if "masks" in targets["kinds"] else {}
-        for name, array in index_arrays(notes).items():
-            put(f"index/{name}.npy", *npy(array))
-            if name.endswith("keypoints"):
-                targets["num_keypoints"] = array.shape[1]
+    for name in ("keys", "extra"):
+        lines = [os.fsencode(text) for part in columns.pop(name) for text in part]
+        if name == "keys" or any(line != b"null" for line in lines):
+            put(f"index/{name}.bin", b"".join(lines))
+            put(f"index/{name}.npy", *store.npy(np.cumsum([0, *map(len, lines)]), np.int64))
+    if (labels := _labels([*chain(*columns.pop("labels"))])) is not None:
+        put("index/labels.npy", *store.npy(labels))
+    targets = None if job.targets is None else dict(job.targets)
+    for name, parts in columns.items():
+        array = _joined(name, parts, targets)
+        put(f"index/{name}.npy", *store.npy(array))
+        if targets is not None and name.endswith(".keypoints"):
+            targets["num_keypoints"] = array.shape[1]
     classes = None if job.source.classes is None else list(job.source.classes)
-    for size in job.what.names:
-        shards = [note["files"][str(size)] for note in notes]
-        for field, dtype in fields.items():
-            put(f"index/{size}.{field}.npy", *npy([value for shard in shards for value in shard[field]], dtype))
-        if classes is not None:
-            put(f"{size}/classes.json", json.dumps(classes, indent=1).encode())
-        for number, shard in enumerate(shards):
-            written[shard_name(size, number, job.what.format)] = [shard["bytes"], shard["hash"]]
+    for size in job.what.names if classes is not None else ():
+        put(f"{size}/classes.json", json.dumps(classes, indent=1).encode())
     manifest = {
         "kind": KIND,
         "version": VERSION,
         "format": job.what.format,
         "sizes": job.what.names,
-        "samples": len(texts["keys"]),
-        "shards": [len(note["keys"]) for note in notes],
+        "samples": sum(shards),
+        "shards": shards,
         "classes": classes,
         "labels": None if labels is None else labels.dtype.name,
         **({} if targets is None else {"targets": targets}),
-        "dropped": _dropped(job, notes),
+        "dropped": dropped,
         "job": job.describe(),
         "files": dict(sorted(written.items())),
     }
-    manifest = json.loads(json.dumps(manifest))
-    files.write(job.work / MANIFEST, to_json({**manifest, "checksum": checksum(manifest)}), sync=True)
+    store.write_manifest(job.work / MANIFEST, manifest)
 
 
-def _notes(job: Job) -> list[dict[str, Any]]:
-    """The notes of all shards. Raises SourceError if no sample could be packed."""
-    notes = []
+def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], list[dict[str, Any]]]:
+    """Read the notes of all shards: the columns, one part per shard; bytes and digest of each file; the bad samples."""
+    columns, written, dropped = defaultdict[str, list[Any]](list), dict[str, list[Any]](), list[dict[str, Any]]()
+    num_keypoints = set[int]()
     for shard in range(job.shards):
         if (note := job.note(shard)) is None:
-            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {GO_ON}")
-        notes.append(note)
-    if not any(note["keys"] for note in notes):
-        raise SourceError(f"all {len(job.source)} samples are bad, so nothing could be packed.")
-    return notes
+            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {store.GO_ON}")
+        for name, values in note["columns"].items():
+            if name.endswith(".keypoints"):
+                num_keypoints.update(map(len, values))
+            if len(num_keypoints) > 1:
+                listed = sorted(num_keypoints)
+                raise SourceError(f"all objects must have the same number of keypoints. Found: {listed}.")
+            kind = COLUMNS.get(name.rpartition(".")[2])
+            columns[name].append(values if kind is None else np.array(values, kind))  # lists take more memory
+        for size, entry in note["files"].items():
+            written[shard_name(size, shard, job.what.format)] = entry
+        for number, stage, reason, *_ in note["faults"]:
+            dropped.append({"key": job.source.key(number), "index": number, "stage": stage, "reason": reason})
+    return columns, written, dropped
 
 
-def _labels(notes: list[dict[str, Any]]) -> NDArray[Any] | None:
+def _joined(name: str, parts: list[NDArray[Any]], targets: dict[str, Any] | None) -> NDArray[Any]:
+    """Join the parts of a column. An empty column gets the shape that the column has with rows."""
+    if name == "object_bounds":
+        return np.cumsum([0, *chain(*parts)], dtype=np.int64)
+    some, field = [part for part in parts if len(part)], name.rpartition(".")[2]
+    if not some:
+        num_keypoints = (targets or {}).get("num_keypoints") or 0
+        return np.zeros({"boxes": (0, 4), "keypoints": (0, num_keypoints, 3)}.get(field, 0), COLUMNS[field])
+    return np.concatenate(some)
+
+
+def _labels(labels: list[Any]) -> NDArray[Any] | None:
     """The labels of all samples, int64 or float32; None if no sample has one."""
-    labels = [label for note in notes for label in note["labels"]]
     if missing := sum(label is None for label in labels):
         if missing < len(labels):
             raise SourceError("some samples have no label. Label all samples, or set `source.labels=none`.")
         return None
     return np.array(labels, np.int64 if all(isinstance(label, int) for label in labels) else np.float32)
-
-
-def _dropped(job: Job, notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    faults = [
-        (int(job.numbers(shard)[row]), *rest) for shard, note in enumerate(notes) for row, *rest in note["faults"]
-    ]
-    return [
-        {"key": job.source.key(index), "index": index, "stage": stage, "reason": reason}
-        for index, stage, reason, *_ in faults
-    ]
 
 
 def _publish(job: Job) -> dict[str, Any]:

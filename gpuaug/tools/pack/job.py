@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import tarfile
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from gpuaug.source.base import parse_manifest
 from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
-from gpuaug.tools.pack.targets import TargetPacker, to_note
+from gpuaug.tools.pack.targets import TargetPacker
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
 
 Format = Literal["jpeg", "uint8"]
@@ -43,8 +43,12 @@ _READ_SAMPLES = 32  # samples per read
 _CANVAS_BYTES = 1 << 28  # if the resized images of a batch need more memory, they are resized one by one
 _LONGEST_JPEG = 65_535  # pixels per side
 
-FIELDS = {"offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32}  # columns of the index
-MASK_FIELDS = {"mask_offsets": np.int64, "mask_lengths": np.int32}
+# columns of the index; a column that differs between the sizes has a name such as `224.offsets`
+COLUMNS: dict[str, Any] = {
+    "numbers": np.int64, "offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32,
+    "mask_offsets": np.int64, "mask_lengths": np.int32, "object_bounds": np.int64, "object_labels": np.int64,
+    "object_crowd": np.bool_, "object_ids": np.int64, "area": np.float32, "boxes": np.float32, "keypoints": np.float32,
+}  # fmt: skip
 
 Encoded = list[tuple[bytes, tuple[int, int]]]  # for each size: the bytes to write, and (height, width)
 
@@ -106,7 +110,7 @@ class Job:
 
     @property
     def shards(self) -> int:
-        return math.ceil(len(self.source) / self.what.samples)
+        return -(-len(self.source) // self.what.samples)
 
     def numbers(self, shard: int) -> NDArray[np.int64]:
         """The numbers of a shard's samples in the source."""
@@ -124,7 +128,7 @@ class Job:
             note: dict[str, Any] = read_json(self.note_file(shard))
             for name in self.what.names:
                 path = self.work / shard_name(name, shard, self.what.format)
-                if path.stat().st_size != note["files"][str(name)]["bytes"]:
+                if path.stat().st_size != note["files"][str(name)][0]:
                     return None
         except (OSError, ValueError, KeyError):
             return None
@@ -133,7 +137,7 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """Everything that decides the written bytes, as JSON."""
         source, extra = self.source, getattr(self.source, "extra", None)
-        what = {**asdict(self.what), "sizes": self.what.names}
+        what = {field.name: getattr(self.what, field.name) for field in fields(Pack)} | {"sizes": self.what.names}
         del what["pixel_centers"]  # stored in `targets` if keypoints need it
         if self.what.format == "uint8":
             del what["quality"], what["subsampling"]
@@ -167,8 +171,6 @@ class Job:
             refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
         else:
             files.write(file, to_json(self.describe()), sync=True)
-        for part in self.work.rglob("*.part"):  # left by a killed run; this run holds the lock
-            part.unlink()
 
 
 def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -222,64 +224,56 @@ class Packer:
         self._decoder.close()
 
     def write(self, shard: int, progress: Callable[[int], Any]) -> list[list[Any]]:
-        """Write a shard at all sizes, then its note. Returns the faults as [row, stage, reason, size, head in hex].
+        """Write a shard at all sizes, then its note. Returns the faults as [number, stage, reason, size, head in hex].
 
-        If bad samples are not dropped, the first batch with a bad sample stops the work, and no file is written.
+        If bad samples are not dropped, the first batch with a bad sample stops the work, and the shard gets no note.
         """
-        job = self.job
+        job, numbers = self.job, self.job.numbers(shard)
         paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
+        columns, faults = defaultdict[str, list[Any]](list), list[list[Any]]()
+        columns |= {"keys": [], "extra": [], "labels": []}  # a shard of bad samples has these columns too
         try:
             with ExitStack() as stack:
-                jpeg = job.what.format == "jpeg"
-                shards = [_ShardFile(stack, path, jpeg=jpeg) for path in paths.values()]
-                note = self._write_samples(job.numbers(shard), shards, progress)
-            note["files"] = {
-                name: {"bytes": path.stat().st_size, "hash": file_digest(path), **shard.index}
-                for (name, path), shard in zip(paths.items(), shards, strict=True)
-            }
+                outs = {name: _opened(stack, path) for name, path in paths.items()}
+                for first in range(0, len(numbers), _READ_SAMPLES):
+                    some = numbers[first : first + _READ_SAMPLES]
+                    faults += self._write_batch(some, outs, columns)
+                    if faults and not job.drop:
+                        return faults
+                    progress(len(some))
+            written = {name: [path.stat().st_size, file_digest(path)] for name, path in paths.items()}
+            note = {"files": written, "faults": faults, "columns": columns}
             files.write(job.note_file(shard), json.dumps(note), sync=True)
-        except _BadSampleError as error:
-            return list(error.args[0])
         except OSError as error:
             raise GpuaugError(f"shard {shard} cannot be written to {str(job.work)!r}: {error}. {GO_ON}") from error
-        return list(note["faults"])
+        return faults
 
-    def _write_samples(
-        self, numbers: NDArray[np.int64], shards: list[_ShardFile], progress: Callable[[int], Any]
-    ) -> dict[str, Any]:
-        note: dict[str, Any] = {"keys": [], "labels": [], "extra": [], "faults": []}
-        columns = []
-        for first in range(0, len(numbers), _READ_SAMPLES):
-            some = numbers[first : first + _READ_SAMPLES]
-            indices = torch.from_numpy(some.astype(np.int64))
-            batch = next(self._reader.batches([(indices, indices * 0, indices >= 0)]))
-            headers, windows = self._plan(batch)
-            targets = None if self._targets is None else self._targets.encode(batch, headers, windows)
-            late = {} if targets is None else {fault.row: fault for fault in targets.faults}
-            kept = []
-            for row, encoded in enumerate(self._encode(batch, headers, windows)):
-                if isinstance(encoded, Fault) or row in late:
-                    fault = encoded if isinstance(encoded, Fault) else late[row]
-                    note["faults"].append([first + row, fault.stage, fault.reason, fault.size, fault.head.hex()])
-                    continue
-                kept.append(row)
-                masks = targets.masks[row] if targets is not None and targets.masks else [None] * len(shards)
-                label = None if batch.labels is None else batch.labels[row].tolist()
-                for shard, (data, shape), mask in zip(shards, encoded, masks, strict=True):
-                    shard.add(int(some[row]), data, shape, label, mask)
-                note["labels"].append(label)
-            keys = [self.job.source.key(number) for number in some[kept].tolist()]
-            extra = batch.extra or [None] * len(batch)
-            note["extra"] += [_json(extra[row], key) for row, key in zip(kept, keys, strict=True)]
-            note["keys"] += keys
-            if targets is not None:
-                columns.append(targets.columns(kept, self.job.what.names))
-            if note["faults"] and not self.job.drop:
-                raise _BadSampleError(note["faults"])
-            progress(len(some))
-        if self._targets is not None:
-            note["objects"] = to_note(columns)
-        return note
+    def _write_batch(
+        self, numbers: NDArray[np.int64], outs: dict[Size, _Out], columns: dict[str, list[Any]]
+    ) -> list[list[Any]]:
+        """Append samples to the shard and to the columns of its note. Returns the faults."""
+        indices = torch.from_numpy(numbers.astype(np.int64))
+        batch = next(self._reader.batches([(indices, indices * 0, indices >= 0)]))
+        headers, windows = self._plan(batch)
+        targets = None if self._targets is None else self._targets.encode(batch, headers, windows)
+        faults = {} if targets is None else {fault.row: fault for fault in targets.faults}
+        kept = []
+        for row, encoded in enumerate(self._encode(batch, headers, windows)):
+            if isinstance(encoded, Fault):
+                faults[row] = encoded
+                continue
+            if row in faults:
+                continue
+            kept.append(row)
+            number, label = int(numbers[row]), None if batch.labels is None else batch.labels[row].tolist()
+            masks = None if targets is None else targets.masks.get(row)
+            _write_sample(outs, columns, f"{number:09d}", encoded, masks, label)
+            key, extra = self.job.source.key(number), None if batch.extra is None else batch.extra[row]
+            for name, value in {"numbers": number, "keys": key, "labels": label, "extra": _json(extra, key)}.items():
+                columns[name].append(value)
+        for name, column in {} if targets is None else targets.columns(kept, [*outs]).items():
+            columns[name] += column.tolist()
+        return [[int(numbers[row]), f.stage, f.reason, f.size, f.head.hex()] for row, f in sorted(faults.items())]
 
     def _plan(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:
         """Read the headers of a batch, and make the windows that resize its images to each size."""
@@ -339,18 +333,10 @@ def _json(value: Any, key: str) -> str:
 
 
 def _same(read: Any, value: Any) -> bool:
-    """Whether JSON kept a value. NaN is equal to NaN here."""
+    """Whether JSON kept a value. It changes only tuples, to lists, and the keys of dictionaries, to text."""
     if isinstance(read, dict):
-        return isinstance(value, dict) and read.keys() == value.keys() and all(_same(read[x], value[x]) for x in read)
-    if isinstance(read, list):
-        return isinstance(value, list) and len(read) == len(value) and all(map(_same, read, value))
-    if isinstance(read, float) and math.isnan(read):
-        return isinstance(value, float) and math.isnan(value)
-    return bool(read == value)
-
-
-class _BadSampleError(Exception):
-    """Stops the writing of a shard. The argument is the list of faults."""
+        return read.keys() == value.keys() and all(_same(read[key], value[key]) for key in read)
+    return not isinstance(read, list) or (isinstance(value, list) and all(map(_same, read, value)))
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
@@ -370,39 +356,47 @@ def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
     return CropWindows(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)
 
 
-class _ShardFile:
-    """A shard file: a tar of JPEGs, or pixels with a header before each image. Each mask follows its image."""
+_Out = tarfile.TarFile | BinaryIO  # an open shard file: a tar of JPEGs, or pixels with a header before each image
 
-    def __init__(self, stack: ExitStack, path: Path, *, jpeg: bool) -> None:
-        self._file = stack.enter_context(files.replacing(path, sync=True))
-        tar = tarfile.TarFile(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT) if jpeg else None
-        self._tar = tar and stack.enter_context(tar)
-        self.index: dict[str, list[Any]] = {name: [] for name in (*FIELDS, *MASK_FIELDS)}
 
-    def add(self, number: int, data: bytes, shape: tuple[int, int], label: Any, mask: bytes | None) -> None:
-        """Append a sample. A tar stores a whole-number label as WebDataset's ``cls``, and any other label as JSON."""
-        name, index = f"{number:09d}", self.index
-        begin = self._append(f"{name}.jpg", data)
-        for field, value in zip(FIELDS, (begin, len(data), zlib.crc32(data), shape), strict=True):
-            index[field].append(value)
-        if mask is not None:
-            begin = self._append(f"{name}.seg.{'runs' if mask.startswith(runs.MAGIC) else 'png'}", mask)
-            index["mask_offsets"].append(begin)
-            index["mask_lengths"].append(len(mask))
-        if self._tar is None or label is None:
-            return
-        if isinstance(label, int):
-            self._append(f"{name}.cls", b"%d" % label)
-        else:
-            self._append(f"{name}.json", json.dumps({"label": label}).encode())
+def _opened(stack: ExitStack, path: Path) -> _Out:
+    file = stack.enter_context(files.replacing(path, sync=True))
+    if path.suffix != ".tar":
+        return file
+    return stack.enter_context(tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT))
 
-    def _append(self, name: str, data: bytes) -> int:
-        """Append ``data``, which becomes a member in a tar. Returns the position of the first byte."""
-        begin = self._file.tell()
-        if self._tar is None:
-            self._file.write(data)
-            return begin
-        info = tarfile.TarInfo(name)  # times and owners are left out, because they differ between runs
-        info.size = len(data)
-        self._tar.addfile(info, io.BytesIO(data))
-        return begin + tarfile.BLOCKSIZE  # after the member's header
+
+def _write_sample(
+    outs: dict[Size, _Out], columns: dict[str, list[Any]], name: str, encoded: Encoded, masks: Any, label: Any
+) -> None:
+    """Append a sample at every size: the image, then its mask, then its label.
+
+    A tar stores a whole-number label as WebDataset's ``cls``, and any other label as JSON.
+    """
+    for k, (size, out) in enumerate(outs.items()):
+        data, shape = encoded[k]
+        begin = _append(out, f"{name}.jpg", data)
+        values = {"offsets": begin, "lengths": len(data), "checksums": zlib.crc32(data), "shapes": shape}
+        if masks is not None:
+            mask = masks[k]
+            begin = _append(out, f"{name}.seg.{'runs' if mask.startswith(runs.MAGIC) else 'png'}", mask)
+            values |= {"mask_offsets": begin, "mask_lengths": len(mask)}
+        for field, value in values.items():
+            columns[f"{size}.{field}"].append(value)
+        if isinstance(out, tarfile.TarFile) and isinstance(label, int):
+            _append(out, f"{name}.cls", b"%d" % label)
+        elif isinstance(out, tarfile.TarFile) and label is not None:
+            _append(out, f"{name}.json", json.dumps({"label": label}).encode())
+
+
+def _append(out: _Out, name: str, data: bytes) -> int:
+    """Append ``data``, which becomes a member in a tar. Returns the position of the first byte."""
+    if not isinstance(out, tarfile.TarFile):
+        begin = out.tell()
+        out.write(data)
+        return begin
+    info = tarfile.TarInfo(name)  # times and owners are left out, because they differ between runs
+    info.size = len(data)
+    begin = out.offset + tarfile.BLOCKSIZE  # after the member's header
+    out.addfile(info, io.BytesIO(data))
+    return begin

@@ -5,7 +5,6 @@ Objects are neither clipped nor dropped here, because training does this later.
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import HeaderInfo, decode_fault
-from gpuaug.errors import GpuaugError, SourceError
+from gpuaug.errors import GpuaugError
 from gpuaug.read.targets import as_target
 from gpuaug.source import runs
 from gpuaug.source.adapt import Source
@@ -29,13 +28,11 @@ from gpuaug.source.packed import Size
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.objects import Objects
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
-from gpuaug.tools.store import npy
 
 Columns = dict[str, NDArray[Any]]
 
 EXAMPLES = 4  # number of samples to try if a source does not declare its targets
 KINDS = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}  # for each kind, the field of `Target`
-COMMON = ("counts", "labels", "crowd", "ids")  # columns that are the same for all sizes
 
 
 def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
@@ -87,12 +84,12 @@ class TargetPacker:
         """The targets of a batch at every size. ``windows[k]`` resizes the whole images to size k."""
         upright = self._stage.upright(batch, headers, self._decoder)
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
-        faults, encoded = list(upright.faults), list[list[bytes]]()
+        faults, encoded = list(upright.faults), dict[int, list[bytes]]()
         for row, data in enumerate(batch.masks):
             try:
-                encoded.append(self._masks(row, data, headers, windows) if len(data) and headers.height[row] else [])
+                if len(data) and headers.height[row]:
+                    encoded[row] = self._masks(row, data, headers, windows)
             except HeaderError as error:
-                encoded.append([])
                 faults.append(decode_fault(row, data, f"its mask: {error}"))
         sizes = []
         for window in windows:
@@ -127,19 +124,17 @@ class TargetRows:
     """The targets of a batch at every size."""
 
     faults: list[Fault]
-    masks: list[list[bytes]]  # [row][size], encoded; empty if there are no masks
+    masks: dict[int, list[bytes]]  # for each row that has a mask: the encoded mask at every size
     sizes: list[Objects]  # one per size; `ids` are the annotations' own ids
     rules: Targets
 
     def columns(self, rows: Sequence[int], names: Sequence[Size]) -> Columns:
-        """The objects of some rows as columns. If a column depends on the size, its name begins with the size."""
-        if self.rules.boxes is None and self.rules.keypoints is None:
-            return {}
+        """The objects of some rows as columns of the index, but ``object_bounds`` has the number of objects per row."""
         columns: Columns = {}
-        for name, whole in zip(names, self.sizes, strict=True):
+        for name, whole in zip(names, self.sizes, strict=True) if self.rules.boxes or self.rules.keypoints else ():
             objects = whole.rows(np.array(rows, dtype=np.int64))
-            columns |= {"counts": objects.counts(len(rows)), "labels": objects.labels}
-            columns |= {"crowd": objects.crowd, "ids": objects.ids, f"{name}.area": objects.area}
+            columns |= {"object_bounds": objects.counts(len(rows)), "object_labels": objects.labels}
+            columns |= {"object_crowd": objects.crowd, "object_ids": objects.ids, f"{name}.area": objects.area}
             if objects.boxes is not None:
                 columns[f"{name}.boxes"] = objects.boxes.astype(np.float32)
             if (keypoints := objects.output_keypoints(self.rules)) is not None:
@@ -177,34 +172,3 @@ def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(values).save(stream, "PNG")
     return stream.getvalue()
-
-
-def to_note(parts: Sequence[Columns]) -> dict[str, str]:
-    """Join the columns of a shard's batches, and encode them as text for the shard's note."""
-    return {name: base64.b64encode(b"".join(npy(column))).decode() for name, column in _joined(parts).items()}
-
-
-def index_arrays(notes: Sequence[Mapping[str, Any]]) -> Columns:
-    """The arrays of ``out/index/`` by name. Sample i has the rows ``object_bounds[i]:object_bounds[i + 1]``."""
-    parts = [{name: _from_text(text) for name, text in note["objects"].items()} for note in notes]
-    columns = _joined(parts)
-    if not columns:
-        return {}
-    arrays = {"object_bounds": np.cumsum([0, *columns.pop("counts").tolist()], dtype=np.int64)}
-    return arrays | {f"object_{name}" if name in COMMON else name: column for name, column in columns.items()}
-
-
-def _from_text(text: str) -> NDArray[Any]:
-    return np.lib.format.read_array(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-
-
-def _joined(parts: Sequence[Columns]) -> Columns:
-    joined: Columns = {}
-    for name in parts[0] if parts else ():
-        columns = [part[name] for part in parts]
-        some = [column for column in columns if len(column)] or columns[:1]  # empty parts may have another shape
-        if len({column.shape[1:] for column in some}) > 1:
-            found = sorted({column.shape[1] for column in some})
-            raise SourceError(f"all objects must have the same number of keypoints. Found: {found}.")
-        joined[name] = np.concatenate(some)
-    return joined
