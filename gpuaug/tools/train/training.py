@@ -160,6 +160,8 @@ class Training:
         self.divisor = 1.0  # expected number of its valid samples; divides the summed loss
         self.before: list[Tensor] = []  # copies of `_undoable` from before its first batch
         self.history: list[dict[str, float | int | None]] = []
+        classes = loader.source.classes
+        self.classes = None if classes is None else list(classes)
 
     def run(self, report: Report) -> int:
         """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training."""
@@ -207,7 +209,7 @@ class Training:
             disable=not self.first,
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
         ) as bar:
-            ended = self._steps(bar, done=done, whole=whole)
+            ended = self._steps(bar)
             self.pace.stop()
             bar.set_postfix_str(self._postfix(), refresh=True)
         if not ended:
@@ -222,19 +224,19 @@ class Training:
         self.history.append({"epoch": epoch, "loss": loss, "train_accuracy": right, "held_out_accuracy": None})
         return True
 
-    def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
-        """Train on the epoch's batches after the first ``done``. Returns False if SIGTERM ended the epoch early."""
-        loader, accumulate, epoch = self.loader, self.settings.accumulate, self.loader.epoch
+    def _steps(self, bar: Any) -> bool:
+        """Train on the rest of the epoch's batches. Returns False if SIGTERM ended the epoch early."""
+        loader, epoch = self.loader, self.loader.epoch
         position = loader.state_dict()["position"]  # after the last sample that changed the weights
-        steps = math.ceil(whole / accumulate)  # changes of the weights in an epoch
+        per_step = loader.batch_size * self.ranks * self.settings.accumulate  # samples
+        samples = per_step * math.ceil(bar.total / self.settings.accumulate)  # of an epoch, if its last step is full
         try:
             for batch in self.pace.measured(loader):
                 asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
                 state = loader.state_dict()
-                last, share = state["epoch"] != epoch, min(1.0, done / accumulate / steps)
-                self.step(batch, valid=valid, progress=(epoch + share) / self.settings.epochs, last=last)
+                last, progress = state["epoch"] != epoch, (epoch + min(1.0, position / samples)) / self.settings.epochs
+                self.step(batch, valid=valid, progress=progress, last=last)
                 self.pace.images += int(valid)
-                done += 1
                 if bar.update():
                     bar.set_postfix_str(self._postfix(), refresh=False)
                 if self.batches:
@@ -255,7 +257,8 @@ class Training:
     def step(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
         """Train on one batch. The weights change after ``accumulate`` batches, and after the last batch of an epoch.
 
-        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that is done.
+        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that was done
+        at the last change of the weights.
         """
         settings, each = self.settings, self.each
         if not self.batches:
@@ -351,13 +354,14 @@ class Training:
 
     def _hold_out(self) -> bool:
         """Add the held-out accuracy to the history. Returns False if SIGTERM came before the end of the evaluation."""
-        entry = self.history[-1]
-        accuracy = None if self.val is None else self.evaluate(self.val)
-        (asked,) = _sum([float(self.stop.asked)])
-        held_out = "" if accuracy is None else f", held-out {accuracy:.1%}{self._averaged}"
+        entry, held_out = self.history[-1], ""
+        sums = [0.0, 0.0] if self.val is None else self._evaluate(self.val).tolist()
+        asked, right, samples = _sum([float(self.stop.asked), *sums])
+        if self.val is not None and not asked:
+            entry["held_out_accuracy"] = accuracy = right / max(1.0, samples)
+            held_out = f", held-out {accuracy:.1%}{self._averaged}"
         text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
         log.info("epoch %d: %s", self.loader.epoch, text)
-        entry["held_out_accuracy"] = accuracy
         return not asked
 
     @property
@@ -365,8 +369,8 @@ class Training:
         return "" if self.ema is None else " of the averaged weights"
 
     @torch.no_grad()
-    def evaluate(self, loader: Loader) -> float | None:
-        """Accuracy on the samples of ``loader``, over all ranks; None if SIGTERM ended the evaluation."""
+    def _evaluate(self, loader: Loader) -> Tensor:
+        """This rank's number of correct predictions and of samples. SIGTERM ends the evaluation early."""
         model = self.model if self.ema is None else self.ema.module
         if self.ranks > 1:
             for buffer in model.buffers():
@@ -380,14 +384,12 @@ class Training:
             sums += torch.stack([(right * weight).sum(), weight.sum()])
             if self.stop.asked:
                 break
-        asked, right_all, samples = _sum([float(self.stop.asked), *sums.tolist()])
-        return None if asked else right_all / max(1.0, samples)
+        return sums
 
     def save(self, file: Path) -> None:
         """Write the checkpoint atomically. Only the first rank writes."""
         if not self.first:
             return
-        classes = self.loader.source.classes
         parts = {
             "version": VERSION,
             "model": self.model.state_dict(),
@@ -395,7 +397,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
-            "classes": None if classes is None else list(classes),
+            "classes": self.classes,
             "sums": self.sums.tolist(),
             "steps": self.steps,
             "history": self.history,
@@ -409,11 +411,10 @@ class Training:
     def load(self, file: Path) -> None:
         """Load a checkpoint, so that training continues with the next sample."""
         parts = read_checkpoint(file)
-        classes = self.loader.source.classes
-        if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
+        if parts["classes"] not in (None, self.classes):
             raise StateError(
-                f"{file} was trained on the classes {parts['classes']}. The source now has: {classes}. Set the same "
-                "source, or start again with resume=null."
+                f"{file} was trained on the classes {parts['classes']}. The source now has: {self.classes}. Set the "
+                "same source, or start again with resume=null."
             )
         if (parts["ema"] is None) != (self.ema is None):
             was, remedy = ("with", "the value of that run") if self.ema is None else ("without", "null")
