@@ -10,13 +10,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from types import FunctionType, ModuleType, NoneType, UnionType
+from types import FunctionType, MappingProxyType, ModuleType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gpuaug.errors import ConfigError, GpuaugError
@@ -71,7 +70,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     if isinstance(overrides, str):
         raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
     overrides = [text for o in overrides for text in _expand(_SPECIAL_FLOAT.sub(r"\1\2", str(o)))]
-    parsed = _parse(overrides)
+    parsed = [_parse(text) for text in overrides]
     with _hydra(config_dir) as loader:
         _refuse_stale(name, parsed)
         try:
@@ -127,20 +126,17 @@ def _expand(override: str) -> list[str]:
     return [f"{group}=timm", f"augment.ops.timm.config={config}"]
 
 
-def _parse(overrides: Iterable[str]) -> list[Override]:
+def _parse(override: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parsed = []
-    for text in overrides:
-        try:
-            parsed.append(OverridesParser.create().parse_override(text))
-        except HydraException as error:
-            raise ConfigError(
-                f"The override {text!r} cannot be read: {str(error).splitlines()[0]}. Put a value that "
-                "contains = , { } or [ ] in quotes: \"key='value'\"."
-            ) from error
-    return parsed
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise ConfigError(
+            f"The override {override!r} cannot be read: {str(error).splitlines()[0]}. Put a value that "
+            "contains = , { } or [ ] in quotes: \"key='value'\"."
+        ) from error
 
 
 def _explain(error: Exception, name: str, overrides: list[Override], loader: ConfigLoader) -> str:
@@ -239,13 +235,9 @@ def _refuse_stale(name: str, overrides: list[Override]) -> None:
 
 def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
     """`` Did you mean 'x'?``, or an empty string."""
-    options = list(options)
-    near = get_close_matches(word, options, n=1, cutoff=0.6)
-    if not near and word == "null" and "none" in options:
-        near = ["none"]
-    if not near:
-        return ""
-    return f" Did you mean {key}={near[0]}?" if key else f" Did you mean {near[0]!r}?"
+    for near in get_close_matches("none" if word == "null" else word, list(options), n=1):
+        return f" Did you mean {key}={near}?" if key else f" Did you mean {near!r}?"
+    return ""
 
 
 # -- build ------------------------------------------------------------------------------------------------------------
@@ -280,7 +272,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
             raise ConfigError(f"`trust` must hold module prefixes, such as 'my_pkg.'. Found: {prefix!r}.")
     prefixes = TRUSTED + tuple(p.rstrip(".") + "." for p in trusted)
     tree, root = _plain(cfg, leave_out=objects)
-    return _make(_check(tree, key=root, prefixes=prefixes, objects=objects))
+    return _check(tree, key=root, prefixes=prefixes, objects=objects)()
 
 
 def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -311,44 +303,42 @@ def _plain(cfg: Any, *, leave_out: Mapping[str, Any]) -> tuple[dict[str, Any], s
     return tree, root
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A checked target with its arguments, which may hold more calls."""
-
-    key: str
-    target: Target
-    kwargs: dict[str, Any]
-
-
-def _check(value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[str, Any] | None = None) -> Any:
-    """Replace every mapping that has a ``_target_`` by a :class:`_Call`. No object is created yet."""
+def _check(
+    value: Any, *, key: str, prefixes: tuple[str, ...], objects: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[], Any]:
+    """Check a tree. Return a function that creates its objects, so that none is created before all are checked."""
     if isinstance(value, str) and value == "???":
         raise ConfigError(f"`{key}` must be given. Set {key}=...")
     if isinstance(value, (list, tuple)):
-        return [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
+        entries = [_check(v, key=f"{key}[{i}]", prefixes=prefixes) for i, v in enumerate(value)]
+        return lambda: [make() for make in entries]
     if not isinstance(value, Mapping):
-        return value
-    plain = [k for k in value if k != "_convert_"]  # Hydra's key; `build` always makes plain containers
-    if special := [k for k in plain if k in ("_args_", "_partial_", "_recursive_")]:
-        raise ConfigError(
-            f"`{_join(key, special[0])}` is not supported: objects are built from named arguments. Remove this key."
-        )
+        return lambda: value
+    for special in ("_args_", "_partial_", "_recursive_"):
+        if special in value:
+            raise ConfigError(
+                f"`{_join(key, special)}` is not supported: objects are built from named arguments. Remove this key."
+            )
+    given = {k: v for k, v in value.items() if k not in ("_target_", "_convert_")}  # `build` makes plain containers
+    if "_target_" in value:
+        called = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
+        _check_arguments(called, {**given, **objects}, key=key, target=value["_target_"])
+        given |= {k: _named_objects(given[k], key=_join(key, k)) for k in _NAMED if isinstance(given.get(k), Mapping)}
+    items = {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in given.items()}
     if "_target_" not in value:
-        return {k: _check(value[k], key=_join(key, k), prefixes=prefixes) for k in plain}
-    kwargs = {k: value[k] for k in plain if k != "_target_"}
-    resolved = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
-    _check_arguments(resolved, {**kwargs, **(objects or {})}, key=key, target=value["_target_"])
-    for name in _NAMED:
-        if isinstance(kwargs.get(name), Mapping):
-            kwargs[name] = {k: v for k, v in kwargs[name].items() if v is not None}
-            for k, v in kwargs[name].items():
-                if isinstance(v, Mapping) and "_target_" not in v:
-                    raise ConfigError(
-                        f"`{_join(key, f'{name}.{k}')}` needs a `_target_`, such as kornia.augmentation.RandomErasing. "
-                        f"Found keys: {', '.join(map(str, v)) or 'none'}."
-                    )
-    checked = {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in kwargs.items()}
-    return _Call(key, resolved, {**checked, **(objects or {})})
+        return lambda: {k: make() for k, make in items.items()}
+    return lambda: _call(called, {k: make() for k, make in items.items()} | dict(objects), key=key)
+
+
+def _named_objects(entries: Mapping[Any, Any], *, key: str) -> dict[Any, Any]:
+    """Remove the entries that null switches off. Check that the others name a class."""
+    for name, entry in entries.items():
+        if isinstance(entry, Mapping) and "_target_" not in entry:
+            raise ConfigError(
+                f"`{_join(key, name)}` needs a `_target_`, such as kornia.augmentation.RandomErasing. "
+                f"Found keys: {', '.join(map(str, entry)) or 'none'}."
+            )
+    return {name: entry for name, entry in entries.items() if entry is not None}
 
 
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
@@ -366,9 +356,10 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
     if parts[0] == "gpuaug" and not _is_admitted(".".join(parts[:2]), prefixes):
         if len(parts) != 2 or parts[1] not in _PACKAGE.__all__:
             near = get_close_matches(parts[-1], _PACKAGE.__all__, n=1)
-            known = f" Did you mean 'gpuaug.{near[0]}'?" if near else ""
-            raise ConfigError(f"{expected}.{_full_name(parts[-1]) or known}")
+            raise ConfigError(f"{expected}.{_full_name(parts[-1]) or _full_name(*near)}")
         found = getattr(_PACKAGE, parts[1])
+    elif not _is_admitted(parts[0], prefixes):
+        raise ConfigError(f"{expected}.{_full_name(parts[-1]) or remedy}")
     else:
         found = _walk(parts, key=key, expected=expected, remedy=remedy, prefixes=prefixes)
     if not isinstance(found, Target):
@@ -382,15 +373,14 @@ def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
     return found
 
 
-def _full_name(name: str) -> str:
+def _full_name(name: str = "") -> str:
     """`` Did you mean 'kornia.augmentation.NAME'?`` for a class of gpuaug or Kornia, or an empty string."""
     import kornia.augmentation
 
     if name in _PACKAGE.__all__:
         return f" Did you mean 'gpuaug.{name}'?"
-    if isinstance(getattr(kornia.augmentation, name, None), type):
-        return f" Did you mean 'kornia.augmentation.{name}'?"
-    return ""
+    known = isinstance(getattr(kornia.augmentation, name, None), type)
+    return f" Did you mean 'kornia.augmentation.{name}'?" if known else ""
 
 
 def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -399,24 +389,22 @@ def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
-    """Resolve a dotted path through admitted modules and through classes."""
-    if not _is_admitted(parts[0], prefixes):
-        raise ConfigError(f"{expected}.{_full_name(parts[-1]) or remedy}")
+    """Resolve a dotted path, whose first part is admitted, through admitted modules and through classes."""
     thing: Any = _import(parts[0], expected=expected)
     if thing is None:
         raise ConfigError(f"{expected}, but there is no module {parts[0]!r}.")
     for depth, part in enumerate(parts[1:], start=1):
-        parent, path = thing, ".".join(parts[:depth])
-        is_module = isinstance(parent, ModuleType)
-        if is_module and not _is_admitted(parent.__name__, prefixes):
-            raise ConfigError(f"{expected}, which leads into the module {parent.__name__}.{remedy}")
-        if not is_module and not issubclass(type(parent), type):  # getattr of any other object may run code
+        path, module = ".".join(parts[:depth]), thing.__name__ if isinstance(thing, ModuleType) else None
+        if module and not _is_admitted(module, prefixes):
+            raise ConfigError(f"{expected}, which leads into the module {module}.{remedy}")
+        if not module and not issubclass(type(thing), type):  # getattr of any other object may run code
             raise ConfigError(f"{expected}, but {path} is neither a module nor a class.")
+        parent = thing
         try:
             thing = getattr(parent, part)
         except AttributeError as error:
-            below = f"{parent.__name__}.{part}"
-            thing = _import(below, expected=expected) if is_module and _is_admitted(below, prefixes) else None
+            below = f"{module}.{part}"
+            thing = _import(below, expected=expected) if module and _is_admitted(below, prefixes) else None
             if thing is None:
                 near = _full_name(part) or _nearest(part, [n for n in dir(parent) if not n.startswith("_")])
                 raise ConfigError(f"`{key}`: {path} has no {part!r}. Found: {'.'.join(parts)!r}.{near}") from error
@@ -490,7 +478,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _words(hint: Any) -> str:
     """Describe an annotation in YAML's terms, for messages."""
-    words = {bool: ["true", "false"], int: ["a whole number"], float: ["a number"], str: ["text"], NoneType: ["null"]}
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
     names: list[str] = []
     for member in _members(hint):
         origin = get_origin(member)
@@ -498,38 +486,28 @@ def _words(hint: Any) -> str:
             names += map(str, get_args(member))
         elif isinstance(origin, type) and issubclass(origin, Sequence):
             names.append("a list")
-        else:
-            names += words.get(member, [])  # YAML cannot hold other types
-    if "a number" in names and "a whole number" in names:
-        names.remove("a whole number")
-    *first, last = dict.fromkeys(names or ["an object"])
-    return f"{', '.join(first)} or {last}" if first else last
+        elif member in words and not (member is int and float in _members(hint)):
+            names.append(words[member])  # YAML cannot hold other types
+    return " or ".join(dict.fromkeys(names)) or "an object"
 
 
-def _make(plan: Any) -> Any:
-    """Create the objects of a checked tree, innermost first."""
-    if isinstance(plan, list):
-        return [_make(v) for v in plan]
-    if isinstance(plan, dict):
-        return {k: _make(v) for k, v in plan.items()}
-    if not isinstance(plan, _Call):
-        return plan
-    kwargs = {k: _make(v) for k, v in plan.kwargs.items()}
+def _call(called: Target, kwargs: dict[str, Any], *, key: str) -> Any:
+    """Create an object. Every error names the full key."""
     try:
-        return plan.target(**kwargs)
+        return called(**kwargs)
     except ConfigError as error:
-        message = _at(plan.key, str(error), of_loader=plan.target.__name__ == "Loader")
+        message = _at(key, str(error), of_loader=called.__name__ == "Loader")
         raise ConfigError(message + _as_number(message)) from error
     except GpuaugError as error:
-        error.add_note(f"raised while building `{plan.key}`")
+        error.add_note(f"raised while building `{key}`")
         raise
     except Exception as error:
-        hints = _hints(plan.target)
+        hints = _hints(called)
         for name, value in kwargs.items():  # the constructor's error may not name the argument
             if name in hints and not _fits(value, hints[name]):
-                wrong = f"`{_join(plan.key, name)}` must be {_words(hints[name])}. Found: {value!r}."
+                wrong = f"`{_join(key, name)}` must be {_words(hints[name])}. Found: {value!r}."
                 raise ConfigError(wrong + _as_number(wrong)) from error
-        where, own = f"`{plan.key}`: " if plan.key else "", f"{plan.target.__module__}.{plan.target.__qualname__}"
+        where, own = f"`{key}`: " if key else "", f"{called.__module__}.{called.__qualname__}"
         raise ConfigError(f"{where}{own} refused its arguments: {type(error).__name__}: {error}") from error
 
 
@@ -546,13 +524,11 @@ def _at(key: str, message: str, *, of_loader: bool) -> str:
     if not key or not named:
         return f"`{key}`: {message}" if key else message
     place, path = key.split("."), named[1].split(".")
-    rest = path if of_loader or len(path) == 1 else path[1:]
-    # `augment.crop.size` of a recipe at `train_data.augment` becomes `train_data.augment.crop.size`
-    for start, length in ((s, n) for s in range(len(path)) for n in range(len(path) - s, 0, -1)):
-        if not of_loader and place[-length:] == path[start : start + length]:
-            rest = path[start + length :]
-            break
-    return f"`{'.'.join(place + rest)}`{message[named.end() :]}"
+    if not of_loader and place[-1] in path:  # `augment.crop.size` of a recipe at `train_data.augment`
+        path = path[path.index(place[-1]) + 1 :]
+    elif not of_loader and len(path) > 1:
+        path = path[1:]
+    return f"`{'.'.join(place + path)}`{message[named.end() :]}"
 
 
 def _join(parent: str, name: Any) -> str:

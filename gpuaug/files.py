@@ -16,11 +16,6 @@ from typing import BinaryIO
 from gpuaug.errors import ConfigError
 
 LARGEST_FILE = 1 << 30  # bytes; limit for a table or another file that is read as a whole
-_UNITS = {"": 1, "b": 1} | {
-    letter + suffix: base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
 
 
 def check_regular(
@@ -77,9 +72,11 @@ def parse_bytes(value: int | float | str, *, key: str) -> int:
     """Convert a size to bytes: ``2147483648``, ``"2GiB"`` or ``"2G"`` (2 x 1024^3), or ``"2GB"`` (2 x 1000^3)."""
     size = value
     if isinstance(value, str):
-        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", value.strip().lower())
-        unit = _UNITS.get(match[2]) if match else None
-        size = 0 if match is None or unit is None else float(match[1]) * unit
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(?:b|([kmgt])(i?b)?)?", value.strip().lower())
+        size = 0.0
+        if match:
+            base = 1000 if match[3] == "b" else 1024
+            size = float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
     if isinstance(size, bool) or not isinstance(size, int | float) or not 1 <= size < 2**62:
         raise ConfigError(f"`{key}` must be a size in bytes, such as 2147483648 or 2GiB. Found: {value!r}.")
     return int(size)

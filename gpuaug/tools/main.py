@@ -10,6 +10,7 @@ import logging
 import os
 import select
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -148,12 +149,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _help(name: str, parser: argparse.ArgumentParser) -> str:
     keys = (conf_folder() / "gpuaug" / "command" / f"{name}.yaml").read_text(encoding="utf-8")
-    indented = "\n".join(f"  {line}" for line in keys.splitlines())
-    options = parser.format_help().partition("options:\n")[2].partition("\nOverrides")[0]
-    return (
-        f"usage: gpuaug {name} [OVERRIDE ...] [options]\n\n{COMMANDS[name]}\n\nkeys and defaults:\n{indented}\n\n"
-        f"options:\n{options}"
-    )
+    parser.usage = f"gpuaug {name} [OVERRIDE ...] [options]"
+    parser.description = f"{COMMANDS[name]}\n\nkeys and defaults:\n{textwrap.indent(keys.rstrip(), '  ')}"
+    parser.epilog = None
+    return parser.format_help()
 
 
 def _nearest(name: str) -> str:
@@ -166,8 +165,7 @@ def _nearest(name: str) -> str:
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
     """Log to stderr. Under torchrun, only the first rank logs more than warnings."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler = logging.StreamHandler()  # prints the message only
     before = log.level, log.propagate
     log.addHandler(handler)
     log.propagate = False

@@ -113,13 +113,15 @@ def test_resuming_with_another_batch_size_sees_the_rest_once(
     assert checkpoint(tmp_path)["history"][0]["epoch"] == 0
 
 
+@pytest.mark.parametrize("looks", [2, 5])  # at the second batch of held-out images, or after the last one
 def test_stop_during_held_out_images_keeps_the_epoch(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    looks: int, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "Stop", StopAfter)
-    StopAfter.left = 8 + 2  # 8 steps of training, then the second batch of held-out images
+    StopAfter.left = 8 + looks  # after 8 steps of training
     more = (f"val.source.root={photos}/val", *HELD_OUT, "val.batch_size=4", "epochs=2")
     assert main(words(photos, tmp_path, *more)) == training.TERMINATED
+    assert "SIGTERM: stopped in epoch 1." in capsys.readouterr().err
     found = checkpoint(tmp_path)
     assert (found["loader"]["epoch"], found["loader"]["position"]) == (1, 0)
     assert len(found["history"]) == 1

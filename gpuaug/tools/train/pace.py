@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
+from gpuaug.loader.batch import Batch
 
 
 class Pace:
@@ -18,28 +21,30 @@ class Pace:
 
     def __init__(self, device: torch.device) -> None:
         self.images, self.waited, self.seconds = 0, 0.0, 1e-9
-        self._device = device
+        self._device, self._on_cuda = device, device.type == "cuda"
         self._last: float | None = None  # time up to which `seconds` counts; None between epochs
-        self._asked: Any = None  # time of the request for the next batch
-        self._gaps: deque[tuple[Any, Any]] | None = None  # (begin, end) of waits not yet in `waited`; None at first
+        self._gaps: deque[tuple[Any, Any]] = deque()  # (begin, end) of waits not yet in `waited`
 
-    def ask(self) -> None:
-        """Call before you request the next batch."""
-        self._asked = self._mark()
-
-    def have(self) -> None:
-        """Call when the batch has arrived."""
-        there = self._mark()
-        if self._gaps is None:
-            self._gaps, self.seconds = deque(), 1e-9
-            return
-        self._gaps.append((self._asked, there))
-        self._take(2 if self._device.type == "cuda" else 0)  # the host runs at most two steps ahead
+    def measured(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches. The caller adds to ``images``, and calls :meth:`stop` after the epoch."""
+        iterator = iter(batches)
+        while True:
+            begin = self._mark()
+            batch = next(iterator, None)
+            end = self._mark()
+            if batch is None:
+                return
+            if self.images:
+                self._gaps.append((begin, end))
+                self._settle(2 if self._on_cuda else 0)  # the host runs at most two steps ahead
+            else:
+                self.seconds = 1e-9
+            yield batch
 
     def stop(self) -> None:
         """Call after an epoch. Waits until the device has finished."""
-        self._take(0)
-        if self._device.type == "cuda":
+        self._settle(0)
+        if self._on_cuda:
             torch.cuda.synchronize(self._device)
         self._mark()
         self._last = None
@@ -48,15 +53,16 @@ class Pace:
         now = time.perf_counter()
         self.seconds += now - (self._last or now)
         self._last = now
-        if self._device.type != "cuda":
+        if not self._on_cuda:
             return now
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _take(self, left: int) -> None:
-        while self._gaps and len(self._gaps) > left:
-            asked, there = self._gaps.popleft()
-            if self._device.type == "cuda":
-                there.synchronize()
-            self.waited += asked.elapsed_time(there) / 1000 if self._device.type == "cuda" else there - asked
+    def _settle(self, left: int) -> None:
+        """Add the oldest gaps to ``waited`` until ``left`` remain."""
+        while len(self._gaps) > left:
+            begin, end = self._gaps.popleft()
+            if self._on_cuda:
+                end.synchronize()
+            self.waited += begin.elapsed_time(end) / 1000 if self._on_cuda else end - begin

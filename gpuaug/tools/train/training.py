@@ -112,17 +112,6 @@ class Stop(contextlib.AbstractContextManager["Stop"]):
         self.asked = True
 
 
-@dataclass
-class Group:
-    """The batches whose gradients are added before the weights change."""
-
-    divisor: float = 1.0  # expected number of valid samples; divides the summed loss
-    buffers: list[Tensor] | None = None  # copies of the model's buffers from before the first batch
-    batches: int = 0
-    valid: float = 0.0  # number of valid samples of all ranks so far
-    sums: Any = 0.0  # sums of this rank: loss, correct predictions, samples
-
-
 class EachView(nn.Sequential):
     """Applies a model to every view of a batch, as one forward pass that DDP can wrap."""
 
@@ -163,10 +152,16 @@ class Training:
         self.rank, self.ranks = distributed.rank_and_world(None, None)
         self.first = self.rank == 0
         self.pace = Pace(self.device)
-        self.steps = 0
-        self.group = Group()
-        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # as `Group.sums`
+        self.steps = 0  # changes of the weights
+        self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct predictions, samples
+        # the group of batches whose gradients are added before the weights change
+        self.batches = 0
+        self.valid = 0.0  # number of its valid samples, of all ranks
+        self.divisor = 1.0  # expected number of its valid samples; divides the summed loss
+        self.before: list[Tensor] = []  # copies of `_undoable` from before its first batch
         self.history: list[dict[str, float | int | None]] = []
+        classes = loader.source.classes
+        self.classes = None if classes is None else list(classes)
 
     def run(self, report: Report) -> int:
         """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training."""
@@ -178,19 +173,17 @@ class Training:
             self.load(file if resume == "auto" else Path(resume))
             if self.loader.epoch >= self.settings.epochs:
                 log.info("`epochs=%d` are already done. To train longer, raise `epochs`", self.settings.epochs)
-        elif self.first and file.exists():
+        elif file.exists():
             log.info("%s of an earlier run will be overwritten. To continue that run, set resume=auto", file)
         if self.settings.amp == "auto":
             log.info("amp=auto: %s, because the device is %s", str(self.amp).removeprefix("torch."), self.device.type)
         with logging_redirect_tqdm(loggers=[log]):
             while self.loader.epoch < self.settings.epochs:
+                number = self.loader.epoch + 1
                 ended = self._epoch()
                 self.save(file)
                 if not (ended and self._hold_out()):
-                    if self.first:
-                        log.info(
-                            "SIGTERM: stopped in epoch %d. To continue, set resume=%s", self.loader.epoch + 1, file
-                        )
+                    log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", number, file)
                     return TERMINATED
         self.save(file)  # the last save came before the last held-out accuracy
         self._report(report, file)
@@ -216,7 +209,7 @@ class Training:
             disable=not self.first,
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
         ) as bar:
-            ended = self._steps(bar, done=done, whole=whole)
+            ended = self._steps(bar)
             self.pace.stop()
             bar.set_postfix_str(self._postfix(), refresh=True)
         if not ended:
@@ -231,52 +224,48 @@ class Training:
         self.history.append({"epoch": epoch, "loss": loss, "train_accuracy": right, "held_out_accuracy": None})
         return True
 
-    def _steps(self, bar: Any, *, done: float, whole: int) -> bool:
-        """Train on the epoch's batches after the first ``done``. Returns False if SIGTERM ended the epoch early."""
-        batches, pace, epoch = iter(self.loader), self.pace, self.loader.epoch
-        position = self.loader.state_dict()["position"]  # after the last sample that changed the weights
-        steps = math.ceil(whole / self.settings.accumulate)  # optimizer steps of an epoch
-        while True:
-            pace.ask()
-            try:
-                batch = next(batches, None)
-            except ReadError:  # SIGTERM to the whole process group ends the workers too
-                if not self.stop.asked:
-                    raise
-                self._forget_group(epoch, position)
-                return False
-            if batch is None:
-                if self.group.batches:  # `faults.policy=drop` removed every sample of the epoch's last batch
-                    self._end_group()
-                return True
-            pace.have()
-            asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
-            state = self.loader.state_dict()
-            last, share = state["epoch"] != epoch, min(1.0, done / self.settings.accumulate / steps)
-            self.step(batch, valid=valid, progress=(epoch + share) / self.settings.epochs, last=last)
-            pace.images += int(valid)
-            done += 1
-            if bar.update():
-                bar.set_postfix_str(self._postfix(), refresh=False)
-            if self.group.batches:
-                continue
-            position = state["position"]
-            if asked and not last:
-                self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
-                return False
+    def _steps(self, bar: Any) -> bool:
+        """Train on the rest of the epoch's batches. Returns False if SIGTERM ended the epoch early."""
+        loader, epoch = self.loader, self.loader.epoch
+        position = loader.state_dict()["position"]  # after the last sample that changed the weights
+        per_step = loader.batch_size * self.ranks * self.settings.accumulate  # samples
+        samples = per_step * math.ceil(bar.total / self.settings.accumulate)  # of an epoch, if its last step is full
+        try:
+            for batch in self.pace.measured(loader):
+                asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
+                state = loader.state_dict()
+                last, progress = state["epoch"] != epoch, (epoch + min(1.0, position / samples)) / self.settings.epochs
+                self.step(batch, valid=valid, progress=progress, last=last)
+                self.pace.images += int(valid)
+                if bar.update():
+                    bar.set_postfix_str(self._postfix(), refresh=False)
+                if self.batches:
+                    continue
+                position = state["position"]
+                if asked and not last:
+                    self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
+                    return False
+        except ReadError:  # SIGTERM to the whole process group ends the workers too
+            if not self.stop.asked:
+                raise
+            self._forget_group(epoch, position)
+            return False
+        if self.batches:  # `faults.policy=drop` removed every sample of the epoch's last batch
+            self._end_group()
+        return True
 
     def step(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
         """Train on one batch. The weights change after ``accumulate`` batches, and after the last batch of an epoch.
 
-        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that is done.
+        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that was done
+        at the last change of the weights.
         """
-        if not self.group.batches:
+        settings, each = self.settings, self.each
+        if not self.batches:
             self._begin_group(valid, progress)
-        group, loss = self.group, self.settings.loss
-        weight = batch.valid.to(self.device, non_blocking=True).float()
-        ends = last or group.batches + 1 == self.settings.accumulate
-        each = self.each
+        ends = last or self.batches + 1 == settings.accumulate
         alone = each.no_sync() if isinstance(each, DistributedDataParallel) and not ends else contextlib.nullcontext()
+        weight = batch.valid.to(self.device, non_blocking=True).float()
         with self._seeded(), alone:
             try:
                 logits = self._logits(each, batch)
@@ -284,18 +273,12 @@ class Training:
                 if (text := _explain(error, batch)) is None:
                     raise
                 raise ConfigError(text) from error
-            losses, right = outcome(
-                logits,
-                batch.labels,
-                loss,
-                label_smoothing=self.settings.label_smoothing,
-                classes=self.loader.num_classes,
-            )
+            losses, right = outcome(logits, batch.labels, settings.loss, smoothing=settings.label_smoothing)
             summed = (losses * weight).sum()
             # DDP averages the gradients over ranks, but the average over all valid samples is needed
-            self.scaler.scale(summed * (self.ranks / group.divisor)).backward()
-        group.batches, group.valid = group.batches + 1, group.valid + valid
-        group.sums = group.sums + torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
+            self.scaler.scale(summed * (self.ranks / self.divisor)).backward()
+        self.batches, self.valid = self.batches + 1, self.valid + valid
+        self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
         if ends:
             self._end_group()
 
@@ -304,13 +287,12 @@ class Training:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = settings.lr * rate(progress, warmup=settings.warmup)
         self.optimizer.zero_grad(set_to_none=True)
-        self.group = Group(divisor=max(1.0, valid) * settings.accumulate)
+        self.valid, self.divisor = 0.0, max(1.0, valid) * settings.accumulate
         if settings.accumulate > 1:
-            self.group.buffers = [buffer.clone() for buffer in self.model.buffers()]
+            self.before = [tensor.clone() for tensor in self._undoable]
 
     def _end_group(self) -> None:
-        group = self.group
-        if (factor := group.divisor / max(1.0, group.valid)) != 1:  # not the expected number of valid samples
+        if (factor := self.divisor / max(1.0, self.valid)) != 1:  # not the expected number of valid samples
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad *= factor
@@ -321,22 +303,25 @@ class Training:
         self.scaler.update()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
-        self.steps += 1
-        self.sums += group.sums
-        self.group = Group()
+        self.steps, self.batches = self.steps + 1, 0
+
+    @property
+    def _undoable(self) -> list[Tensor]:
+        """The tensors that every batch changes, unlike the weights, which change once per group."""
+        return [self.sums, *self.model.buffers()]
 
     def _forget_group(self, epoch: int, position: int) -> None:
         """Go back to the first batch of an unfinished group, so that its samples come again after a resume."""
-        if self.group.batches:
-            for buffer, before in zip(self.model.buffers(), self.group.buffers or [], strict=True):
-                buffer.copy_(before)
+        if self.batches:
+            for tensor, before in zip(self._undoable, self.before, strict=True):
+                tensor.copy_(before)
             self.loader.start_at(epoch, position)
-            self.group = Group()
+            self.batches = 0
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
         """Seed torch's generators for dropout by (seed, step, batch, rank). Restores the generators on exit."""
-        place = f"dropout {self.loader.seed} {self.steps} {self.group.batches} {self.rank}"
+        place = f"dropout {self.loader.seed} {self.steps} {self.batches} {self.rank}"
         seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.default_generator.manual_seed(seed)
@@ -345,10 +330,21 @@ class Training:
             yield
 
     def _logits(self, model: nn.Module, batch: Batch) -> list[Tensor]:
-        whole = self.amp is torch.float32
+        """Logits [B, classes] of each view, float32."""
+        whole, classes = self.amp is torch.float32, self.loader.num_classes
         views = batch.images if isinstance(batch.images, list) else [batch.images]
         with torch.autocast(self.device.type, dtype=self.amp, enabled=not whole):
-            return model([view.float() if whole else view for view in views])
+            logits = model([view.float() if whole else view for view in views])
+        for view in logits:
+            is_tensor = isinstance(view, Tensor)
+            if not is_tensor or view.ndim != 2 or view.shape[1] != (classes or view.shape[1]):
+                found = f"a tensor {list(view.shape)}, num_classes={classes}" if is_tensor else type(view).__name__
+                raise ConfigError(
+                    f"the model must return logits [B, num_classes]. Found: {found}. If the model has more outputs "
+                    "in training, switch them off: torchvision's googlenet and inception_v3 need "
+                    "`+model.aux_logits=false`."
+                )
+        return [view.float() for view in logits]
 
     def _postfix(self) -> str:
         pace = self.pace
@@ -358,14 +354,14 @@ class Training:
 
     def _hold_out(self) -> bool:
         """Add the held-out accuracy to the history. Returns False if SIGTERM came before the end of the evaluation."""
-        entry = self.history[-1]
-        accuracy = None if self.val is None else self.evaluate(self.val)
-        (asked,) = _sum([float(self.stop.asked)])
-        if self.first:
-            held_out = "" if accuracy is None else f", held-out {accuracy:.1%}{self._averaged}"
-            text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
-            log.info("epoch %d: %s", self.loader.epoch, text)
-        entry["held_out_accuracy"] = accuracy
+        entry, held_out = self.history[-1], ""
+        sums = [0.0, 0.0] if self.val is None else self._evaluate(self.val).tolist()
+        asked, right, samples = _sum([float(self.stop.asked), *sums])
+        if self.val is not None and not asked:
+            entry["held_out_accuracy"] = accuracy = right / max(1.0, samples)
+            held_out = f", held-out {accuracy:.1%}{self._averaged}"
+        text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
+        log.info("epoch %d: %s", self.loader.epoch, text)
         return not asked
 
     @property
@@ -373,8 +369,8 @@ class Training:
         return "" if self.ema is None else " of the averaged weights"
 
     @torch.no_grad()
-    def evaluate(self, loader: Loader) -> float | None:
-        """Accuracy on the samples of ``loader``, over all ranks; None if SIGTERM ended the evaluation."""
+    def _evaluate(self, loader: Loader) -> Tensor:
+        """This rank's number of correct predictions and of samples. SIGTERM ends the evaluation early."""
         model = self.model if self.ema is None else self.ema.module
         if self.ranks > 1:
             for buffer in model.buffers():
@@ -388,14 +384,12 @@ class Training:
             sums += torch.stack([(right * weight).sum(), weight.sum()])
             if self.stop.asked:
                 break
-        asked, right_all, samples = _sum([float(self.stop.asked), *sums.tolist()])
-        return None if asked else right_all / max(1.0, samples)
+        return sums
 
     def save(self, file: Path) -> None:
         """Write the checkpoint atomically. Only the first rank writes."""
         if not self.first:
             return
-        classes = self.loader.source.classes
         parts = {
             "version": VERSION,
             "model": self.model.state_dict(),
@@ -403,7 +397,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
-            "classes": None if classes is None else list(classes),
+            "classes": self.classes,
             "sums": self.sums.tolist(),
             "steps": self.steps,
             "history": self.history,
@@ -417,11 +411,10 @@ class Training:
     def load(self, file: Path) -> None:
         """Load a checkpoint, so that training continues with the next sample."""
         parts = read_checkpoint(file)
-        classes = self.loader.source.classes
-        if parts["classes"] is not None and parts["classes"] != (None if classes is None else list(classes)):
+        if parts["classes"] not in (None, self.classes):
             raise StateError(
-                f"{file} was trained on the classes {parts['classes']}. The source now has: {classes}. Set the same "
-                "source, or start again with resume=null."
+                f"{file} was trained on the classes {parts['classes']}. The source now has: {self.classes}. Set the "
+                "same source, or start again with resume=null."
             )
         if (parts["ema"] is None) != (self.ema is None):
             was, remedy = ("with", "the value of that run") if self.ema is None else ("without", "null")
@@ -480,45 +473,32 @@ def rate(progress: float, *, warmup: float) -> float:
 
 
 def outcome(
-    logits: Sequence[Tensor],
-    labels: Tensor | None,
-    loss: str,
-    *,
-    label_smoothing: float = 0.0,
-    classes: int | None = None,
+    views: Sequence[Tensor], labels: Tensor | None, loss: str, *, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, both float [B].
 
-    ``logits`` are float [B, C] per view, and ``labels`` are int64 [B] or float [B, C]. With several views, the loss is
-    the mean of the views' losses, and the accuracy is that of the views' summed logits.
+    ``views`` are the logits of each view, float [B, C], and ``labels`` are int64 [B] or float [B, C]. With several
+    views, the loss is the mean of the views' losses, and the accuracy is that of the views' summed logits.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
-    for view in logits:
-        if not isinstance(view, Tensor) or view.ndim != 2 or view.shape[1] != (classes or view.shape[1]):
-            tensor = isinstance(view, Tensor)
-            found = f"a tensor {list(view.shape)}, num_classes={classes}" if tensor else type(view).__name__
-            raise ConfigError(
-                f"the model must return logits [B, num_classes]. Found: {found}. If the model has more outputs in "
-                "training, switch them off: torchvision's googlenet and inception_v3 need `+model.aux_logits=false`."
-            )
-    views = [view.float() for view in logits]
+    summed = torch.stack(list(views)).sum(dim=0)
     if loss == "cross_entropy":
         if labels.ndim == 1 and labels.is_floating_point():
             raise ConfigError(
                 "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fraction per image, "
                 f"such as {float(labels[0]):g}, which is a regression label."
             )
-        losses = [cross_entropy(view, labels, reduction="none", label_smoothing=label_smoothing) for view in views]
+        losses = [cross_entropy(view, labels, reduction="none", label_smoothing=smoothing) for view in views]
         truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
-        right = (sum(views[1:], views[0]).argmax(dim=1) == truth).float()
+        right = (summed.argmax(dim=1) == truth).float()
     else:
-        if labels.shape != views[0].shape:
-            shapes = f"labels {tuple(labels.shape)}, logits {tuple(views[0].shape)}"
+        if labels.shape != summed.shape:
+            shapes = f"labels {tuple(labels.shape)}, logits {tuple(summed.shape)}"
             raise ConfigError(f"`loss=binary_cross_entropy` needs one label per image and class. Found: {shapes}.")
         truth = labels.float()
         losses = [binary_cross_entropy_with_logits(view, truth, reduction="none").mean(dim=1) for view in views]
-        right = ((sum(views[1:], views[0]) > 0) == (truth > 0.5)).float().mean(dim=1)
+        right = ((summed > 0) == (truth > 0.5)).float().mean(dim=1)
     return torch.stack(losses).mean(dim=0), right
 
 
