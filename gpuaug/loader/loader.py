@@ -24,7 +24,7 @@ from gpuaug.loader import arguments, chosen, describe, distributed
 from gpuaug.loader.as_it_is import AsItIs
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Resources, Streams
+from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Streams
 from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
 from gpuaug.loader.state import State, compare, locate, plain
 from gpuaug.random import keyed as draw
@@ -171,8 +171,7 @@ class Loader(AsItIs):
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self._rank, self._world_size = rank, world_size
         self.pipeline = self._build(cache, timeout=timeout, start_method=start_method)
-        self._resources = Resources(self.pipeline)
-        weakref.finalize(self, self._resources.close)
+        weakref.finalize(self, self.pipeline.close)
         self.augment.to(self.device)
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
@@ -231,7 +230,7 @@ class Loader(AsItIs):
         return TargetStage(self.targets, self.augment, flip=flip, panoptic=panoptic)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_resources" in vars(self) and (name == "source" or name in self._given):
+        if "pipeline" in vars(self) and (name == "source" or name in self._given):
             raise ReadOnlyError(
                 f"`{name}` of a loader cannot be set: the running workers and stages would not see the new value. "
                 f"Use `loader = loader.replace({name}=...)`."
@@ -251,7 +250,7 @@ class Loader(AsItIs):
             ConfigError: if the constructor refuses the arguments; this loader stays unchanged.
             StateError: if the next pass begins inside an epoch, and the changes alter the samples or pixels.
         """
-        self._resources.check_open()
+        self.pipeline.check_open()
         if "source" in changes:
             raise ConfigError("`replace` keeps the source. Build a new loader for another source.")
         given = {**self._given, "device": self.device, "num_workers": self.num_workers}
@@ -263,7 +262,7 @@ class Loader(AsItIs):
         made = type(self)(self.source, **{**given, **changes})
         closed = made
         try:
-            self._resources.stop()
+            self.pipeline.stop()
             self._begin()
             if self._position:
                 made.load_state_dict(self.state_dict())
@@ -271,7 +270,7 @@ class Loader(AsItIs):
                 made.set_epoch(self._epoch)
             closed = self
         finally:
-            closed._resources.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache
+            closed.pipeline.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache
         return made
 
     @property
@@ -292,8 +291,8 @@ class Loader(AsItIs):
     @property
     def prefetch_level(self) -> int:
         """Number of finished batches that wait for the consumer."""
-        running = self._resources.running()
-        return 0 if running is None else running.waiting
+        running = self.pipeline.running and self.pipeline.running()
+        return running.waiting if running else 0
 
     @property
     def epoch_order(self) -> EpochOrder:
@@ -310,9 +309,9 @@ class Loader(AsItIs):
         Raises:
             ConfigError: if the ranks of torch.distributed have different settings, sources or positions.
         """
-        self._resources.check_open()
+        self.pipeline.check_open()
         self.augment.check_unchanged()
-        self._resources.stop()
+        self.pipeline.stop()
         self._begin()
         plan = self._plan(self._position)
         if self._rank is None:
@@ -341,14 +340,14 @@ class Loader(AsItIs):
         if self._next_pass == "finished":
             self._advance()
         if epoch != self._epoch:
-            self._resources.stop()
+            self.pipeline.stop()
         if epoch != self._epoch or self._next_pass == "left":
             self._epoch, self._position, self._next_pass = epoch, 0, "here"
 
     def start_at(self, epoch: int, position: int) -> None:
         """Let the next pass begin in ``epoch``, after the first ``position`` samples of all ranks together."""
         checks.whole_number("position", position, 0, len(self._ordered(_check_epoch(epoch))))
-        self._resources.stop()
+        self.pipeline.stop()
         self._epoch, self._position, self._next_pass = epoch, position, "here"
 
     def state_dict(self) -> dict[str, Any]:
@@ -448,7 +447,7 @@ class Loader(AsItIs):
 
     def close(self) -> None:
         """Stop the workers and threads, and close the decoder. A closed loader cannot be opened again."""
-        self._resources.close()
+        self.pipeline.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -531,7 +530,7 @@ class _Epoch(Pass):
         tasks, epoch = islice(iter(plan), count), loader.epoch
         super().__init__(loader.pipeline, tasks, epoch=epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
         loader.waited = 0.0
-        loader._resources.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
+        loader.pipeline.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
         self.start()
 
     def __next__(self) -> Batch:
@@ -553,8 +552,8 @@ class _Epoch(Pass):
                 return batch
             if self.done < self._count:
                 raise GpuaugError(f"reading ended after {self.done} of {self._count} batches.")
-        if loader._resources.running() is self:
-            loader._resources.stop()
+        if loader.pipeline.running and loader.pipeline.running() is self:
+            loader.pipeline.stop()
             loader.faults.end_of_epoch(loader._epoch, *loader.pipeline.stage.second_chances)
             loader._advance()
         raise StopIteration

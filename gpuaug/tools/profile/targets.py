@@ -11,12 +11,12 @@ import torch
 
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.header import HeaderError
-from gpuaug.loader.stages import HeaderBatch, LiveStage
+from gpuaug.loader.stages import LiveStage, StagedBatch
 from gpuaug.targets import masks
 from gpuaug.tools.pack.targets import encode_mask
 
 
-def object_seconds(stage: Any, headers: HeaderBatch) -> float:
+def object_seconds(stage: Any, headers: StagedBatch) -> float:
     """Repeat what `read_headers` does with objects and with masks that decide crops. Returns CPU-seconds."""
     began, placing = time.thread_time(), stage.targets
     upright = placing.upright(headers.encoded, headers.info, stage.decoder)
