@@ -44,12 +44,9 @@ def fetch(
     except IndexError as error:
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
     task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
-    pipeline: Pipeline = replace(
-        loader.pipeline,
-        reader=Reader(loader.pipeline.reader.source, targets=loader.pipeline.reader.targets),
-        faults=faults or loader.faults,
-        mix=loader.mix if mix else None,
-    )
+    pipeline: Pipeline = loader.pipeline
+    reader = Reader(pipeline.reader.source, targets=pipeline.reader.targets)
+    pipeline = replace(pipeline, reader=reader, faults=faults or pipeline.faults, mix=pipeline.mix if mix else None)
     for batch in Pass(pipeline, iter([task]), epoch=epoch, prefetch=0):
         return batch
     raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")

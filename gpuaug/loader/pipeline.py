@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpuaug.augment.mix import Mix
 from gpuaug.batch import EncodedBatch
+from gpuaug.display.batches import Look
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
@@ -76,16 +76,14 @@ class Pipeline:
 
     reader: Reader
     stage: Stage
-    mix: Mix | None = None
+    mix: Callable[..., tuple[list[Tensor], Tensor]] | None  # a Mix with its settings
     faults: Faults
     device: torch.device
     streams: Streams
-    dtype: torch.dtype = torch.float32
-    memory_format: torch.memory_format = torch.contiguous_format
-    seed: int = 0
-    num_classes: int | None = None
-    key_of: Callable[[int], str] = str
-    look_at: Callable[[int], Any] = lambda _: None  # maps an epoch to `Batch.look`
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+    key_of: Callable[[int], str]
+    look_at: Callable[[int], Look]  # maps an epoch to `Batch.look`
     # `numbers(epoch)(*task)` gives the numbers that the reader asks its source for; None: the task's sample numbers
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
     running: weakref.ref[Pass] | None = field(default=None, init=False)
@@ -106,7 +104,8 @@ class Pipeline:
             images, late = self.stage.decode(batch)
             ready = None if stream is None else stream.record_event()
         faults = {fault.row: fault for fault in [*late, *batch.faults, *batch.encoded.faults]}
-        return replace(batch, images=images, faults=[faults[row] for row in sorted(faults)], ready=ready)
+        # `info` may hold repaired bytes, which no later stage needs
+        return replace(batch, info=None, images=images, faults=[faults[row] for row in sorted(faults)], ready=ready)
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> StagedBatch:
         return self.decode_pixels(self.stage.read_headers(encoded, epoch))
@@ -151,8 +150,6 @@ class Pipeline:
                     images,
                     labels,
                     valid=valid,
-                    num_classes=self.num_classes,
-                    seed=self.seed,
                     epoch=epoch,
                     first_index=int(encoded.indices[0]),
                 )
@@ -293,9 +290,13 @@ class Pass(Iterator[Batch]):
                 continue
             self.waited += time.perf_counter() - began
             self.done += 1
+            self._note()
             if item is not None:  # None: policy `drop` removed the whole batch
                 return self._pipeline.hand_over(item)
         raise StopIteration
+
+    def _note(self) -> None:
+        """Note that ``done`` has grown."""
 
     def close(self) -> None:
         """Stop the threads within seconds. The workers keep running, except if a read hangs."""

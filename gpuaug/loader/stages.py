@@ -39,7 +39,7 @@ class StagedBatch:
 
     encoded: EncodedBatch
     faults: Sequence[Fault]  # found in the headers; after decoding, all faults of the batch
-    info: HeaderInfo | None = None  # None if pixels are stored
+    info: HeaderInfo | None = None  # None if pixels are stored, and after decoding
     drawn: Drawn = NO_DRAWS
     windows: list[CropWindows] = field(default_factory=list)  # per view
     chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
@@ -77,10 +77,16 @@ class LiveStage:
         """Whether :meth:`augment` must run on the thread that iterates over the loader."""
         return self.recipe.main_thread
 
-    @property
     def second_chances(self) -> tuple[int, int]:
-        """Number of samples that DALI refused and Pillow decoded, and number of accepted truncated samples."""
-        return (0, 0) if self._decoder is None else (self._decoder.rescued, self._decoder.truncated)
+        """Number of samples that DALI refused and Pillow decoded, and of accepted truncated samples.
+
+        Both count from the last call on.
+        """
+        if self._decoder is None:
+            return 0, 0
+        counts = self._decoder.rescued, self._decoder.truncated
+        self._decoder.rescued = self._decoder.truncated = 0
+        return counts
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> StagedBatch:
         """Read the headers, draw the random parameters, and compute each view's window in each image."""
@@ -136,7 +142,6 @@ class StoredStage:
     """
 
     main_thread = False  # no operation runs
-    second_chances = 0, 0  # nothing is decoded
     recipe = decoder = None
 
     def __init__(
@@ -198,6 +203,10 @@ class StoredStage:
 
     def finish_targets(self, batch: StagedBatch, *, bad: Sequence[int], keep: Tensor | None) -> None:
         """Stored epochs have no targets."""
+
+    def second_chances(self) -> tuple[int, int]:
+        """Nothing is decoded."""
+        return 0, 0
 
     def close(self) -> None:
         """Do nothing."""
