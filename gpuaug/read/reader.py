@@ -189,6 +189,8 @@ class Reader:
             # `_workers` is None if another thread has closed the reader.
             message = None if self._workers is None else next(self._workers, None)
         except EndedError:
+            if begin:
+                self._stop()  # DataLoader would take a late answer to `begin` for a batch
             return None
         except BaseException as error:
             self._stop(kill=True)  # an interrupted wait may have lost a batch
