@@ -33,6 +33,7 @@ class Look:
     views: tuple[str, ...] = ("",)  # name of each view, or ""
     normalize: tuple[tuple[Triple, Triple] | None, ...] = (None,)  # (mean, std) of each view; None: pixels are in 0..1
     style: Style = field(default_factory=Style)
+    bad: frozenset[int] | None = None  # rows of the batch that could not be read; None: unknown
 
     @classmethod
     def of(cls, views: Sequence[Any], style: Style) -> Look:
@@ -119,7 +120,7 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
         shown += [each for each in known if each is not None]
         for n, (of_view, view, each) in enumerate(zip(made, views, known, strict=True)):
             image = drawn(of_view[row], scale, each, style)
-            blank = not valid[row] and not view[row].any()
+            blank = row in look.bad if look.bad is not None else not valid[row] and not view[row].any()
             text = ", ".join(filter(None, (texts[row] if n == 0 else "", look.views[n], counted(each))))
             if not valid[row] and n == 0:
                 text += " (not valid: cannot be read)" if blank else " (not valid: only fills the batch)"

@@ -161,7 +161,7 @@ class Pipeline:
                 key_of=self.key_of,
                 targets=_one(targets),
                 extra=extra,
-                look=self.look_at(epoch),
+                look=replace(self.look_at(epoch), bad=frozenset(bad if keep is None else ())),
             )
             return batch, None if stream is None else stream.record_event()
 
