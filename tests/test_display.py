@@ -118,6 +118,20 @@ def test_bad_and_repeated_samples_are_marked(photos: Path, tmp_path: Path) -> No
     assert red == [False, False, True, True, True]
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_black_photographs_that_only_fill_the_batch_are_not_crossed(copied: bool, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (SIZE, SIZE)).save(tmp_path / "a" / "black.png")
+    (tmp_path / "a" / "zz.png").write_bytes(b"no image")
+    settings = {"faults": gpuaug.Faults(policy="blank"), "shuffle": False, "last": "pad", "batch_size": 4}
+    with loader(tmp_path, augment=recipe(size=SIZE).replace(ops={}, normalize=None), **settings) as made:
+        batch = next(iter(made))
+    assert batch.valid.tolist() == [True, False, False, False]
+    assert not batch.images.any()
+    shown = cells((pickle.loads(pickle.dumps(batch)) if copied else batch).show(columns=4, size=SIZE), 4)
+    assert [cell.any() for cell in shown] == [False, True, False, True]  # the copy of an unreadable sample is crossed
+
+
 def test_looking_at_bad_samples_costs_no_fault_budget(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "bad.jpg").write_bytes(b"no image")

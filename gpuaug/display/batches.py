@@ -33,6 +33,7 @@ class Look:
     views: tuple[str, ...] = ("",)  # name of each view, or ""
     normalize: tuple[tuple[Triple, Triple] | None, ...] = (None,)  # (mean, std) of each view; None: pixels are in 0..1
     style: Style = field(default_factory=Style)
+    bad: frozenset[int] | None = None  # rows of the batch that could not be read; None: unknown
 
     @classmethod
     def of(cls, views: Sequence[Any], style: Style) -> Look:
@@ -127,7 +128,8 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
         style = look.style.for_sample(*known)
         for n, (each, name) in enumerate(zip(sample, look.views, strict=True)):
             cell = each.cell(scale, style, "" if n else text, name, color=INK if is_valid else WRONG)
-            if blank := not is_valid and not views[n][row].any():
+            blank = row in look.bad if look.bad is not None else not is_valid and not views[n][row].any()
+            if blank:
                 _cross(cell.picture)
             if not is_valid and n == 0:
                 why = "cannot be read" if blank else "only fills the batch"

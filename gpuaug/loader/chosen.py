@@ -15,6 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults, Policy
+from gpuaug.loader.pipeline import Pass, Pipeline
 from gpuaug.read.reader import Reader
 
 
@@ -28,9 +29,8 @@ def fetch(
     faults: Faults | None = None,
 ) -> Batch:
     """Make one batch, as :meth:`gpuaug.Loader.fetch`. ``faults``: None means the Faults of the loader."""
-    loader._resources.check_open()
+    loader.pipeline.check_open()
     loader.augment.check_unchanged()
-    source, pipeline = loader.source, loader.pipeline
     number = whole_numbers("indices", indices)
     repeat = torch.zeros_like(number) if repeats is None else whole_numbers("repeats", repeats)
     if not len(number) or len(repeat) != len(number):
@@ -40,17 +40,16 @@ def fetch(
         )
     try:
         for index in number.tolist():
-            source.key(index)
+            loader.source.key(index)
     except IndexError as error:
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
     task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")
-    reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
-    pipeline = replace(pipeline, reader=reader, faults=faults or pipeline.faults)
-    encoded = next(iter(pipeline.read([task], epoch)))
-    ready = pipeline.finish(pipeline.decode(encoded, epoch), epoch, mix=mix)
-    if ready is None:
-        raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
-    return pipeline.hand_over(ready)
+    pipeline: Pipeline = loader.pipeline
+    reader = Reader(pipeline.reader.source, targets=pipeline.reader.targets)
+    pipeline = replace(pipeline, reader=reader, faults=faults or pipeline.faults, mix=pipeline.mix if mix else None)
+    for batch in Pass(pipeline, iter([task]), epoch=epoch, prefetch=0):
+        return batch
+    raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
 
 
 def uncounted(faults: Faults, policy: Policy) -> Faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,7 @@ LONGEST = 200  # characters of the text that describes a source
 def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int], Look]:
     """Return a function from an epoch to the :class:`Look` of its batches."""
     style = Style.of(source, targets)
-    known = {first: Look.of(stage.views, style) for first, stage in recipe.stages.items()}
-    return lambda epoch: known[max(first for first in known if first <= epoch)]
+    return lru_cache(maxsize=1)(lambda epoch: Look.of(recipe.at(epoch).views, style))
 
 
 def facts(loader: Any) -> dict[str, str]:

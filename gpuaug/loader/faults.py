@@ -56,12 +56,11 @@ class Faults:
         self.truncated = truncated
         self.policy, self.max, self.window, self.file = policy, max, window, _writable(file)
         self.count = 0  # bad samples so far; a sample counts again in each epoch
-        self._recent: deque[tuple[int, int]] = deque()  # (samples, bad samples) per recent batch, for the rate
-        self._recent_samples = self._recent_bad = 0
+        self._totals = deque([(0, 0)])  # (samples, bad samples) before the window, and after each batch of the window
         self._logged: set[str] = set()  # keys that were logged by this process
         self._recorded: set[str] = set()  # keys that are in the file
         self._offset = 0  # bytes of the file that were already read
-        self._epoch_count, self._chances = 0, (0, 0)
+        self._epoch_count = 0
 
     def handle(
         self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, samples: int, key_of: Callable[[int], str]
@@ -86,16 +85,15 @@ class Faults:
     def end_of_epoch(self, epoch: int, rescued: int, truncated: int) -> None:
         """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
 
-        Both ``rescued`` and ``truncated`` count samples of the whole run. ``rescued``: one decoder refused the sample,
-        and another decoded it. ``truncated``: the sample was accepted although its end is missing.
+        Both ``rescued`` and ``truncated`` count samples of this epoch. ``rescued``: one decoder refused the sample, and
+        another decoded it. ``truncated``: the sample was accepted although its end is missing.
         """
         if self._epoch_count:
             where = f", listed in {self.file}" if self.file else ""
             log.warning("epoch %d: %d bad samples (policy %s)%s", epoch, self._epoch_count, self.policy, where)
-        again, cut = rescued - self._chances[0], truncated - self._chances[1]
-        if again + cut:
-            log.warning("epoch %d: %d samples needed a second attempt (%d of them truncated)", epoch, again + cut, cut)
-        self._epoch_count, self._chances = 0, (rescued, truncated)
+        if again := rescued + truncated:
+            log.warning("epoch %d: %d samples needed a second attempt (%d of them truncated)", epoch, again, truncated)
+        self._epoch_count = 0
 
     def _record(self, fault: Fault, *, index: int, epoch: int, key_of: Callable[[int], str]) -> None:
         key = key_of(index)
@@ -123,17 +121,15 @@ class Faults:
 
     def _check_budget(self, samples: int, bad: int) -> None:
         if isinstance(self.max, float):
-            self._recent.append((samples, bad))
-            self._recent_samples += samples
-            self._recent_bad += bad
-            while self._recent_samples - self._recent[0][0] >= self.window:
-                old_samples, old_bad = self._recent.popleft()
-                self._recent_samples -= old_samples
-                self._recent_bad -= old_bad
+            all_samples, all_bad = self._totals[-1][0] + samples, self._totals[-1][1] + bad
+            self._totals.append((all_samples, all_bad))
+            while all_samples - self._totals[1][0] >= self.window:
+                self._totals.popleft()
+            recent, recent_bad = all_samples - self._totals[0][0], all_bad - self._totals[0][1]
             # The rate is computed over at least `window` samples. Otherwise the first bad sample could exceed the rate.
-            if self._recent_bad <= self.max * max(self.window, self._recent_samples):
+            if recent_bad <= self.max * max(self.window, recent):
                 return
-            bad_ones = f"{self._recent_bad} of the last {self._recent_samples} samples"
+            bad_ones = f"{recent_bad} of the last {recent} samples"
             limit = f"a rate of {self.max} over {self.window}"
         else:
             if self.max is None or self.count <= self.max:

@@ -6,8 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import islice
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -24,9 +23,9 @@ from gpuaug.loader import arguments, chosen, describe, distributed
 from gpuaug.loader.as_it_is import AsItIs
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Resources, Streams
+from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Streams
 from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
-from gpuaug.loader.state import State, compare, locate, plain
+from gpuaug.loader.state import VERSION, check_state, compare, locate, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
 from gpuaug.read.order import EpochOrder, Last
@@ -171,8 +170,7 @@ class Loader(AsItIs):
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self._rank, self._world_size = rank, world_size
         self.pipeline = self._build(cache, timeout=timeout, start_method=start_method)
-        self._resources = Resources(self.pipeline)
-        weakref.finalize(self, self._resources.close)
+        weakref.finalize(self, self.pipeline.close)
         self.augment.to(self.device)
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
@@ -207,14 +205,12 @@ class Loader(AsItIs):
                 targets=() if self.targets is None else self.targets.names,
             ),
             stage=stage,
-            mix=self.mix,
+            mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),
             faults=self.faults,
             device=self.device,
             streams=Streams(self.device),
             dtype=self.dtype,
             memory_format=self.memory_format,
-            seed=self.seed,
-            num_classes=self.num_classes,
             key_of=self.source.key,
             look_at=describe.looks(self.augment, self.source, self.targets),
             numbers=getattr(rows, "numbers", None),
@@ -231,7 +227,7 @@ class Loader(AsItIs):
         return TargetStage(self.targets, self.augment, flip=flip, panoptic=panoptic)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_resources" in vars(self) and (name == "source" or name in self._given):
+        if "pipeline" in vars(self) and (name == "source" or name in self._given):
             raise ReadOnlyError(
                 f"`{name}` of a loader cannot be set: the running workers and stages would not see the new value. "
                 f"Use `loader = loader.replace({name}=...)`."
@@ -251,7 +247,7 @@ class Loader(AsItIs):
             ConfigError: if the constructor refuses the arguments; this loader stays unchanged.
             StateError: if the next pass begins inside an epoch, and the changes alter the samples or pixels.
         """
-        self._resources.check_open()
+        self.pipeline.check_open()
         if "source" in changes:
             raise ConfigError("`replace` keeps the source. Build a new loader for another source.")
         given = {**self._given, "device": self.device, "num_workers": self.num_workers}
@@ -263,7 +259,7 @@ class Loader(AsItIs):
         made = type(self)(self.source, **{**given, **changes})
         closed = made
         try:
-            self._resources.stop()
+            self.pipeline.stop()
             self._begin()
             if self._position:
                 made.load_state_dict(self.state_dict())
@@ -271,7 +267,7 @@ class Loader(AsItIs):
                 made.set_epoch(self._epoch)
             closed = self
         finally:
-            closed._resources.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache
+            closed.pipeline.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache
         return made
 
     @property
@@ -292,17 +288,17 @@ class Loader(AsItIs):
     @property
     def prefetch_level(self) -> int:
         """Number of finished batches that wait for the consumer."""
-        running = self._resources.running()
-        return 0 if running is None else running.waiting
+        running = self.pipeline.running and self.pipeline.running()
+        return running.waiting if running else 0
 
     @property
     def epoch_order(self) -> EpochOrder:
         """``(indices, repeats, valid)`` of each batch of this rank in the whole current epoch."""
-        return self._plan(0)
+        return replace(self._plan(0), limit=None)
 
     def __len__(self) -> int:
         """Number of batches of a whole epoch on this rank."""
-        return self._count(self._plan(0))
+        return len(self._plan(0))
 
     def __iter__(self) -> Iterator[Batch]:
         """Start a pass over an epoch. An earlier unfinished iterator of this loader is stopped.
@@ -310,9 +306,9 @@ class Loader(AsItIs):
         Raises:
             ConfigError: if the ranks of torch.distributed have different settings, sources or positions.
         """
-        self._resources.check_open()
+        self.pipeline.check_open()
         self.augment.check_unchanged()
-        self._resources.stop()
+        self.pipeline.stop()
         self._begin()
         plan = self._plan(self._position)
         if self._rank is None:
@@ -331,9 +327,9 @@ class Loader(AsItIs):
         cache, numbers = self.pipeline.cache, self.pipeline.numbers
         if cache is not None and cache.settings.fill == "ahead":
             of_task = (lambda indices, *_: indices) if numbers is None else numbers(self._epoch)
-            shown = [of_task(*task) for task in islice(iter(self.epoch_order), len(self))]
+            shown = [of_task(*task) for task in self._plan(0)]
             cache.fill(self.pipeline.reader, torch.cat([torch.zeros(0, dtype=torch.int64), *shown]))
-        return _Epoch(self, plan, self._count(plan))
+        return _Epoch(self, plan)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, the loaded position stays."""
@@ -341,24 +337,28 @@ class Loader(AsItIs):
         if self._next_pass == "finished":
             self._advance()
         if epoch != self._epoch:
-            self._resources.stop()
+            self.pipeline.stop()
         if epoch != self._epoch or self._next_pass == "left":
             self._epoch, self._position, self._next_pass = epoch, 0, "here"
 
     def start_at(self, epoch: int, position: int) -> None:
         """Let the next pass begin in ``epoch``, after the first ``position`` samples of all ranks together."""
         checks.whole_number("position", position, 0, len(self._ordered(_check_epoch(epoch))))
-        self._resources.stop()
+        self.pipeline.stop()
         self._epoch, self._position, self._next_pass = epoch, position, "here"
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was handed out, as a dictionary of JSON values."""
         epoch, position = (self._epoch + 1, 0) if self._next_pass == "finished" else (self._epoch, self._position)
-        state = State(epoch=epoch, position=position, fingerprint=self.fingerprint())
-        if position:
-            ordered = self._ordered()
-            state = replace(state, after=int(ordered.indices[position - 1]), order=ordered.digest)
-        return state.to_json()
+        return {
+            "version": VERSION,
+            "draw": draw.VERSION,
+            "epoch": epoch,
+            "position": position,  # number of samples of the epoch that all ranks together have consumed
+            "after": int(self._ordered().indices[position - 1]) if position else None,  # the sample consumed last
+            "order": self._ordered().digest if position else None,
+            "fingerprint": self.fingerprint(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, with any number of workers and ranks and any batch size.
@@ -369,17 +369,17 @@ class Loader(AsItIs):
             StateError: if ``state`` is not a state, or was taken inside an epoch of another source, seed, order or
                 recipe. The loader stays unchanged.
         """
-        loaded = State.from_json(state)
-        if different := compare(loaded.fingerprint, self.fingerprint(), "in the state", "here"):
-            if loaded.position:
+        check_state(state)
+        epoch, position = state["epoch"], state["position"]
+        if different := compare(state["fingerprint"], self.fingerprint(), "in the state", "here"):
+            if position:
                 raise StateError(
-                    f"this state was taken inside epoch {loaded.epoch} of another configuration. {different}. "
-                    "Restore the configuration to finish the epoch, or start the next epoch with "
-                    f"`set_epoch({loaded.epoch + 1})`."
+                    f"this state was taken inside epoch {epoch} of another configuration. {different}. Restore the "
+                    f"configuration to finish the epoch, or start the next epoch with `set_epoch({epoch + 1})`."
                 )
-            log.warning("epoch %d starts from a state of another configuration: %s", loaded.epoch, different)
-        at = locate(loaded, self._ordered(loaded.epoch), self.order, self.seed) if loaded.position else 0
-        self.start_at(loaded.epoch, at)
+            log.warning("epoch %d starts from a state of another configuration: %s", epoch, different)
+        at = locate(state, self._ordered(epoch), self.order, self.seed) if position else 0
+        self.start_at(epoch, at)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides the content of an epoch, as JSON values."""
@@ -448,7 +448,7 @@ class Loader(AsItIs):
 
     def close(self) -> None:
         """Stop the workers and threads, and close the decoder. A closed loader cannot be opened again."""
-        self._resources.close()
+        self.pipeline.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -462,7 +462,7 @@ class Loader(AsItIs):
     def _begin(self) -> None:
         """Go to the position at which the next pass begins."""
         if self._next_pass == "left":
-            left = self._count(self._plan(self._position))
+            left = len(self._plan(self._position))
             log.info("epoch %d was left %d batches before its end; epoch %d begins", self._epoch, left, self._epoch + 1)
         if self._next_pass != "here":
             self._advance()
@@ -487,14 +487,20 @@ class Loader(AsItIs):
                 "collective operation (such as DDP's) that waits for every rank."
             )
         return EpochOrder(
-            self._ordered(), start=start, rank=rank, world_size=world_size, batch_size=self.batch_size, last=self.last
+            self._ordered(),
+            start=start,
+            rank=rank,
+            world_size=world_size,
+            batch_size=self.batch_size,
+            last=self.last,
+            limit=self.limit_batches,
         )
 
     def _log_last(self, plan: EpochOrder) -> None:
         """Log once, on rank 0, what `last` does with samples that do not fill a batch on every rank."""
         if self._last_logged or plan.rank or plan.world_size == 1:
             return
-        most, least = (self._count(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))
+        most, least = (len(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))
         more = plan.batch_size * plan.world_size * most - plan.remaining
         if most != least:
             log.warning(
@@ -511,13 +517,6 @@ class Loader(AsItIs):
             return
         self._last_logged = True
 
-    def _count(self, plan: EpochOrder) -> int:
-        """Number of batches of the plan that ``limit_batches`` allows."""
-        if self.limit_batches is None:
-            return len(plan)
-        behind = -(-plan.start // (plan.batch_size * plan.world_size))
-        return max(0, min(len(plan), self.limit_batches - behind))
-
 
 def _check_epoch(epoch: Any) -> int:
     return int(checks.whole_number("epoch", epoch, 0, draw.EPOCHS - 1))
@@ -526,44 +525,39 @@ def _check_epoch(epoch: Any) -> int:
 class _Epoch(Pass):
     """A pass that stores its progress in the loader."""
 
-    def __init__(self, loader: Loader, plan: EpochOrder, count: int) -> None:
-        self._loader, self._plan, self._count = loader, plan, count
-        tasks, epoch = islice(iter(plan), count), loader.epoch
-        super().__init__(loader.pipeline, tasks, epoch=epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead)
+    def __init__(self, loader: Loader, plan: EpochOrder) -> None:
+        self._loader, self._plan = loader, plan
+        super().__init__(
+            loader.pipeline, iter(plan), epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead
+        )
         loader.waited = 0.0
-        loader._resources.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
+        loader.pipeline.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
         self.start()
 
     def __next__(self) -> Batch:
-        loader = self._loader
-        if self.done < self._count:
+        loader, count = self._loader, len(self._plan)
+        if self.done < count:
             try:
-                batch = super().__next__()
+                return super().__next__()
             except StopIteration:
-                batch = None
-            except PassEndedError:  # no `_note`, because the loader may be in another pass by now
+                if self.done < count:
+                    raise GpuaugError(f"reading ended after {self.done} of {count} batches.") from None
+            except PassEndedError:  # the loader may be in another pass by now
                 raise
-            except BaseException as error:
-                self._note()
-                if isinstance(error, Exception) and loader._next_pass == "left":
-                    loader._next_pass = "here"  # the loader failed, and the consumer did not `break`
+            except Exception:  # the loader failed, and the consumer did not `break`
+                if loader._next_pass == "left":
+                    loader._next_pass = "here"
                 raise
-            self._note()
-            if batch is not None:
-                return batch
-            if self.done < self._count:
-                raise GpuaugError(f"reading ended after {self.done} of {self._count} batches.")
-        if loader._resources.running() is self:
-            loader._resources.stop()
-            loader.faults.end_of_epoch(loader._epoch, *loader.pipeline.stage.second_chances)
+        if loader.pipeline.running and loader.pipeline.running() is self:
+            loader.pipeline.stop()
+            loader.faults.end_of_epoch(loader._epoch, *loader.pipeline.stage.second_chances())
             loader._advance()
         raise StopIteration
 
     def _note(self) -> None:
         loader = self._loader
         loader.waited = self.waited
-        if self.done:
-            loader._position = self._plan.position(self.done)
-            loader._next_pass = "finished" if self.done == self._count else "left"
-            if (cache := loader.pipeline.cache) is not None:
-                cache.warn_if_full()
+        loader._position = self._plan.position(self.done)
+        loader._next_pass = "finished" if self.done == len(self._plan) else "left"
+        if (cache := loader.pipeline.cache) is not None:
+            cache.warn_if_full()

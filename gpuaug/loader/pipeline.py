@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpuaug.augment.mix import Mix
 from gpuaug.batch import EncodedBatch
+from gpuaug.display.batches import Look
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.stages import DecodedBatch, HeaderBatch, Stage
+from gpuaug.loader.stages import Stage, StagedBatch
 from gpuaug.native.buffers import to_device
 from gpuaug.read.order import Task as Task
 from gpuaug.read.prefetch import END, Producer
@@ -67,22 +68,26 @@ class Pipeline:
     """Reads, decodes, augments and mixes batches.
 
     A pipeline holds no reference to its loader, so that the loader can be garbage-collected while threads run.
+
+    Attributes:
+        running: the pass that was started last; None if it was stopped. It is freed if nobody else uses it.
+        closed: whether :meth:`close` was called.
     """
 
     reader: Reader
     stage: Stage
-    mix: Mix | None = None
+    mix: Callable[..., tuple[list[Tensor], Tensor]] | None  # a Mix with its settings
     faults: Faults
     device: torch.device
     streams: Streams
-    dtype: torch.dtype = torch.float32
-    memory_format: torch.memory_format = torch.contiguous_format
-    seed: int = 0
-    num_classes: int | None = None
-    key_of: Callable[[int], str] = str
-    look_at: Callable[[int], Any] = lambda _: None  # maps an epoch to `Batch.look`
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+    key_of: Callable[[int], str]
+    look_at: Callable[[int], Look]  # maps an epoch to `Batch.look`
     # `numbers(epoch)(*task)` gives the numbers that the reader asks its source for; None: the task's sample numbers
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
+    running: weakref.ref[Pass] | None = field(default=None, init=False)
+    closed: bool = field(default=False, init=False)
 
     @property
     def cache(self) -> CachedSource | None:
@@ -93,20 +98,19 @@ class Pipeline:
         numbers = None if self.numbers is None else self.numbers(epoch)
         return self.reader.batches(tasks, numbers=numbers, zero_copy=zero_copy)
 
-    def decode_pixels(self, batch: HeaderBatch) -> DecodedBatch:
+    def decode_pixels(self, batch: StagedBatch) -> StagedBatch:
         """Decode the pixels, and collect all faults of the batch so far."""
-        encoded = batch.encoded
         with self.streams.on(decoding=True) as stream:
             images, late = self.stage.decode(batch)
             ready = None if stream is None else stream.record_event()
-        faults = {fault.row: fault for fault in [*late, *batch.faults, *encoded.faults]}
-        found = [faults[row] for row in sorted(faults)]
-        return DecodedBatch(encoded, images, batch.drawn, found, ready, batch.chosen, batch.targets)
+        faults = {fault.row: fault for fault in [*late, *batch.faults, *batch.encoded.faults]}
+        # `info` may hold repaired bytes, which no later stage needs
+        return replace(batch, info=None, images=images, faults=[faults[row] for row in sorted(faults)], ready=ready)
 
-    def decode(self, encoded: EncodedBatch, epoch: int) -> DecodedBatch:
+    def decode(self, encoded: EncodedBatch, epoch: int) -> StagedBatch:
         return self.decode_pixels(self.stage.read_headers(encoded, epoch))
 
-    def finish(self, decoded: DecodedBatch, epoch: int, *, mix: bool = True) -> Ready | None:
+    def finish(self, decoded: StagedBatch, epoch: int) -> Ready | None:
         """Augment and mix a batch; None if policy ``drop`` removes all its samples.
 
         Raises:
@@ -141,13 +145,11 @@ class Pipeline:
             images = self._without_bad(images, bad, keep)
             labels = None if labels is None else to_device(labels, self.device)
             targets: Any = self.stage.finish_targets(decoded, bad=bad, keep=keep)
-            if self.mix is not None and mix:
+            if self.mix is not None:
                 images, labels = self.mix(
                     images,
                     labels,
                     valid=valid,
-                    num_classes=self.num_classes,
-                    seed=self.seed,
                     epoch=epoch,
                     first_index=int(encoded.indices[0]),
                 )
@@ -159,7 +161,7 @@ class Pipeline:
                 key_of=self.key_of,
                 targets=_one(targets),
                 extra=extra,
-                look=self.look_at(epoch),
+                look=replace(self.look_at(epoch), bad=frozenset(bad if keep is None else ())),
             )
             return batch, None if stream is None else stream.record_event()
 
@@ -187,10 +189,25 @@ class Pipeline:
                     tensor.record_stream(current)  # allocated on another stream
         return batch
 
-    def close(self) -> None:
-        """Stop the workers and close the decoder. The next use starts both again."""
-        self.reader.close()
-        self.stage.close()
+    def check_open(self) -> None:
+        if self.closed:
+            raise GpuaugError("this loader is closed. Build a new one.")
+
+    def stop(self) -> None:
+        """Close the running pass."""
+        last, self.running = self.running, None
+        if last is not None and (running := last()) is not None:
+            running.close()
+
+    def close(self, *, keep_cache: bool = False) -> None:
+        """Close the running pass, the workers and the decoder, and the cache except if ``keep_cache``."""
+        if not self.closed:
+            self.closed = True
+            self.stop()
+            self.reader.close()
+            self.stage.close()
+            if self.cache is not None and not keep_cache:
+                self.cache.close()
 
 
 class Pass(Iterator[Batch]):
@@ -221,7 +238,7 @@ class Pass(Iterator[Batch]):
     ) -> None:
         self._pipeline, self._epoch = pipeline, epoch
         self.done, self.waited = 0, 0.0
-        self._closed = self._exhausted = False
+        self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
         # The system reads a mapped file only when its bytes are used. So a buffer needs copies.
@@ -240,6 +257,7 @@ class Pass(Iterator[Batch]):
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
+        self._end = weakref.finalize(self, _end, self._items, self._producers, pipeline.reader)
 
     def start(self) -> None:
         """Start prefetching. The first ``next`` also starts it."""
@@ -253,7 +271,7 @@ class Pass(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         while not self._exhausted:
-            if self._closed:
+            if not self._end.alive:
                 raise PassEndedError(
                     "this iterator has ended: an error occurred, or its loader was closed or started another pass. "
                     "Use the newest iterator, or build a second loader."
@@ -261,46 +279,33 @@ class Pass(Iterator[Batch]):
             began = time.perf_counter()
             try:
                 item = next(self._items, END)
-                if isinstance(item, DecodedBatch):
+                if isinstance(item, StagedBatch):
                     item = self._pipeline.finish(item, self._epoch)
             except BaseException:
                 self.close()
                 raise
             if item is END:
-                self._exhausted = not self._closed  # closed by another thread: the loop raises PassEndedError
+                self._exhausted = self._end.alive  # False: closed by another thread: the loop raises PassEndedError
                 self.close()
                 continue
             self.waited += time.perf_counter() - began
             self.done += 1
+            self._note()
             if item is not None:  # None: policy `drop` removed the whole batch
                 return self._pipeline.hand_over(item)
         raise StopIteration
 
+    def _note(self) -> None:
+        """Note that ``done`` has grown."""
+
     def close(self) -> None:
         """Stop the threads within seconds. The workers keep running, except if a read hangs."""
-        if self._closed:
-            return
-        self._closed = True
-        for producer in self._producers:
-            producer.close()
-        with suppress(ValueError):  # the generator runs in another thread, and ends there at the next batch
-            self._items.close()
-        if not self._join():
-            self._pipeline.reader.close()  # a hanging read blocks a thread until the workers are stopped
-            self._join()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_items"):
-            self.close()
+        self._end()
 
     def _thread(self, items: Any, name: str, count: int) -> Any:
         producer: Producer[Any] = Producer(items, name=f"gpuaug-{name}", count=count, device=self._pipeline.device)
         self._producers.append(producer)
         return producer
-
-    def _join(self) -> bool:
-        deadline = time.monotonic() + TIMEOUT_S
-        return all(producer.join(deadline - time.monotonic()) for producer in self._producers)
 
 
 def _one(views: list[Any] | None) -> Any:
@@ -319,28 +324,17 @@ def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
             del item
 
 
-class Resources:
-    """Everything that a loader must close. Holds no reference to the loader."""
+def _end(items: Any, producers: Sequence[Producer[Any]], reader: Reader) -> None:
+    """Stop the threads of a pass. This is no method of the pass, because it runs after the pass is freed."""
+    for producer in producers:
+        producer.close()
+    with suppress(ValueError):  # the generator runs in another thread, and ends there at the next batch
+        items.close()
+    if not _joined(producers):
+        reader.close()  # a hanging read blocks a thread until the workers are stopped
+        _joined(producers)
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-        self.closed = False
-        self.running: Callable[[], Pass | None] = lambda: None  # a weak reference, so that an unused pass is freed
 
-    def check_open(self) -> None:
-        if self.closed:
-            raise GpuaugError("this loader is closed. Build a new one.")
-
-    def stop(self) -> None:
-        if (running := self.running()) is not None:
-            self.running = lambda: None
-            running.close()
-
-    def close(self, *, keep_cache: bool = False) -> None:
-        """Close everything. ``keep_cache`` leaves the cache open."""
-        if not self.closed:
-            self.closed = True
-            self.stop()
-            self.pipeline.close()
-            if (cache := self.pipeline.cache) is not None and not keep_cache:
-                cache.close()
+def _joined(producers: Sequence[Producer[Any]]) -> bool:
+    deadline = time.monotonic() + TIMEOUT_S
+    return all(producer.join(deadline - time.monotonic()) for producer in producers)

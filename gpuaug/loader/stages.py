@@ -34,29 +34,18 @@ NO_DRAWS = Drawn({}, {})
 
 
 @dataclass(frozen=True, slots=True)
-class HeaderBatch:
-    """Encoded images and everything that decoding needs."""
+class StagedBatch:
+    """A batch between two stages. Each stage adds what the next stages need."""
 
     encoded: EncodedBatch
-    faults: Sequence[Fault]  # found in the headers
-    info: HeaderInfo | None = None  # None if pixels are stored
+    faults: Sequence[Fault]  # found in the headers; after decoding, all faults of the batch
+    info: HeaderInfo | None = None  # None if pixels are stored, and after decoding
     drawn: Drawn = NO_DRAWS
     windows: list[CropWindows] = field(default_factory=list)  # per view
     chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
     targets: TargetBatch | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DecodedBatch:
-    """Decoded images and everything that augmentation needs."""
-
-    encoded: EncodedBatch
-    images: list[Tensor]  # uint8 [B, H, W, 3] per view, device
-    drawn: Drawn
-    faults: list[Fault]
+    images: list[Tensor] = field(default_factory=list)  # after decoding: uint8 [B, H, W, 3] per view, device
     ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
-    chosen: list[list[Chosen]] | None = None
-    targets: TargetBatch | None = None
 
 
 @dataclass(eq=False)
@@ -88,12 +77,18 @@ class LiveStage:
         """Whether :meth:`augment` must run on the thread that iterates over the loader."""
         return self.recipe.main_thread
 
-    @property
     def second_chances(self) -> tuple[int, int]:
-        """Number of samples that DALI refused and Pillow decoded, and number of accepted truncated samples."""
-        return (0, 0) if self._decoder is None else (self._decoder.rescued, self._decoder.truncated)
+        """Number of samples that DALI refused and Pillow decoded, and of accepted truncated samples.
 
-    def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
+        Both count from the last call on.
+        """
+        if self._decoder is None:
+            return 0, 0
+        counts = self._decoder.rescued, self._decoder.truncated
+        self._decoder.rescued = self._decoder.truncated = 0
+        return counts
+
+    def read_headers(self, encoded: EncodedBatch, epoch: int) -> StagedBatch:
         """Read the headers, draw the random parameters, and compute each view's window in each image."""
         info = self.decoder.read_headers(encoded)
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
@@ -101,14 +96,14 @@ class LiveStage:
         drawn = recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
         if self.targets is None:
             windows = recipe.windows(drawn, info.height, info.width)
-            return HeaderBatch(encoded, info.faults, info, drawn, windows)
+            return StagedBatch(encoded, info.faults, info, drawn, windows)
         upright = self.targets.upright(encoded, info, self.decoder)
         windows = recipe.windows(drawn, info.height, info.width, objects=upright.boxed, masks=upright.masks)
         chosen = recipe.choose(drawn, [window.size for window in windows])
         targets = self.targets.place(upright, windows, chosen, epoch=epoch)
-        return HeaderBatch(encoded, [*info.faults, *upright.faults], info, drawn, windows, chosen, targets)
+        return StagedBatch(encoded, [*info.faults, *upright.faults], info, drawn, windows, chosen, targets)
 
-    def decode(self, batch: HeaderBatch) -> tuple[list[Tensor], list[Fault]]:
+    def decode(self, batch: StagedBatch) -> tuple[list[Tensor], list[Fault]]:
         """Decode every image once. Returns uint8 [B, H, W, 3] per view on the device, and the faults."""
         assert batch.info is not None
         images, faults = self.decoder.pixels(batch.encoded, batch.info, batch.windows)
@@ -116,7 +111,7 @@ class LiveStage:
             faults = [*faults, *self.targets.decode(batch.targets, batch.encoded, batch.info, self.decoder)]
         return images, faults
 
-    def augment(self, batch: DecodedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
+    def augment(self, batch: StagedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
         views: list[Tensor] = self.recipe.at(batch.drawn.epoch).apply(
             batch.images, batch.drawn, chosen=batch.chosen, dtype=dtype, memory_format=memory_format
@@ -124,7 +119,7 @@ class LiveStage:
         return views
 
     def finish_targets(
-        self, batch: DecodedBatch, *, bad: Sequence[int], keep: Tensor | None
+        self, batch: StagedBatch, *, bad: Sequence[int], keep: Tensor | None
     ) -> list[BatchTargets] | None:
         """Return the targets per view, on the device. Rows ``bad`` have a fault. ``keep``: rows to keep; None: all."""
         if self.targets is None or batch.targets is None:
@@ -147,7 +142,6 @@ class StoredStage:
     """
 
     main_thread = False  # no operation runs
-    second_chances = 0, 0  # nothing is decoded
     recipe = decoder = None
 
     def __init__(
@@ -181,15 +175,15 @@ class StoredStage:
             Augment(normalize=view.augment.normalize, backend=view.augment.backend) for view in recipe.views
         ]
 
-    def read_headers(self, encoded: EncodedBatch, epoch: int) -> HeaderBatch:
+    def read_headers(self, encoded: EncodedBatch, epoch: int) -> StagedBatch:
         """Load the faults of samples that have no stored pixels."""
-        return HeaderBatch(encoded, self.stored.faults(encoded))
+        return StagedBatch(encoded, self.stored.faults(encoded))
 
-    def decode(self, batch: HeaderBatch) -> tuple[list[Tensor], list[Fault]]:
+    def decode(self, batch: StagedBatch) -> tuple[list[Tensor], list[Fault]]:
         """Copy the pixels to the device, per view: uint8 [B, H, W, 3], or the stored dtype [B, 3, H, W]."""
         return self.stored.views(buffers.to_device(self.stored.pixels(batch.encoded), self.device)), []
 
-    def augment(self, batch: DecodedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
+    def augment(self, batch: StagedBatch, *, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
         """Normalize uint8 pixels. Copy other pixels, which were stored normalized."""
         if self.stored.dtype == torch.uint8:
             return [
@@ -207,8 +201,12 @@ class StoredStage:
                 images.append(view.to(dtype, memory_format=memory_format, copy=True))
         return images
 
-    def finish_targets(self, batch: DecodedBatch, *, bad: Sequence[int], keep: Tensor | None) -> None:
+    def finish_targets(self, batch: StagedBatch, *, bad: Sequence[int], keep: Tensor | None) -> None:
         """Stored epochs have no targets."""
+
+    def second_chances(self) -> tuple[int, int]:
+        """Nothing is decoded."""
+        return 0, 0
 
     def close(self) -> None:
         """Do nothing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from gpuaug.augment.fingerprint import differences
@@ -17,45 +16,30 @@ log = logging.getLogger("gpuaug")
 VERSION = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The state that ``Loader.state_dict`` returns.
+def check_state(value: Any) -> None:
+    """Raise StateError if ``value`` is no result of ``Loader.state_dict``, or of another version.
 
-    All ranks return the same state at the same step. Any number of ranks can load the state.
+    All ranks have the same state at the same step. Any number of ranks can load the state.
     """
-
-    epoch: int
-    position: int  # number of samples of the epoch that all ranks together have consumed
-    after: int | None = None  # the sample consumed last, by its number; None at the start of an epoch
-    order: str | None = None  # hash of the epoch's whole order; None at the start of an epoch
-    fingerprint: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"version": VERSION, "draw": draw.VERSION, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, value: Any) -> State:
-        """Read a result of ``to_json``. Raise StateError for another value or another version."""
-        if not isinstance(value, dict) or not {"version", "epoch", "position", "fingerprint"} <= value.keys():
-            raise StateError(
-                f"not a loader state: expected version, epoch, position and fingerprint. Found: {str(value)[:200]!r}."
-            )
-        versions = value["version"], value.get("draw")
-        if versions != (VERSION, draw.VERSION) or any(type(x) is not int for x in versions):
-            raise StateError(
-                f"this gpuaug reads state version {VERSION} with random-number scheme {draw.VERSION}. Found: state "
-                f"version {versions[0]}, random-number scheme {versions[1]}. Finish the run with the gpuaug that wrote "
-                "the state, or start at the beginning of an epoch with `set_epoch`."
-            )
-        state = cls(**{key.name: value[key.name] for key in fields(cls) if key.name in value})
-        numbers = all(type(x) is int and x >= 0 for x in (state.epoch, state.position)) and state.epoch < draw.EPOCHS
-        inside = state.position and (type(state.after) is not int or not isinstance(state.order, str))
-        if not numbers or inside or not isinstance(state.fingerprint, dict):
-            raise StateError(
-                "A state needs: `epoch` (int, 0 to 2**32-1), `position` (int >= 0), `fingerprint` (dict). If position "
-                f"> 0 also: `after` (int, a sample number) and `order` (str, a hash). Found: {str(value)[:200]!r}."
-            )
-        return state
+    if not isinstance(value, dict) or not {"version", "epoch", "position", "fingerprint"} <= value.keys():
+        raise StateError(
+            f"not a loader state: expected version, epoch, position and fingerprint. Found: {str(value)[:200]!r}."
+        )
+    versions = value["version"], value.get("draw")
+    if versions != (VERSION, draw.VERSION) or any(type(x) is not int for x in versions):
+        raise StateError(
+            f"this gpuaug reads state version {VERSION} with random-number scheme {draw.VERSION}. Found: state "
+            f"version {versions[0]}, random-number scheme {versions[1]}. Finish the run with the gpuaug that wrote "
+            "the state, or start at the beginning of an epoch with `set_epoch`."
+        )
+    epoch, position = value["epoch"], value["position"]
+    numbers = all(type(x) is int and x >= 0 for x in (epoch, position)) and epoch < draw.EPOCHS
+    inside = position and (type(value.get("after")) is not int or not isinstance(value.get("order"), str))
+    if not numbers or inside or not isinstance(value["fingerprint"], dict):
+        raise StateError(
+            "A state needs: `epoch` (int, 0 to 2**32-1), `position` (int >= 0), `fingerprint` (dict). If position "
+            f"> 0 also: `after` (int, a sample number) and `order` (str, a hash). Found: {str(value)[:200]!r}."
+        )
 
 
 def compare(one: Any, other: Any, of_one: str, of_other: str) -> str:
@@ -83,27 +67,27 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def locate(state: State, ordered: Ordered, order: Order, seed: int) -> int:
+def locate(state: dict[str, Any], ordered: Ordered, order: Order, seed: int) -> int:
     """Return the position at which ``state`` continues. ``ordered``: what ``order`` gives for that epoch."""
-    if ordered.digest == state.order:
-        if not 0 < state.position <= len(ordered) or int(ordered.indices[state.position - 1]) != state.after:
+    epoch, at, after = state["epoch"], state["position"], state["after"]
+    if ordered.digest == state["order"]:
+        if not 0 < at <= len(ordered) or int(ordered.indices[at - 1]) != after:
             raise StateError(
-                f"the state is damaged: sample {state.after} is not at position {state.position} of epoch "
-                f"{state.epoch}. Load another checkpoint."
+                f"the state is damaged: sample {after} is not at position {at} of epoch {epoch}. Load another "
+                "checkpoint."
             )
-        return state.position
+        return int(at)
     position = getattr(order, "position", None)
     if position is None:
         raise StateError(
-            f"this state was taken inside epoch {state.epoch} of another order. The present order "
-            f"{describe(order)} gives other samples in this epoch. Restore source and order to finish the epoch, or "
-            f"start the next epoch with `set_epoch({state.epoch + 1})`."
+            f"this state was taken inside epoch {epoch} of another order. The present order {describe(order)} gives "
+            "other samples in this epoch. Restore source and order to finish the epoch, or start the next epoch with "
+            f"`set_epoch({epoch + 1})`."
         )
-    assert state.after is not None
-    at = int(position(seed, state.epoch, ordered.indices, state.after))
+    at = int(position(seed, epoch, ordered.indices, after))
     log.warning(
         "the set of samples changed since the state was saved (exclusions or subset): epoch %d continues after "
         "sample %d, at position %d of %d",
-        state.epoch, state.after, at, len(ordered),
+        epoch, after, at, len(ordered),
     )  # fmt: skip
     return at

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -274,7 +274,8 @@ class Ordered:
 class EpochOrder(Sequence[Task]):
     """The batches of one rank, from position ``start`` to the end of an epoch, each as ``(indices, repeats, valid)``.
 
-    For ``last`` see :class:`gpuaug.Loader`. ``pad`` repeats the first samples of the epoch.
+    For ``last`` see :class:`gpuaug.Loader`. ``pad`` repeats the first samples of the epoch. ``limit`` is the largest
+    number of batches from the beginning of the epoch; None: no limit.
     """
 
     epoch: Ordered = field(kw_only=False)
@@ -283,12 +284,7 @@ class EpochOrder(Sequence[Task]):
     world_size: int = 1
     batch_size: int = 64
     last: Last = "uneven"
-
-    def __post_init__(self) -> None:
-        checks.one_of("last", self.last, get_args(Last))
-        checks.whole_number("batch_size", self.batch_size, 1)
-        checks.whole_number("rank", self.rank, 0, self.world_size - 1)
-        checks.whole_number("start", self.start, 0, len(self.epoch))
+    limit: int | None = None
 
     @property
     def remaining(self) -> int:
@@ -297,8 +293,10 @@ class EpochOrder(Sequence[Task]):
 
     def __len__(self) -> int:
         """Number of batches of this rank from ``start`` on."""
-        full, rest = divmod(self.remaining, self.batch_size * self.world_size)
-        return full + {"drop": False, "pad": rest > 0, "uneven": rest > self.rank}[self.last]
+        step = self.batch_size * self.world_size
+        full, rest = divmod(self.remaining, step)
+        count = full + {"drop": False, "pad": rest > 0, "uneven": rest > self.rank}[self.last]
+        return count if self.limit is None else max(0, min(count, self.limit - -(-self.start // step)))
 
     def __getitem__(self, k: Any) -> Any:
         if isinstance(k, slice):

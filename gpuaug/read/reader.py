@@ -29,7 +29,7 @@ from gpuaug import checks
 from gpuaug.batch import EncodedBatch, EncodedTargets, Fault, Target
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.read.order import Task
-from gpuaug.read.workers import EndedError, Request, SilentError, Workers, remedy
+from gpuaug.read.workers import EndedError, Request, Workers, remedy
 from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import FINAL, LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
@@ -44,8 +44,9 @@ EXAMPLES = 4  # samples that are read to learn the type of labels, if the first 
 PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
 
 _MISSING: Any = object()  # an unknown label
-# bytes of the images, then of the masks; labels; faults; targets; extras
-_Samples = tuple[list[memoryview], NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
+# labels, faults, targets and extras of a batch
+_Rest = tuple[NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
+_Samples = tuple[list[memoryview], _Rest]  # bytes of the images, then of the masks; and the rest
 
 
 class Reader:
@@ -166,7 +167,7 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # DataLoader keeps the first `todo`; a closed generator holds no tasks
+            todo.close()  # the workers keep `todo`; a closed generator holds no tasks
             if not ended():
                 _advance(self._generation)  # the workers then skip the batches that were requested ahead
 
@@ -175,29 +176,28 @@ class Reader:
     ) -> _Packed | None:
         """The workers' next batch; None at the end. ``begin``: the workers must first get ``todo``."""
         try:
-            if begin and self._workers is not None:
-                self._workers.restart(todo, ended)
-            elif begin:
-                self._workers = Workers(
-                    self._encode,
-                    todo,
-                    ended,
-                    num_workers=self.num_workers,
-                    timeout=self.timeout,
-                    prefetch_factor=self.prefetch_factor,
-                    start_method=self.start_method,
-                )
+            if begin:
+                if self._workers is None:
+                    self._workers = Workers(
+                        self._encode,
+                        num_workers=self.num_workers,
+                        timeout=self.timeout,
+                        prefetch_factor=self.prefetch_factor,
+                        start_method=self.start_method,
+                    )
+                self._workers.begin(todo, ended)
             # `_workers` is None if another thread has closed the reader.
             message = None if self._workers is None else next(self._workers, None)
         except EndedError:
+            if begin:
+                self._stop()  # DataLoader would take a late answer to `begin` for a batch
             return None
-        except SilentError as silent:
-            self._stop(kill=True)
-            first = asked[0][0].tolist()[:1] if asked else []
-            at = [f" The missing batch begins with sample {i} ({self.source.key(i)!r})." for i in first]
-            raise ReadError(f"{silent}{''.join(at)}") from None
-        except BaseException:
+        except BaseException as error:
             self._stop(kill=True)  # an interrupted wait may have lost a batch
+            if isinstance(error, ReadError) and asked:
+                i = int(asked[0][0][0])
+                at = f"The missing batch begins with sample {i} ({self.source.key(i)!r})."
+                raise ReadError(f"{error} {at}") from None
             raise
         if message is not None and isinstance(message[0], bytes):
             raise _raised(*message)
@@ -234,7 +234,7 @@ class _Encode:
     def __init__(self, source: Source, generation: Tensor, targets: tuple[str, ...]) -> None:
         self.source, self.generation, self.targets = source, generation, targets
         self._bounded = not getattr(source, "mapped", False)
-        self._like: Any = _MISSING  # one row of an earlier batch's labels; None if samples have no label
+        self._zero: Any = _MISSING  # a zero of the labels' type and shape; None if samples have no label
 
     def __getitem__(self, request: Request) -> _Packed | _Raised | None:
         generation, indices, after = request
@@ -255,35 +255,27 @@ class _Encode:
     def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> _Samples:
         """Read the samples ``indices``, int64 [B], without a copy of their bytes."""
         numbers = indices.tolist()
-        encoded: list[memoryview] = []
-        labels: list[Any] = []
-        extras: list[Any] = []
-        faults: list[Fault] = []
-        for row, (number, item) in enumerate(zip(numbers, self._read(numbers, stale), strict=True)):
+        items, faults = self._read(numbers, stale), list[Fault]()
+        for row, item in enumerate(items):
             if isinstance(item, Exception):
                 faults.append(Fault(row, "read", f"{type(item).__name__}: {item}"[:LONGEST_REASON]))
-                item = memoryview(b""), self._unread(number), None
+                items[row] = memoryview(b""), self._unread(numbers[row]), None
             elif not len(item[0]):
                 faults.append(Fault(row, "read", "0 bytes"))
-            encoded.append(item[0])
-            labels.append(item[1])
-            extras.append(item[2])
+        encoded, labels, extras = map(list, zip(*items, strict=True))
         extra = extras if any(each is not None for each in extras) else None
-        if not self.targets and not any(isinstance(label, Target | Mapping) for label in labels):
-            return encoded, self._labels(labels, numbers, stale), tuple(faults), None, extra
-        from gpuaug.read.targets import as_target, collect  # runs without targets do not import it
-
-        found = [as_target(label, number) for number, label in zip(numbers, labels, strict=True)]
         targets = None
-        if self.targets:
-            known = getattr(self.source, "num_keypoints", None)
-            targets, masks, bad = collect(
-                found, self.targets, skip=[fault.row for fault in faults], num_keypoints=known
-            )
-            encoded += masks
-            faults += bad
-        labels = [label if target is None else target.label for label, target in zip(labels, found, strict=True)]
-        return encoded, self._labels(labels, numbers, stale), tuple(faults), targets, extra
+        if self.targets or any(isinstance(label, Target | Mapping) for label in labels):
+            from gpuaug.read.targets import as_target, collect  # runs without targets do not import it
+
+            found = [as_target(label, number) for number, label in zip(numbers, labels, strict=True)]
+            if self.targets:
+                bad, known = [fault.row for fault in faults], getattr(self.source, "num_keypoints", None)
+                targets, masks, more = collect(found, self.targets, skip=bad, num_keypoints=known)
+                encoded += masks
+                faults += more
+            labels = [label if target is None else target.label for label, target in zip(labels, found, strict=True)]
+        return encoded, (self._labels(labels, numbers, stale), tuple(faults), targets, extra)
 
     def _unread(self, number: int) -> Any:
         """Label of a sample that cannot be read; ``_MISSING`` if the source does not know the label."""
@@ -330,95 +322,78 @@ class _Encode:
     def _ask(self, numbers: list[int], stale: Callable[[], bool]) -> Iterator[Any]:
         """Yield, for each sample, the item from the source, or the exception that becomes its fault."""
         many = getattr(self.source, "read_many", None)
-        if many is None:
-            for number in numbers:
-                if stale():
-                    raise EndedError
-                try:
-                    yield self.source[number]
-                except (OSError, GpuaugError) as error:
-                    yield error
-            return
-        if stale():
-            raise EndedError
-        try:
-            items = list(many(numbers))
-        except (OSError, GpuaugError) as error:
-            items = [error] * len(numbers)
-        if len(items) != len(numbers):
-            raise SourceError(f"`source.read_many` must give {len(numbers)} items. Found: {len(items)}.")
-        for item in items:
-            if isinstance(item, BaseException) and not isinstance(item, OSError | GpuaugError):
-                raise item
-        yield from items
+        for some in [[number] for number in numbers] if many is None else [numbers]:
+            if stale():
+                raise EndedError
+            try:
+                items = [self.source[number] for number in some] if many is None else list(many(some))
+            except (OSError, GpuaugError) as error:
+                items = [error] * len(some)
+            if len(items) != len(some):
+                raise SourceError(f"`source.read_many` must give {len(some)} items. Found: {len(items)}.")
+            for item in items:
+                if isinstance(item, BaseException) and not isinstance(item, OSError | GpuaugError):
+                    raise item
+                yield item
 
     def _labels(self, labels: list[Any], numbers: list[int], stale: Callable[[], bool]) -> NDArray[Any] | None:
         """Return labels as int64 [B], float32 [B] or [B, K], or None. Unknown labels of failed samples are 0."""
-        present = [label is not _MISSING for label in labels]
-        known = [label for label in labels if label is not _MISSING]
-        values = None
-        if known or self._like is _MISSING:
-            values = _label_array(known or [self._example(numbers, stale)])
-            self._like = None if values is None else values[:1]
-        if self._like is None or all(present):
-            return values
-        filled = np.zeros((len(labels), *self._like.shape[1:]), dtype=self._like.dtype)
-        if known:
-            filled[present] = values
-        return filled
+        known = next((label for label in labels if label is not _MISSING), _MISSING)
+        if known is _MISSING and self._zero is _MISSING:
+            known = self._example(numbers, stale)
+        if known is not _MISSING:
+            values = _label_array([known])
+            self._zero = None if values is None else np.zeros_like(values[0])
+        return _label_array([self._zero if label is _MISSING else label for label in labels])
 
 
 _Packed = tuple[Tensor, int, int]  # a memory block, number of images and masks, size of the pickled part in bytes
 _Raised = tuple[bytes, str]  # a pickled exception and its traceback
 
 
-def _pack(encoded: list[memoryview], *rest_of: Any) -> _Packed:
+def _pack(encoded: list[memoryview], rest: _Rest) -> _Packed:
     """Move a batch into one memory block. ``encoded`` (images and masks) is empty afterwards.
 
-    The block holds the offsets, then ``rest_of`` (labels, faults, targets and extras, pickled), then ``encoded``.
+    The block holds the offsets, then ``rest``, pickled, then ``encoded``.
     """
     try:
-        rest = pickle.dumps(rest_of if rest_of[-1] is not None else rest_of[:-1])
+        pickled = pickle.dumps(rest)
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
         raise SourceError(
             f"an extra, the third value of a sample, cannot be pickled for the other process: {error}. {PICKLABLE}"
         ) from error
     offsets = _offsets(encoded)
-    blob = _memory(offsets.nbytes + len(rest) + int(offsets[-1]))
+    blob = _memory(offsets.nbytes + len(pickled) + int(offsets[-1]))
     target, begin = blob.numpy().data, 0
     rows = len(encoded)
-    pieces: list[Any] = [offsets.tobytes(), rest, *encoded][::-1]
+    pieces: list[Any] = [offsets.tobytes(), pickled, *encoded][::-1]
     encoded.clear()
     while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
         piece = pieces.pop()
         target[begin : begin + len(piece)] = piece
         begin += len(piece)
-    return blob, rows, len(rest)
+    return blob, rows, len(pickled)
+
+
+def _fields(rest: _Rest, **fields: Any) -> dict[str, Any]:
+    """Fields of an EncodedBatch."""
+    labels, faults, targets, extra = rest
+    tensor = None if labels is None else torch.from_numpy(labels)
+    return {**fields, "labels": tensor, "faults": faults, "targets": targets, "extra": extra}
 
 
 def _unpack(blob: Tensor, rows: int, size: int) -> dict[str, Any]:
-    """Fields of an EncodedBatch. Images and offsets are views into the block."""
+    """Fields of an EncodedBatch whose images and offsets are views into the block."""
     begin = 8 * (rows + 1)
-    return {
-        "data": blob[begin + size :],
-        "offsets": blob[:begin].view(torch.int64),
-        **_rest(*pickle.loads(blob[begin : begin + size].numpy().tobytes())),
-    }
+    rest = pickle.loads(blob[begin : begin + size].numpy().tobytes())
+    return _fields(rest, data=blob[begin + size :], offsets=blob[:begin].view(torch.int64))
 
 
-def _views(encoded: list[memoryview], *rest_of: Any) -> dict[str, Any]:
+def _views(encoded: list[memoryview], rest: _Rest) -> dict[str, Any]:
     """Fields of an EncodedBatch whose images stay in the memory of the source."""
-    return {
-        "data": torch.empty(0, dtype=torch.uint8, device="cpu"),
-        "offsets": torch.from_numpy(_offsets(encoded)),
-        "views": tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded),
-        **_rest(*rest_of),
-    }
-
-
-def _rest(labels: NDArray[Any] | None, faults: Any, targets: Any, extra: Any = None) -> dict[str, Any]:
-    tensor = None if labels is None else torch.from_numpy(labels)
-    return {"labels": tensor, "faults": faults, "targets": targets, "extra": extra}
+    views = tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded)
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return _fields(rest, data=nothing, offsets=torch.from_numpy(_offsets(encoded)), views=views)
 
 
 def _offsets(encoded: list[memoryview]) -> NDArray[np.int64]:

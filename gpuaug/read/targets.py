@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +22,12 @@ _COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
     ("crowd", np.bool_, (), False),
     ("area", np.float32, (), np.nan),
     ("ids", np.int64, (), -1),
+)
+# column, function that is True for usable values, text of the error
+_RULES: tuple[tuple[str, Callable[[NDArray[Any]], NDArray[np.bool_]], str], ...] = (
+    ("boxes", np.isfinite, "must be finite numbers"),
+    ("boxes", lambda boxes: boxes[:, :2] <= boxes[:, 2:], "must be (x1, y1, x2, y2) with x1 <= x2"),
+    ("keypoints", np.isfinite, "must be finite numbers"),
 )
 
 
@@ -47,9 +53,8 @@ def collect(
         The table of all objects, the encoded mask of each sample ([] if ``names`` lacks masks), and one fault for each
         row with bad targets.
     """
-    faults: dict[int, str] = {}
-    masks = [_NO_MASK] * len(targets)
-    rows: dict[int, dict[str, NDArray[Any]]] = {}  # columns of the rows without a fault
+    faults, masks = list[Fault](), [_NO_MASK] * len(targets)
+    rows: list[dict[str, NDArray[Any]]] = [{} for _ in targets]  # columns; {} for a row with a fault
     sizes = np.zeros((len(targets), 2), dtype=np.int32)
     for row, target in enumerate(targets):
         if row in skip:
@@ -58,24 +63,16 @@ def collect(
             if target is None:
                 raise ValueError("the source gave no target for this sample")
             columns = _columns(target, names, num_keypoints)
-            mask = _mask(target) if "masks" in names else _NO_MASK
+            masks[row] = _mask(target) if "masks" in names else _NO_MASK
             if target.size is not None:
                 sizes[row] = target.size
-            rows[row], masks[row] = columns, mask
+            rows[row] = columns
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
-            faults[row] = str(error)
+            faults.append(Fault(row, "read", str(error)))
     fractions = np.array([target is not None and bool(target.fractions) for target in targets], dtype=np.bool_)
-    counts = [len(rows[row]["labels"]) if row in rows else 0 for row in range(len(targets))]
-    table = _joined([*rows.values()], names, num_keypoints)
-    sample = np.repeat(np.arange(len(targets)), counts)
-    if bad := _bad_values(table, sample, counts):
-        faults |= bad
-        keep = ~np.isin(sample, list(bad))
-        table = {name: column[keep] for name, column in table.items()}
-        counts = [0 if row in bad else count for row, count in enumerate(counts)]
-        masks = [_NO_MASK if row in bad else mask for row, mask in enumerate(masks)]
+    table = _joined(rows, names, num_keypoints)
     encoded = EncodedTargets(
-        offsets=np.cumsum([0, *counts], dtype=np.int64),
+        offsets=np.cumsum([0, *(len(columns.get("labels", ())) for columns in rows)], dtype=np.int64),
         boxes=table.get("boxes"),
         labels=table["labels"],
         keypoints=table.get("keypoints"),
@@ -86,7 +83,7 @@ def collect(
         masks="masks" in names,
         fractions=fractions if fractions.any() else None,
     )
-    return encoded, masks if encoded.masks else [], [Fault(row, "read", reason) for row, reason in faults.items()]
+    return encoded, masks if encoded.masks else [], faults
 
 
 def _mask(target: Target) -> memoryview:
@@ -121,7 +118,7 @@ def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) ->
             raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
         if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
             raise ValueError(f"{name} must be below 2**63. Found: {array.max()}")
-        with np.errstate(over="ignore"):  # `_bad_values` refuses infinite coordinates
+        with np.errstate(over="ignore"):  # `_RULES` refuse infinite coordinates
             columns[name] = array.astype(kind)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -134,6 +131,10 @@ def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) ->
     for name in ("boxes", "keypoints"):
         if name in names and name not in columns and count:
             raise ValueError(f"the source gave no {name} for its {count} objects")
+    for name, check, rule in _RULES:
+        if name in columns and not (right := check(columns[name])).all():
+            wrong = int(np.argwhere(~right)[0, 0])
+            raise ValueError(f"{name}[{wrong}] {rule}. Found: {columns[name][wrong].tolist()!r:.200}")
     for name, kind, shape, missing in _COLUMNS:
         if name not in columns and missing is not None:
             columns[name] = np.full((count, *shape), missing, dtype=kind)
@@ -155,22 +156,3 @@ def _joined(
         empty = np.zeros((0, *((num_keypoints or 0) if n < 0 else n for n in shape)), dtype=kind)
         table[name] = np.concatenate(parts) if parts else empty
     return table
-
-
-def _bad_values(table: dict[str, NDArray[Any]], sample: NDArray[np.int64], counts: Sequence[int]) -> dict[int, str]:
-    """Map each row with unusable boxes or keypoints to the reason."""
-    boxes = table.get("boxes", np.zeros((0, 4)))
-    points = table.get("keypoints", np.zeros((0, 0, 3)))
-    first = np.cumsum([0, *counts])
-    found: dict[int, str] = {}
-    with np.errstate(invalid="ignore"):
-        checks = (
-            (boxes, ~np.isfinite(boxes).all(axis=1), "boxes[{}] must be finite numbers"),
-            (boxes, (boxes[:, 2:] < boxes[:, :2]).any(axis=1), "boxes[{}] must be (x1, y1, x2, y2) with x1 <= x2"),
-            (points, ~np.isfinite(points).all(axis=(1, 2)), "keypoints[{}] must be finite numbers"),
-        )
-    for values, wrong, text in checks:
-        for k in np.flatnonzero(wrong).tolist():
-            row = int(sample[k])
-            found.setdefault(row, f"{text.format(k - int(first[row]))}. Found: {values[k].tolist()!r:.200}")
-    return found

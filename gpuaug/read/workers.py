@@ -33,36 +33,30 @@ class EndedError(BaseException):
     """Stops a worker or a thread, because its iterator has ended."""
 
 
-class SilentError(BaseException):
-    """No batch will come, for example because a worker died."""
-
-
 class Workers(_MultiProcessingDataLoaderIter):
     """DataLoader's workers. A wait for a batch ends soon after a worker has died or the iterator has ended.
 
     DataLoader itself notices a dead worker after up to ``timeout`` (5 s if it is 0). Its signal handler notices sooner,
     but may raise an error anywhere in the main thread.
 
-    Workers return ``dataset[request]`` for each of the ``requests``, in order. ``ended()`` is True if nobody waits for
-    a batch any more. For the other arguments see :class:`~gpuaug.read.reader.Reader`.
+    Workers return ``dataset[request]`` for each request of :meth:`begin`, in order. For the other arguments see
+    :class:`~gpuaug.read.reader.Reader`.
     """
 
     def __init__(
         self,
         dataset: Any,
-        requests: Iterator[Request],
-        ended: Callable[[], bool],
         *,
         num_workers: int,
         timeout: float,
         prefetch_factor: int,
         start_method: str | None,
     ) -> None:
-        self.timeout, self.ended = timeout, ended
+        self.timeout = timeout
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,  # an item is a whole batch
-            sampler=requests,
+            sampler=[],  # `begin` sets the requests
             collate_fn=_same,
             worker_init_fn=_settle,
             num_workers=num_workers,
@@ -89,12 +83,13 @@ class Workers(_MultiProcessingDataLoaderIter):
     def pids(self) -> list[int]:
         return [int(worker.pid) for worker in self._workers if worker.pid is not None]
 
-    def restart(self, requests: Iterator[Request], ended: Callable[[], bool]) -> None:
+    def begin(self, requests: Iterator[Request], ended: Callable[[], bool]) -> None:
+        """Drop earlier requests and begin with ``requests``. ``ended()`` is True if nobody waits for them any more."""
         self.ended, self._index_sampler = ended, requests
         self._reset(self.loader)
 
     def _try_get_data(self, timeout: float = 0.0) -> tuple[bool, Any]:
-        """Wait for one message of a worker. Raise EndedError or SilentError if no message comes."""
+        """Wait for one message of a worker. Raise EndedError or ReadError if no message comes."""
         messages = self._worker_result_queue._reader  # type: ignore[attr-defined]
         by_sentinel = {worker.sentinel: worker for worker in self._workers}
         deadline = time.monotonic() + self.timeout
@@ -108,15 +103,15 @@ class Workers(_MultiProcessingDataLoaderIter):
                 except (OSError, EOFError, RuntimeError) as error:  # the worker died, or no file descriptor is left
                     ready = connection.wait(list(by_sentinel), timeout=1.0)
                     if not ready:
-                        raise SilentError(
+                        raise ReadError(
                             f"a batch could not be received from its worker ({type(error).__name__}: {error}). If "
                             "too many files are open, raise `ulimit -n`."
                         ) from error
             dead = [by_sentinel[x] for x in ready if x in by_sentinel]
             if dead:
-                raise SilentError(_death(dead[0]))
+                raise ReadError(_death(dead[0]))
             if time.monotonic() > deadline:
-                raise SilentError(
+                raise ReadError(
                     f"the reading workers gave no batch for {self.timeout:g} s. If the storage is slow or unreachable, "
                     "raise `timeout` or `num_workers`."
                 )

@@ -147,15 +147,9 @@ def test_positions_and_lengths_written_out():
         plan[2]
     with pytest.raises(IndexError):
         plan[-1]
-    for bad in (
-        {"rank": 2, "world_size": 2},
-        {"batch_size": 0},
-        {"start": 11},
-        {"start": -1},
-        {"last": "keep"},
-    ):
-        with pytest.raises(ConfigError):
-            EpochOrder(epoch, **bad)
+    short = EpochOrder(epoch, start=3, batch_size=2, limit=4)
+    assert [batch[0].tolist() for batch in short] == [[3, 4], [5, 6]]  # two batches are before `start`
+    assert len(EpochOrder(epoch, start=9, batch_size=2, limit=4)) == 0
 
 
 def test_a_batch_does_not_keep_the_epoch_alive():

@@ -1,4 +1,4 @@
-"""A buffer of encoded batches: bounded in bytes, in order, refilled below its low mark, and gone when it is let go."""
+"""A buffer of encoded batches: bounded in bytes, in order, full up to the bound, and gone when it is closed."""
 
 import gc
 import json
@@ -14,7 +14,7 @@ import torch
 import gpuaug
 from gpuaug.batch import EncodedBatch
 from gpuaug.errors import ConfigError
-from gpuaug.read.prefetch import LOW, Producer
+from gpuaug.read.prefetch import Producer
 
 
 def batch(number, size):
@@ -68,17 +68,14 @@ def test_batches_come_whole_and_in_order_and_never_more_bytes_than_the_bound():
     assert ahead.bytes_waiting == 0
 
 
-def test_it_is_filled_again_only_below_the_low_mark():
+def test_it_is_filled_up_to_the_bound():
     feed = Feed([100] * 100)
     ahead = Producer(feed(), name="ahead", max_bytes=1000)
     ahead.start()
     assert settled(lambda: feed.given, 11) == 11  # ten wait, one is in hand
     assert ahead.bytes_waiting == 1000
-    next(ahead), next(ahead)  # 800: above the mark of 750
-    assert settled(lambda: feed.given, 11) == 11
-    next(ahead)
-    assert LOW == 0.75  # 700: below it
-    assert settled(lambda: feed.given, 14) == 14
+    next(ahead), next(ahead)
+    assert settled(lambda: feed.given, 13) == 13
     assert ahead.bytes_waiting == 1000
     ahead.close()
 
@@ -103,19 +100,15 @@ def test_an_exception_arrives_in_its_turn():
     assert next(ahead, None) is None
 
 
-@pytest.mark.parametrize("how", ["close", "drop"])
-def test_its_thread_and_what_it_reads_from_end_with_it(how):
+def test_its_thread_and_what_it_reads_from_end_with_it():
     feed = Feed([100] * 100)
     ahead = Producer(feed(), name="ahead", max_bytes=1000)
     ahead.start()
     next(ahead)
     thread = ahead._thread
-    if how == "close":
-        ahead.close()
-        assert ahead.bytes_waiting == 0
-        assert next(ahead, None) is None
-    else:
-        del ahead
+    ahead.close()
+    assert ahead.bytes_waiting == 0
+    assert next(ahead, None) is None
     thread.join(60)
     assert not thread.is_alive()
     assert feed.closed.is_set()

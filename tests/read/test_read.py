@@ -92,6 +92,9 @@ def reading():
     yield make
     for reader in readers:
         reader.close()
+    deadline = time.monotonic() + 30  # on a busy machine, a killed process takes longer than `TIMEOUT_S` to vanish
+    while set(multiprocessing.active_children()) - others and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not set(multiprocessing.active_children()) - others
 
 
@@ -511,6 +514,27 @@ def test_silence_is_an_error_in_time(reading, thread):
     assert "gave no batch for 0.5 s" in str(found[-1])
     assert "begins with sample 4 ('4')" in str(found[-1])
     assert "raise `timeout`" in str(found[-1])
+
+
+def test_an_iterator_that_is_ended_while_workers_are_busy_disturbs_no_later_one(reading):
+    opened = torch.zeros(1).share_memory_()  # no Event: a worker that waits for it may be killed, and `set` would hang
+
+    def held(i):
+        while i >= 2 and not opened:
+            time.sleep(0.01)
+
+    source = Bytes(40, held)
+    reader = reading(source, num_workers=1)
+    next(reader.batches(plan(source, 2, order=Sequential)))
+    second, left = reader.batches(plan(source, 2, order=Sequential)), []
+    consumer = threading.Thread(target=lambda: left.extend(second))
+    consumer.start()  # the worker is still busy with the first iterator
+    time.sleep(1)
+    third = reader.batches(plan(source, 3))
+    consumer.join(100)
+    assert not left
+    opened.fill_(1)
+    check(third, plan(source, 3))
 
 
 def test_close_does_not_wait_for_a_read_that_hangs(reading, monkeypatch):

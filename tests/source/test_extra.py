@@ -280,11 +280,11 @@ def test_workers_change_no_value(method, tmp_path):
     assert [type(value["npy"]) for value in batches[0].extra] == [bytes] * 4
 
 
-def test_a_batch_without_extras_has_the_bytes_of_before():
+def test_a_batch_without_extras_sends_nothing_for_them():
     data = [memoryview(b"abc"), memoryview(b"de")]
     labels = np.array([1, 2])
-    rest = pickle.dumps((labels, (), None))
-    blob, rows, size = reader._pack(list(data), labels, (), None, None)
+    rest = pickle.dumps((labels, (), None, None))
+    blob, rows, size = reader._pack(list(data), (labels, (), None, None))
     assert (rows, size) == (2, len(rest))
     assert blob.numpy().tobytes() == np.array([0, 3, 5]).tobytes() + rest + b"abcde"
     (batch,) = Reader([(b"x", 0), (b"y", 1, None)]).batches(orders(2, 2))

@@ -113,7 +113,7 @@ def test_sizes_are_those_of_the_files(photos: Path) -> None:
     files = sorted(photos.rglob("*.jpg"))
     with build(photos, "augment=none", "~augment.crop", "order=sequential", "batch_size=1") as loader:
         assert predict.upper_bound(loader, sample=1).image == files[0].stat().st_size
-        assert loader.pipeline.stage.second_chances == (0, 0)
+        assert loader.pipeline.stage.second_chances() == (0, 0)
 
 
 def test_cache_and_ahead_are_bounded_by_what_there_is(photos: Path) -> None:
