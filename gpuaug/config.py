@@ -478,7 +478,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _words(hint: Any) -> str:
     """Describe an annotation in YAML's terms, for messages."""
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+    words = {bool: ["true", "false"], int: ["a whole number"], float: ["a number"], str: ["text"], NoneType: ["null"]}
     names: list[str] = []
     for member in _members(hint):
         origin = get_origin(member)
@@ -486,9 +486,12 @@ def _words(hint: Any) -> str:
             names += map(str, get_args(member))
         elif isinstance(origin, type) and issubclass(origin, Sequence):
             names.append("a list")
-        elif member in words and not (member is int and float in _members(hint)):
-            names.append(words[member])  # YAML cannot hold other types
-    return " or ".join(dict.fromkeys(names)) or "an object"
+        else:
+            names += words.get(member, [])  # YAML cannot hold other types
+    if "a number" in names and "a whole number" in names:
+        names.remove("a whole number")
+    *first, last = dict.fromkeys(names or ["an object"])
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _call(called: Target, kwargs: dict[str, Any], *, key: str) -> Any:

@@ -68,7 +68,8 @@ class TableSource(FileSource):
         remote: Remote | None = None,
     ) -> None:
         several = isinstance(label, Sequence) and not isinstance(label, str)
-        labels: list[Any] = [*(label or ())] if several else [] if label in (None, "none") else [label]
+        is_none = label is None or (isinstance(label, str) and label == "none")
+        labels: list[Any] = [*(label or ())] if several else [] if is_none else [label]
         if not all(isinstance(name, str) and name for name in [path, *labels]) or (several and not labels):
             raise ConfigError(f"`source.path` and `source.label` must name columns. Found: {path!r}, {label!r}.")
         if (several or not labels) and classes is not None:
