@@ -192,7 +192,7 @@ def test_shuffle_is_another_word_for_the_order(photos):
             with loader.replace(batch_size=2) as other:
                 assert other.order == order
     assert "but `order` is Weighted(" in refused(*base, "shuffle=false", "order=weighted")
-    assert "`shuffle` must be true, false or null. Found: 'maybe'" in refused(*base, "shuffle=maybe")
+    assert "`shuffle` must be true or false or null. Found: 'maybe'" in refused(*base, "shuffle=maybe")
 
 
 @pytest.mark.parametrize("path", SOURCES)
