@@ -116,9 +116,8 @@ def expected(op: nn.Module, params: dict[str, torch.Tensor]) -> dict[str, torch.
     return {k: v for k, v in params.items() if k not in per_batch}
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("size", "p"), [(SIZE, 0.0), (SIZE, 0.3), (SIZE, 1.0), ((1, 5), 0.3), ((224, 224), 0.3)])
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("size", [SIZE, (1, 5), (224, 224)])
 def test_given_kornias_uniforms_the_parameters_are_kornias(name: str, p: float, size: tuple[int, int]) -> None:
     op = OPS[name](p=p)
     prepared = prepare(name, op)

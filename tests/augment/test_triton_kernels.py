@@ -397,7 +397,9 @@ def test_another_batch_size_compiles_nothing(monkeypatch: pytest.MonkeyPatch) ->
         assert made.keys() <= known.keys()
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "capability", [c if c in (75, 90, 120) else pytest.param(c, marks=pytest.mark.long) for c in CAPABILITIES]
+)
 def test_noise_compiles_for_every_gpu(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: dict[Any, Any] = {}
     kernel = Compiler(triton_kernels._normal_kernel, capability, made)
