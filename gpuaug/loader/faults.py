@@ -8,7 +8,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import BinaryIO, Literal, get_args
 
 from gpuaug import checks
@@ -112,12 +111,19 @@ class Faults:
                 self._offset += os.write(file.fileno(), (json.dumps(line) + "\n").encode())  # one append per line
 
     def _read_up(self, file: BinaryIO) -> None:
-        """Add the keys that were written since the file was last read."""
+        """Add the keys that were written since the file was last read. Then the file ends with a whole line."""
         file.seek(self._offset)
-        for line in file.read().splitlines(keepends=True):
-            self._offset += len(line)
-            with suppress(ValueError, KeyError, TypeError, RecursionError):  # ignore an incomplete line of a killed run
+        for line in file:
+            whole = line.endswith(b"\n")
+            try:
                 self._recorded.add(str(json.loads(line)["key"]))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                if not whole:  # of a killed run, or of a full disk
+                    file.truncate(self._offset)
+                    return
+            self._offset += len(line)
+            if not whole:
+                self._offset += os.write(file.fileno(), b"\n")
 
     def _check_budget(self, samples: int, bad: int) -> None:
         if isinstance(self.max, float):
