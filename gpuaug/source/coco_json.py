@@ -278,8 +278,9 @@ def _objects(rows: Mapping[str, list[Any]], owners: Int64, panoptic: bool) -> di
     if 0 < missing < len(ids):
         raise ValueError(f"{missing} of {len(ids)} objects have no `id`")
     if not missing:
-        columns["ids"] = _ids(ids, "segments_info", 1, 2**24 - 1) if panoptic else _ids(ids, "annotations")
-        _unique(columns["ids"], "annotations", owners if panoptic else None)  # unique per image if panoptic
+        what = "segments_info" if panoptic else "annotations"
+        columns["ids"] = _ids(ids, what, 1, 2**24 - 1) if panoptic else _ids(ids, what)
+        _unique(columns["ids"], what, owners if panoptic else None)  # unique per image if panoptic
     if area.count(None) < len(area):
         known = np.array([np.nan if value is None else value for value in area], dtype=np.float64)
         columns["area"] = np.where(np.isnan(known), xywh[:, 2] * xywh[:, 3], known).astype(np.float32)

@@ -102,7 +102,8 @@ class Disk:
         for _, size, path in entries:
             if used <= max(0, limit):
                 break
-            os.unlink(path)
+            with suppress(FileNotFoundError):  # a reader removes damaged entries
+                os.unlink(path)
             used -= size
         return used
 

@@ -130,7 +130,7 @@ class Job:
                 path = self.work / shard_name(name, shard, self.what.format)
                 if path.stat().st_size != note["files"][str(name)][0]:
                     return None
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, LookupError, TypeError):  # damaged, or not written
             return None
         return note
 
