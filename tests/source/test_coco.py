@@ -381,7 +381,7 @@ def change_path(content):
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    (change_missing, "has no mask"), (change_twice, "Found twice"), (change_segments, "`annotations` must differ"),
+    (change_missing, "has no mask"), (change_twice, "Found twice"), (change_segments, "`segments_info` must differ"),
     (change_path, "stay in its folder"),
     (lambda c: c["annotations"][0]["segments_info"][0].update(id=2**24), "ids must be 1 .. 16777215"),
     (lambda c: c["annotations"][0]["segments_info"][0].update(id=0), "ids must be 1 .. 16777215"),
