@@ -169,7 +169,7 @@ class CachedSource(SourceView):
             )  # fmt: skip
 
     def close(self) -> None:
-        """Release the memory together with the last view of its bytes. Later reads use the source only."""
+        """Read only from the source from now on. The memory is released with the last view of its bytes."""
         empty = os.memfd_create("closed")
         os.ftruncate(empty, _begin(0))
         self._memory = _Memory(0, empty)
