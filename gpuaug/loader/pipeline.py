@@ -84,7 +84,7 @@ class Pipeline:
     memory_format: torch.memory_format
     key_of: Callable[[int], str]
     look_at: Callable[[int], Look]  # maps an epoch to `Batch.look`
-    # `numbers(epoch)(*task)` returns the numbers of the samples to read; None: the reader reads the task's `indices`
+    # `numbers(epoch)(*task)` returns the numbers of the samples to read; None: the task's `indices`
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
     running: weakref.ref[Pass] | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
@@ -129,7 +129,7 @@ class Pipeline:
         extra = encoded.extra or [None] * len(encoded)
         if bad:
             valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
-        if bad and self.faults.policy != "blank":  # policy `raise` gets here only if all bad rows are padding
+        if bad and self.faults.policy != "blank":  # with `raise`, all bad rows are padding here
             keep = torch.tensor([row for row in range(len(encoded)) if row not in bad], device="cpu")
             if not len(keep):
                 return None

@@ -167,7 +167,7 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # frees the tasks, because the workers keep `todo`
+            todo.close()  # to free the tasks: the workers keep `todo`
             if not ended():
                 _advance(self._generation)  # the workers then skip the batches that were requested ahead
 

@@ -79,7 +79,7 @@ class RamCache:
 
 
 class CachedSource(SourceView):
-    """Reads each sample from its source once. Later reads return views of the memory, without a copy."""
+    """Stores samples at their first read. Later reads of a stored sample return views of the memory, not copies."""
 
     def __init__(self, source: Source, settings: RamCache) -> None:
         super().__init__(source)
