@@ -1,7 +1,7 @@
 """How a recipe's operations move the pixels of each sample, for masks, boxes and keypoints.
 
 Coordinates count from the image's edge: an image spans 0..W x 0..H, and the centre of the first pixel is 0.5. Kornia's
-matrices map pixel indices. With a matrix, Kornia's flag ``align_corners`` changes only the padding by reflection.
+matrices map pixel indices. For them, the flag ``align_corners`` changes only the padding by reflection.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Field:
     keys: Int  # [n, 2], the keys of their noise
 
     def apply(self, masks: Tensor, fill: int) -> Tensor:
-        """Move ``masks``, integers [B, H, W] up to 2**24, like the images. Pixels from outside get ``fill``."""
+        """Move ``masks`` like the images: integers [B, H, W] up to 2**24. Pixels from outside get ``fill``."""
         from kornia.geometry.transform import elastic_transform2d
 
         size = (masks.shape[1], masks.shape[2])
@@ -64,8 +64,8 @@ class _Step(NamedTuple):
 def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list[Float64 | Field]:
     """List the moves of B samples, in the order of the operations. The list is empty if no pixel moves.
 
-    A matrix float64 [B, 3, 3] maps (x, y, 1) before its operations to the place after them. An elastic transform is a
-    :class:`Field`. :func:`check_carried` must accept ``ops``.
+    A matrix float64 [B, 3, 3] stands for consecutive operations, and maps (x, y, 1) to the place after them. An elastic
+    transform is a :class:`Field`. :func:`check_carried` must accept ``ops``.
     """
     parts: list[list[_Step] | Field] = []
     for op, c in zip(ops, chosen, strict=True):

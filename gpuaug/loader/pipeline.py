@@ -50,14 +50,14 @@ class Streams:
             yield None
             return
         stream = self._pair[0 if decoding else 1]
-        # With `torch.cuda.stream` alone, leaving the block would create a CUDA context on the earlier device.
+        # At the end of the block, `torch.cuda.stream` alone would create a CUDA context on the previous device.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
 
     def follow_consumer(self) -> None:
         """Let both streams wait for the consumer's earlier work, such as changes of the recipe's tensors.
 
-        One call per pass is enough: torch's allocator already protects the memory of each batch.
+        One call per pass is enough: torch reuses a batch's memory only after the consumer's work on it.
         """
         for stream in self._pair:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -70,7 +70,7 @@ class Pipeline:
     A pipeline holds no reference to its loader, so that the loader can be garbage-collected while threads run.
 
     Attributes:
-        running: the pass that was started last; None if it was stopped. It is freed if nobody else uses it.
+        running: weak reference to the loader's newest pass; None before the first pass and after :meth:`stop`.
         closed: whether :meth:`close` was called.
     """
 
@@ -84,7 +84,7 @@ class Pipeline:
     memory_format: torch.memory_format
     key_of: Callable[[int], str]
     look_at: Callable[[int], Look]  # maps an epoch to `Batch.look`
-    # `numbers(epoch)(*task)` gives the numbers that the reader asks its source for; None: the task's sample numbers
+    # `numbers(epoch)(*task)` returns the numbers of the samples to read; None: the task's `indices`
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
     running: weakref.ref[Pass] | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
@@ -129,7 +129,7 @@ class Pipeline:
         extra = encoded.extra or [None] * len(encoded)
         if bad:
             valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
-        if bad and self.faults.policy != "blank":  # under `raise`, only padding can be bad here
+        if bad and self.faults.policy != "blank":  # with `raise`, all bad rows are padding here
             keep = torch.tensor([row for row in range(len(encoded)) if row not in bad], device="cpu")
             if not len(keep):
                 return None
@@ -241,7 +241,7 @@ class Pass(Iterator[Batch]):
         self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # The system reads a mapped file only when its bytes are used. So a buffer needs copies.
+        # A buffer needs copies, because the system reads a mapped file only when its bytes are used.
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
         if buffer_bytes is not None:
             encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
@@ -285,7 +285,7 @@ class Pass(Iterator[Batch]):
                 self.close()
                 raise
             if item is END:
-                self._exhausted = self._end.alive  # False: closed by another thread: the loop raises PassEndedError
+                self._exhausted = self._end.alive  # False if another thread closed this pass; PassEndedError follows
                 self.close()
                 continue
             self.waited += time.perf_counter() - began
@@ -296,7 +296,7 @@ class Pass(Iterator[Batch]):
         raise StopIteration
 
     def _note(self) -> None:
-        """Note that ``done`` has grown."""
+        """Called when ``done`` has grown."""
 
     def close(self) -> None:
         """Stop the threads within seconds. The workers keep running, except if a read hangs."""
@@ -328,7 +328,7 @@ def _end(items: Any, producers: Sequence[Producer[Any]], reader: Reader) -> None
     """Stop the threads of a pass. This is no method of the pass, because it runs after the pass is freed."""
     for producer in producers:
         producer.close()
-    with suppress(ValueError):  # the generator runs in another thread, and ends there at the next batch
+    with suppress(ValueError):  # another thread is running the generator, and ends it at the next batch
         items.close()
     if not _joined(producers):
         reader.close()  # a hanging read blocks a thread until the workers are stopped

@@ -17,7 +17,7 @@ VERSION = 2
 
 
 def check_state(value: Any) -> None:
-    """Raise StateError if ``value`` is no result of ``Loader.state_dict``, or of another version.
+    """Raise StateError unless ``value`` is a result of this version's ``Loader.state_dict``.
 
     All ranks have the same state at the same step. Any number of ranks can load the state.
     """
@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
 
 
 def locate(state: dict[str, Any], ordered: Ordered, order: Order, seed: int) -> int:
-    """Return the position at which ``state`` continues. ``ordered``: what ``order`` gives for that epoch."""
+    """Return the position at which ``state`` continues. ``ordered``: the state's epoch in ``order``."""
     epoch, at, after = state["epoch"], state["position"], state["after"]
     if ordered.digest == state["order"]:
         if not 0 < at <= len(ordered) or int(ordered.indices[at - 1]) != after:

@@ -25,7 +25,7 @@ class Outputs:
     def __init__(self, most: int = 512 << 20, age: int = 64) -> None:
         self.most, self.age = most, age
         self._taken = 0
-        # a lock could deadlock: the garbage collector may append a freed batch while `take` runs
+        # no lock: the garbage collector may append inside `take`, and would wait for the lock forever
         self._free: deque[tuple[int, Tensor]] = deque()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:

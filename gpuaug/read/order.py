@@ -59,7 +59,7 @@ class Shuffle:
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
         """Count the samples of ``order``, int64 ``[n]``, up to and including sample number ``after``.
 
-        ``order`` may lack it. ``seed`` and ``epoch`` are those of ``order``.
+        ``order`` may lack ``after``. ``seed`` and ``epoch`` are those of ``order``.
         """
         numbers = order.numpy()
         values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
@@ -81,7 +81,7 @@ class Sequential:
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
         """Count the samples of ``order``, int64 ``[n]``, up to and including sample number ``after``.
 
-        ``order`` may lack it. ``seed`` and ``epoch`` have no effect.
+        ``order`` may lack ``after``. ``seed`` and ``epoch`` have no effect.
         """
         return int(np.searchsorted(order.numpy(), after, side="right"))
 
@@ -178,8 +178,8 @@ class Repeated:
 class Sampler:
     """The order of a torch Sampler, or of any iterable of positions 0 .. len(source) - 1.
 
-    While the sampler runs, the global generators of torch, numpy and Python have a seed of this epoch. So a resumed
-    epoch has the same order.
+    While the sampler runs, the global generators of torch, numpy and Python are seeded from ``seed`` and ``epoch``. So
+    a resumed epoch has the same order.
     """
 
     def __init__(self, sampler: Iterable[int]) -> None:

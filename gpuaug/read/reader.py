@@ -92,7 +92,7 @@ class Reader:
         self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
         self._encode = _Encode(self.source, self._generation, self.targets)
         self._workers: Workers | None = None
-        weakref.finalize(self, _advance, self._generation)  # runs at exit before multiprocessing ends the workers
+        weakref.finalize(self, _advance, self._generation)  # at exit, it runs before multiprocessing ends the workers
 
     @property
     def pids(self) -> list[int]:
@@ -167,7 +167,7 @@ class Reader:
                 indices, repeats, valid = asked.popleft()
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
-            todo.close()  # the workers keep `todo`; a closed generator holds no tasks
+            todo.close()  # to free the tasks: the workers keep `todo`
             if not ended():
                 _advance(self._generation)  # the workers then skip the batches that were requested ahead
 
@@ -354,7 +354,7 @@ _Raised = tuple[bytes, str]  # a pickled exception and its traceback
 def _pack(encoded: list[memoryview], rest: _Rest) -> _Packed:
     """Move a batch into one memory block. ``encoded`` (images and masks) is empty afterwards.
 
-    The block holds the offsets, then ``rest``, pickled, then ``encoded``.
+    The block holds, in this order, the offsets, the pickled ``rest``, and ``encoded``.
     """
     try:
         pickled = pickle.dumps(rest)

@@ -43,8 +43,7 @@ class Source(Protocol):
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
             get this label. Without ``label``, they get their value in ``labels``.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
-        prefetch: ``source.prefetch(numbers)`` announces samples. The next ``read_many`` call reads other samples,
-            and the call after it reads these.
+        prefetch: ``source.prefetch(numbers)`` announces samples of the second ``read_many`` call from now.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
             ``i`` and are still in memory.
         mapped: True if the bytes are memory-mapped.

@@ -79,7 +79,7 @@ class RamCache:
 
 
 class CachedSource(SourceView):
-    """Reads each sample from its source once. Later reads return views of the memory, without a copy."""
+    """Stores samples at their first read. Later reads of a stored sample return views of the memory, not copies."""
 
     def __init__(self, source: Source, settings: RamCache) -> None:
         super().__init__(source)
@@ -169,7 +169,7 @@ class CachedSource(SourceView):
             )  # fmt: skip
 
     def close(self) -> None:
-        """Release the memory together with the last view of its bytes. Later reads use the source only."""
+        """Read only from the source from now on. The memory is released with the last view of its bytes."""
         empty = os.memfd_create("closed")
         os.ftruncate(empty, _begin(0))
         self._memory = _Memory(0, empty)

@@ -1,4 +1,4 @@
-"""Triton functions that convert between levels 0..255 and pixels 0..1, and colour steps with Pillow's arithmetic."""
+"""Triton functions: colour steps with Pillow's arithmetic, and conversions between levels 0..255 and pixels 0..1."""
 
 from __future__ import annotations
 

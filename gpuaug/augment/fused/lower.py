@@ -18,7 +18,7 @@ from gpuaug.random.keyed import Float
 
 
 class Column(NamedTuple):
-    """The place of one slot in the program. There, each sample has the steps of its chosen alternative."""
+    """The program's columns for one slot, from ``start`` on. They hold the steps of each sample's alternative."""
 
     op: int
     slot: int
