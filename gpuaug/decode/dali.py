@@ -114,7 +114,7 @@ class CudaPipeline:
     GPU, for tests.
     """
 
-    bytes_per_pixel = 3  # of decoded pixels
+    bytes_per_pixel = 3  # only the decoded pixels
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ def _code_stream() -> Any:
 
 @contextmanager
 def _host_codecs() -> Iterator[None]:
-    """Load nvImageCodec without its GPU codecs, which would open a CUDA context."""
+    """Inside the block, nvImageCodec loads no GPU codecs, which would open a CUDA context."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     spec = find_spec("nvidia.nvimgcodec")
     with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:

@@ -75,7 +75,7 @@ class Curl:
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_MAXCONNECTS, 2 * self._connections)  # redirects need connections too
         self._login: Mapping[str, Any] = {}
-        self._free: list[_Transfer] = []  # with this login
+        self._free: list[_Transfer] = []  # all with `_login`
         self._busy: dict[Range, _Transfer] = {}
         self._done: dict[Range, bytes | Exception | None] = {}
 
