@@ -81,7 +81,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
 
 @contextmanager
 def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
-    """Start Hydra, which searches ``config_dir`` first. On exit, restore an outer Hydra application."""
+    """Start Hydra, which searches ``config_dir`` first. On exit, restore the state of an outer Hydra."""
     from hydra import initialize_config_dir
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra

@@ -31,7 +31,7 @@ from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, pick, scale
 
-LARGEST_SCALE = 100.0  # maximum of `scale` and `zoom_out`; a larger value is surely a mistake
+LARGEST_SCALE = 100.0  # maximum of `scale`, `zoom_out` and `sampler_options`; more is surely a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 

@@ -131,7 +131,7 @@ class CudaPipeline:
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def run(self, plan: Plan) -> list[Tensor]:
-        """Queue the work on torch's current stream. Return each view, uint8 [n, H, W, 3] in torch's memory."""
+        """Queue the work on torch's current stream. Return views before orientation, uint8 [n, h, w, 3]."""
         key = tuple((b.interpolation, b.fill) for b in plan.windows)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:

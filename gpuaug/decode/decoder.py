@@ -68,8 +68,8 @@ class Decode:
         codecs: names from jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw. Images of other codecs are faults.
             `gpuaug pack` writes `raw`.
         reduced: decode large JPEGs at 1/2, 1/4 or 1/8 of their size, if resizing divides both sides of every crop by
-            at least 2, 5 or 12. Pillow decodes these images on the CPU, also with ``device=cuda``. Pixels
-            change by 0.6 levels of 255 on average. In a single image, the average change is at most 2 levels.
+            at least 2, 5 or 12. Pillow decodes these images on the CPU, also with ``device=cuda``. Pixels change by
+            0.6 levels of 255 on average. In a single image, the average change is at most 2 levels.
 
     >>> with_pillow = Decode(backend="pillow", num_threads=2, codecs=["jpeg", "png"])
     >>> decoder = with_pillow.open("cpu")

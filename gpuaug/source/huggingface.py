@@ -116,7 +116,7 @@ class DatasetSource(RowSource):
 
 
 def _image_columns(features: Any, image: str | None, mask: str | None, *, besides: Sequence[str]) -> list[str]:
-    """The column of images, and the column of masks if there is one. ``besides``: never chosen automatically."""
+    """The column of images, and the column of masks if there is one. ``besides``: columns not chosen by default."""
     images = [name for name, feature in features.items() if _is_image(feature)]
     for key, name in (("image", image), ("mask", mask)):
         if name not in (None, "auto", "none", *images):

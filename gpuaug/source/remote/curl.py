@@ -48,7 +48,7 @@ class Curl:
     def read(self, now: Sequence[Range], then: Sequence[Range] = ()) -> list[bytes | Exception | None]:
         """Return the bytes of each range in ``now``, or an exception. Also start ``then`` on free connections.
 
-        The answers to ``then`` are kept for the next call. The answer is None if libcurl cannot request a key.
+        The answers to ``then`` are kept for the next call. An answer is None if libcurl cannot request a key.
         """
         with self._lock:
             try:
