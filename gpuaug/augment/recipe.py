@@ -62,7 +62,7 @@ class Drawn:
 
     uniforms: Mapping[tuple[str, int, str], Float]  # (view, copy, operation or "crop") to float32 [B, n]
     keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
-    seed: int = 0  # this field and the following ones are the arguments of `draw`
+    seed: int = 0  # from here on: the arguments of `draw`
     epoch: int = 0
     indices: Int | None = None
     repeats: Int | None = None
