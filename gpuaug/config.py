@@ -81,7 +81,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
 
 @contextmanager
 def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
-    """Start Hydra, which searches ``config_dir`` first. Then restore the state of an outer Hydra application."""
+    """Start Hydra, which searches ``config_dir`` first. On exit, restore the state of an outer Hydra."""
     from hydra import initialize_config_dir
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
@@ -99,7 +99,7 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
     try:
         with initialize_config_dir(str(first), version_base="1.3", job_name="gpuaug"):
             loader: Any = GlobalHydra.instance().config_loader()
-            if first != ours:  # `hydra.searchpath` is too late: Hydra reads it after it has found `name`
+            if first != ours:  # `hydra.searchpath` would be too late: Hydra finds `name` earlier
                 path = loader.get_search_path()
                 for folder in (first / "gpuaug", ours):  # `first / "gpuaug"` holds the user's recipes
                     path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
@@ -319,7 +319,7 @@ def _check(
             raise ConfigError(
                 f"`{_join(key, special)}` is not supported: objects are built from named arguments. Remove this key."
             )
-    given = {k: v for k, v in value.items() if k not in ("_target_", "_convert_")}  # `build` makes plain containers
+    given = {k: v for k, v in value.items() if k not in ("_target_", "_convert_")}  # `_convert_` has no effect
     if "_target_" in value:
         called = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
         _check_arguments(called, {**given, **objects}, key=key, target=value["_target_"])
@@ -389,7 +389,7 @@ def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
-    """Resolve a dotted path, whose first part is admitted, through admitted modules and through classes."""
+    """Resolve a dotted path through admitted modules and through classes. The first part is admitted."""
     thing: Any = _import(parts[0], expected=expected)
     if thing is None:
         raise ConfigError(f"{expected}, but there is no module {parts[0]!r}.")
@@ -527,7 +527,7 @@ def _at(key: str, message: str, *, of_loader: bool) -> str:
     if not key or not named:
         return f"`{key}`: {message}" if key else message
     place, path = key.split("."), named[1].split(".")
-    if not of_loader and place[-1] in path:  # `augment.crop.size` of a recipe at `train_data.augment`
+    if not of_loader and place[-1] in path:  # `augment.crop.size` in a message, `train_data.augment` as key
         path = path[path.index(place[-1]) + 1 :]
     elif not of_loader and len(path) > 1:
         path = path[1:]

@@ -62,15 +62,15 @@ class Drawn:
 
     uniforms: Mapping[tuple[str, int, str], Float]  # (view, copy, operation or "crop") to float32 [B, n]
     keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
-    seed: int = 0  # this and the next fields: the arguments of `draw`
+    seed: int = 0  # from here on: the arguments of `draw`
     epoch: int = 0
     indices: Int | None = None
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
-        """Draw more uniforms for the crop of ``view``: float32 [n, count] for n ``rows``, new for each ``number``."""
+        """Draw uniforms for the crop of ``view``, float32 [len(rows), count]. Each ``number`` gives other values."""
         assert self.indices is not None
-        # no operation has this name, because names contain no null character
+        # no operation has this name: a null character is not allowed in names
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
         repeats = None if self.repeats is None else self.repeats[rows]
         drawn = uniforms((stream,), seed=self.seed, epoch=self.epoch, indices=self.indices[rows], repeats=repeats)
@@ -140,7 +140,7 @@ class RecipeBase(ReadOnly):
 
     @property
     def main_thread(self) -> bool:
-        """Whether an operation uses the global generators. Such a recipe must run in the iterating thread."""
+        """Whether an operation uses global random generators. Such a recipe must run in the iterating thread."""
         return any(p.seeded is not None for view in self.views for p in view.augment.prepared)
 
     def draw(
@@ -178,7 +178,8 @@ class RecipeBase(ReadOnly):
         Args:
             drawn: the batch's random numbers.
             heights, widths: int64 [B], image sizes after EXIF orientation.
-            objects, masks: the boxes, and B masks [h, w], after EXIF orientation. None if no crop needs them.
+            objects: boxes after EXIF orientation, if a crop needs them.
+            masks: B masks [h, w] after EXIF orientation, if a crop needs them.
         """
         windows = []
         for view in self.views:
@@ -201,8 +202,8 @@ class RecipeBase(ReadOnly):
     ) -> Any:
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
-        ``drawn``: the batch's random numbers; None: the call goes to ``nn.Module.apply``. ``chosen``: the result of
-        :meth:`choose`; None: computed here. ``memory_format``: the memory format of the result.
+        ``drawn``: the batch's random numbers; None: ``images`` is the function for ``nn.Module.apply``. ``chosen``: the
+        result of :meth:`choose`; None: computed here. ``memory_format``: of the result.
         """
         if drawn is None:
             return super().apply(images)  # type: ignore[arg-type]
@@ -344,7 +345,7 @@ class Augment(RecipeBase):
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, BACKENDS)
-        # not registered as submodules, because `.to()` would convert Kornia's samplers
+        # the operations are not submodules, because `.to()` would convert Kornia's samplers
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
         check_place({p.name: p.op for p in self.prepared}, normalize)
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
@@ -381,7 +382,7 @@ class Augment(RecipeBase):
         }
 
     def _values(self) -> list[Any]:
-        """List the attribute values of crop and operations, and the values in their dictionaries."""
+        """List the attribute values of crop and operations, and the values inside dictionaries."""
         choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
         ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
         modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
@@ -410,7 +411,7 @@ class Augment(RecipeBase):
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy makes its own executor and checks all settings again
+        # a copied recipe makes its own executor and checks all settings again
         return {
             **self.__dict__,
             "_executor": None,

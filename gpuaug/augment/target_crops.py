@@ -31,7 +31,7 @@ from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, pick, scale
 
-LARGEST_SCALE = 100.0  # maximum of `scale` and `zoom_out`; a larger value is surely a mistake
+LARGEST_SCALE = 100.0  # maximum of `scale`, `zoom_out` and `sampler_options`; more is surely a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
@@ -233,7 +233,7 @@ class Letterbox(Crop):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Number of uniforms: one if ``shorter`` has several values."""
+        """Number of uniforms: one if ``shorter`` is a list, else 0."""
         return int(isinstance(self.shorter, tuple))
 
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
@@ -298,7 +298,7 @@ class RandomIoUCrop(Crop):
 
     ROUNDS = 16
     needs = frozenset({"boxes"})
-    centres = True  # tells the target stage to remove objects whose centre is outside the window
+    centres = True  # objects whose centre is outside the window are removed
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class RandomIoUCrop(Crop):
         waiting = np.flatnonzero(known & (np.diff(first) > 0) & (draws[:, 0] < np.float32(self.p)))
         start, rounds = 0, 1 if redraw is None else self.ROUNDS
         while len(waiting) and start < rounds:
-            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, 8 rounds at once, for samples without a crop
+            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, then 8 rounds at once
             stack = [draws[waiting] if redraw is None or not n else redraw(n, waiting) for n in numbers]
             rows = np.tile(waiting, len(stack))
             done, found = self._rounds(np.concatenate(stack)[:, 5:], canvas[rows], boxes, first[rows], first[rows + 1])
@@ -410,7 +410,7 @@ class RandomIoUCrop(Crop):
         return whole | good.any(axis=1), crop
 
     def _placed(self, crop: Int64, corner: Int64, sizes: Int64) -> CropWindows:
-        """Turn crops (top, left, height, width) of canvases into windows. ``corner``: where the image begins."""
+        """Turn canvas crops (top, left, height, width) into windows. ``corner``: the image's place on the canvas."""
         origin, extent, size = crop[:, :2] - corner, crop[:, 2:], np.array(self.size)
         start = np.clip(origin, 0, sizes - 1)
         stop = np.clip(origin + extent, start + 1, sizes)

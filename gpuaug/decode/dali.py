@@ -114,7 +114,7 @@ class CudaPipeline:
     GPU, for tests.
     """
 
-    bytes_per_pixel = 3  # of decoded pixels
+    bytes_per_pixel = 3  # only the decoded pixels
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class CudaPipeline:
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def run(self, plan: Plan) -> list[Tensor]:
-        """Queue the work on torch's current stream. Return each view, uint8 [n, H, W, 3] in torch's memory."""
+        """Queue the work on torch's current stream. Return views before orientation, uint8 [n, h, w, 3]."""
         key = tuple((b.interpolation, b.fill) for b in plan.windows)
         capacity, pipeline = self._pipelines.get(key, (0, None))
         if len(plan) > capacity:
@@ -236,7 +236,7 @@ def _code_stream() -> Any:
 
 @contextmanager
 def _host_codecs() -> Iterator[None]:
-    """Load nvImageCodec without its GPU codecs, which would open a CUDA context."""
+    """Inside the block, nvImageCodec loads no GPU codecs, which would open a CUDA context."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     spec = find_spec("nvidia.nvimgcodec")
     with _loading, tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:

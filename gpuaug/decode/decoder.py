@@ -67,9 +67,9 @@ class Decode:
             needs more, it is decoded alone.
         codecs: names from jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw. Images of other codecs are faults.
             `gpuaug pack` writes `raw`.
-        reduced: decode large JPEGs at 1/2, 1/4 or 1/8 of their size, if every view's crop is at least 2, 5 or 12 times
-            as high and as wide as the view. Pillow decodes these images on the CPU, also with ``device=cuda``. Pixels
-            change by 0.6 levels of 255 on average. In a single image, the average change is at most 2 levels.
+        reduced: decode large JPEGs at 1/2, 1/4 or 1/8 of their size, if resizing divides both sides of every crop by
+            at least 2, 5 or 12. Pillow decodes these images on the CPU, also with ``device=cuda``. Pixels change by
+            0.6 levels of 255 on average. In a single image, the average change is at most 2 levels.
 
     >>> with_pillow = Decode(backend="pillow", num_threads=2, codecs=["jpeg", "png"])
     >>> decoder = with_pillow.open("cpu")
@@ -336,7 +336,7 @@ class Decoder:
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
 
     def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
-        """Make all views from the pixels of the ``plan.union`` boxes. ``alone``: use only the calling thread."""
+        """Make all views. ``regions``: pixels of the ``plan.union`` boxes. ``alone``: use only the calling thread."""
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
             resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)
@@ -387,8 +387,8 @@ class Decoder:
                 else:
                     failed.append(int(part.rows[k]))
                     rest = np.delete(rest, k)
-                # DALI names only one bad sample at a time. With halves, each of B bad samples is decoded about log2(B)
-                # times, not up to B times.
+                # A run names only one bad sample. With halves, each of n samples is decoded at most about log2(n)
+                # times, not n times.
                 pending += [part.take(half) for half in np.array_split(rest, 2) if len(half)]
                 continue
             yield part, result

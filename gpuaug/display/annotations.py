@@ -119,13 +119,13 @@ class Style:
 
 
 class Annotated(NamedTuple):
-    """A picture and its annotations, or None without targets."""
+    """A picture and its annotations, if it has any."""
 
     picture: Image.Image
     annotations: Annotations | None = None
 
     def cell(self, scale: float, style: Style, *caption: str, color: Color = INK, crops: Crops = ()) -> Cell:
-        """The drawn picture. Its caption ends with the number of objects, if there can be any."""
+        """The drawn picture. With boxes or keypoints, the caption ends with the number of objects."""
         parts, known = [*caption], self.annotations
         if known is not None and (known.boxes is not None or known.keypoints is not None):
             parts.append(f"{len(known)} object{'s' * (len(known) != 1)}")

@@ -29,7 +29,7 @@ class Fields(NamedTuple):
 def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str = "") -> Fields | None:
     """Check the argument ``extra`` of a source and return its fields.
 
-    ``columns``: the columns of ``place``; None: do not check whether the names exist.
+    ``columns``: all columns of the source; None: the names are not checked. ``place``: the source, for messages.
     """
     if extra is None:
         return None

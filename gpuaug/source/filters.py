@@ -36,7 +36,7 @@ def active(
 ) -> Tensor | None:
     """Ascending numbers of the active samples, int64; None if all samples are active.
 
-    ``names``: the keys of all samples. ``numbers``: their ascending numbers; None: 0 .. len(names) - 1.
+    ``names``: the keys of all samples. ``numbers``: ascending sample numbers; None: 0 .. len(names) - 1.
     """
     known = np.arange(len(names)) if numbers is None else numbers
     chosen = known if subset is None else _subset(subset, known)

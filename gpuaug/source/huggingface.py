@@ -116,7 +116,7 @@ class DatasetSource(RowSource):
 
 
 def _image_columns(features: Any, image: str | None, mask: str | None, *, besides: Sequence[str]) -> list[str]:
-    """The column of images, and the column of masks if there is one. ``besides``: columns to use only if named."""
+    """The column of images, and the column of masks if there is one. ``besides``: columns not chosen by default."""
     images = [name for name, feature in features.items() if _is_image(feature)]
     for key, name in (("image", image), ("mask", mask)):
         if name not in (None, "auto", "none", *images):
@@ -156,7 +156,7 @@ def _objects_column(features: Any, objects: str | None, *, has_label: bool) -> s
         return known[0]
     if objects not in known:
         raise SourceError(
-            "`objects` must be a column of the Dataset that has boxes, as lists in a field bbox or boxes. "
+            "`objects` must be a column of the Dataset whose objects have a field bbox or boxes. "
             f"Found: {objects!r}. Such columns: {', '.join(known) or 'none'}."
         )
     return objects

@@ -28,7 +28,7 @@ def _read_objects(
     box_format: BoxFormat,
     place: str,
 ) -> tuple[ObjectTable, Damaged, list[str] | None]:
-    """The table of the objects, the damaged rows, and the class names. The table has no objects of damaged rows.
+    """The table of the objects, the damaged rows, and the class names. Damaged rows have no objects.
 
     ``column`` is an Arrow ChunkedArray. ``names`` are the class names in the metadata of the column.
     """
@@ -40,7 +40,7 @@ def _read_objects(
     most = len(names or known or ()) or MOST_CLASSES
     rows, reasons = np.arange(count), dict[int, str]()
     fields = _fields(column, place)
-    # remove one kind of damage at a time, because later checks need rows without earlier kinds of damage
+    # remove one kind of damage at a time: a check works only on rows that passed the checks before it
     while bad := next(filter(None, _checks(fields, most)), None):
         reasons |= {int(rows[row]): reason for row, reason in bad.items()}
         keep = ~np.isin(np.arange(len(rows)), list(bad))
@@ -92,7 +92,7 @@ class RowSource(SampleSource):
             self.target_kinds |= {"masks"}
 
     def _row(self, index: int, values: Sequence[Any]) -> Any:
-        """The sample or its error, from its values: the image, perhaps a mask, then the extra fields."""
+        """The sample or its error. ``values``: the image, the mask if there is one, then the extra fields."""
         image, mask = values[0], values[1] if self._has_masks else None
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")

@@ -141,7 +141,7 @@ class ParquetSource(RowSource):
 
     def _reset(self) -> None:
         self._footer = lru_cache(maxsize=OPEN_FILES)(partial(_metadata, storage=self._storage))
-        self._groups: OrderedDict[int, Any] = OrderedDict()  # by row group: its columns of images, masks and extras
+        self._groups: OrderedDict[int, Any] = OrderedDict()  # columns of images, masks and extras by row group
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         starts, rows = self._starts.numpy(), dict[int, list[int]]()
@@ -180,7 +180,7 @@ class ParquetSource(RowSource):
         return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yield each group with its columns or error. Groups in memory come first: reading others may drop them."""
+        """Yield each group with its columns or error. Groups in memory come first, because a read may drop them."""
         missing = [group for group in groups if group not in self._groups]
         for group in groups:
             if group in self._groups:

@@ -48,7 +48,7 @@ class Curl:
     def read(self, now: Sequence[Range], then: Sequence[Range] = ()) -> list[bytes | Exception | None]:
         """Return the bytes of each range in ``now``, or an exception. Also start ``then`` on free connections.
 
-        The answers to ``then`` are kept for the next call. The answer is None if libcurl cannot request a key.
+        The answers to ``then`` are kept for the next call. An answer is None if libcurl cannot request a key.
         """
         with self._lock:
             try:
@@ -75,7 +75,7 @@ class Curl:
         self._multi = pycurl.CurlMulti()
         self._multi.setopt(pycurl.M_MAXCONNECTS, 2 * self._connections)  # redirects need connections too
         self._login: Mapping[str, Any] = {}
-        self._free: list[_Transfer] = []  # with this login
+        self._free: list[_Transfer] = []  # all with `_login`
         self._busy: dict[Range, _Transfer] = {}
         self._done: dict[Range, bytes | Exception | None] = {}
 

@@ -39,7 +39,7 @@ class Access(NamedTuple):
 
     url: Callable[[str], str | None]  # converts a user's URL to the URL to request; None: only fsspec can read the key
     options: Mapping[str, Any] = {}  # values of libcurl's options by name
-    login: Callable[[], Mapping[str, Any]] = dict  # returns more options, the credentials; called before every read
+    login: Callable[[], Mapping[str, Any]] = dict  # returns the credentials, as options; called before every read
     encoded: bool = True  # accept answers with ``Content-Encoding``. Object stores may store this header with a file
 
 
