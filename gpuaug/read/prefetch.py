@@ -27,7 +27,7 @@ class Producer(Iterator[T]):
         items: the iterator. At the end the thread calls ``items.close()``, if the iterator has this method.
         name: name of the thread.
         count: number of items that may wait while the next item is produced; None: no limit.
-        max_bytes: limit of waiting bytes; None: no limit. With a limit, the items must be :class:`EncodedBatch`
+        max_bytes: limit of waiting bytes; None: no limit. With a limit, items must be :class:`EncodedBatch`
             objects, and are copied to private memory. A batch larger than the limit waits alone.
         device: if this is a CUDA device, the thread uses it.
 

@@ -194,7 +194,7 @@ class ShardSource(SampleSource):
     def _parts(self, index: int) -> list[Range]:
         """The ranges to read for a sample. Adjacent members are one range."""
         shard, places = self._shards[locate(self._names.bounds, index)[0]], self._places(index)
-        images = places[: 1 if self.masks is None else 2]  # image and mask; only these are checked as images
+        images = places[: 1 if self.masks is None else 2]  # only image and mask are checked as images
         ranges = (
             Range(shard.path, *place, shard.version, image=0 if place in images else None)
             for place in {*places}  # a set, because one member may be both extra and objects
@@ -346,7 +346,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
-    """Return a shard's (name, size, version) and samples. `_load` catches the errors of an invalid line."""
+    """Return a shard's (name, size, version) and samples. `_load` catches errors of an invalid line."""
     entry = json.loads(line)
     name, size, version = entry["stamp"]
     texts, numbers = [entry[c] for c in ("keys", "labels", "left_out", "other")], [entry["offsets"], entry["sizes"]]

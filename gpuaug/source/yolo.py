@@ -276,7 +276,7 @@ def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple
     whole = isinstance(flip, list) and all(type(number) is int for number in flip)
     if not whole or sorted(flip) != [*range(count)] or any(flip[k] != i for i, k in enumerate(flip)):
         raise ValueError(
-            f"`flip_idx` must list the mirror image of each of the {count} keypoints. If entry i is k, entry k must be i"
+            f"`flip_idx` must list the mirror image of each of the {count} keypoints. If entry i is k, entry k is i"
         )
     return (count, shape[1]), tuple(flip)
 
