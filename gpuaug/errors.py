@@ -16,7 +16,9 @@ class GpuaugError(Exception):
 
 
 class ConfigError(GpuaugError, ValueError):
-    """An invalid configuration, or an invalid argument of a constructor or method. The message names the full key.
+    """An invalid configuration, or an invalid argument of a constructor or method.
+
+    With :func:`gpuaug.build`, the message names the key, such as ``augment.crop.scale``.
 
     >>> import gpuaug
     >>> gpuaug.RandomResizedCrop(224, scale=(1.2, 0.5))

@@ -81,7 +81,7 @@ def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image
 
 
 def label_text(value: Any, classes: Sequence[str] | None) -> str:
-    """A label as text: the class name, or the classes with the largest shares."""
+    """A label as text: a class name, the classes with the largest shares, or numbers."""
 
     def name(number: int) -> str:
         return class_name(number, classes, f"label {number}")

@@ -25,7 +25,7 @@ class AsItIs:
     __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
 
     def _check_caller(self) -> None:
-        """Raise ConfigError if a DataLoader called ``loader[i]``. A DataLoader with ``batch_size=None`` does so."""
+        """Raise ConfigError if a DataLoader called ``loader[i]``, as with ``batch_size=None``."""
         if sys._getframe(2).f_globals.get("__name__", "").startswith(DATALOADERS):
             raise ConfigError(f"a gpuaug.Loader is not a dataset: {REMEDY}")
 

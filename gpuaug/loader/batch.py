@@ -35,7 +35,7 @@ class Batch:
         key_of: maps a sample number to the sample's path or name.
         targets: a :class:`~gpuaug.BatchTargets`; a list of BatchTargets if the recipe has several views; None if the
             loader has no targets.
-        extra: a list of B values, such as captions, as the source gave them. The value is None if the sample has no
+        extra: a list of B values, such as captions, as the source gave them. A value is None if its sample has no
             extra or could not be read. ``mix`` does not mix the values.
         look: normalization and names for ``show``. None: ``show`` takes the pixels as values from 0 to 1.
 

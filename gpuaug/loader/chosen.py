@@ -28,7 +28,7 @@ def fetch(
     mix: bool = False,
     faults: Faults | None = None,
 ) -> Batch:
-    """Make one batch, as :meth:`gpuaug.Loader.fetch`. ``faults``: None means the Faults of the loader."""
+    """See :meth:`gpuaug.Loader.fetch`. ``faults``: None means the Faults of the loader."""
     loader.pipeline.check_open()
     loader.augment.check_unchanged()
     number = whole_numbers("indices", indices)

@@ -55,10 +55,10 @@ class Faults:
         self.truncated = truncated
         self.policy, self.max, self.window, self.file = policy, max, window, _writable(file)
         self.count = 0  # bad samples so far; a sample counts again in each epoch
-        self._totals = deque([(0, 0)])  # (samples, bad samples) before the window, and after each batch of the window
+        self._totals = deque([(0, 0)])  # sums (samples, bad samples) before the window, and after each of its batches
         self._logged: set[str] = set()  # keys that were logged by this process
         self._recorded: set[str] = set()  # keys that are in the file
-        self._offset = 0  # bytes of the file that were already read
+        self._offset = 0  # bytes of the file that were read or written
         self._epoch_count = 0
 
     def handle(

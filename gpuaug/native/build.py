@@ -1,4 +1,4 @@
-"""Compiles C++ once per machine with an installed compiler, and caches the library.
+"""Compiles C++ with an installed compiler, and caches the library.
 
 The file name depends on the source, compiler, flags and processor, so different machines can share a cache folder.
 torch.utils.cpp_extension has no such names, needs ninja, and does not check a library before it loads the library.

@@ -27,9 +27,9 @@ class Producer(Iterator[T]):
         items: the iterator. At the end the thread calls ``items.close()``, if the iterator has this method.
         name: name of the thread.
         count: number of items that may wait while the next item is produced; None: no limit.
-        max_bytes: limit of waiting bytes; None: no limit. The items must then be :class:`EncodedBatch` objects. They
-            are copied to private memory. A batch larger than the limit waits alone.
-        device: the device of the thread, if it is a CUDA device.
+        max_bytes: limit of waiting bytes; None: no limit. With a limit, items must be :class:`EncodedBatch`
+            objects, and are copied to private memory. A batch larger than the limit waits alone.
+        device: if this is a CUDA device, the thread uses it.
 
     Attributes:
         bytes_waiting: bytes of the waiting items; 0 without ``max_bytes``.

@@ -43,10 +43,11 @@ LOCAL_PIECE_BYTES = 1 << 14  # per read while a local shard is indexed; larger r
 
 
 class ShardSource(SampleSource):
-    """Samples of WebDataset shards, in their order. Members with the same name up to the first dot are one sample.
+    """Samples of WebDataset shards, in stored order.
 
-    An index file stores the positions of all samples. Only new and changed shards are indexed again. Hidden members are
-    ignored. Samples that lack the image, label, mask or objects are left out, with one warning.
+    Adjacent members with the same name up to the first dot are one sample. Hidden members are ignored. Samples that
+    lack the image, label, mask or objects are left out, with one warning. An index file stores the positions of all
+    samples. Later, only new and changed shards are indexed.
 
     With ``masks`` or ``objects``, a sample is ``(bytes, Target)``. The objects are JSON: a list of annotations as in
     COCO, or a mapping that has this list in the field ``objects`` or ``annotations``::
@@ -193,10 +194,10 @@ class ShardSource(SampleSource):
     def _parts(self, index: int) -> list[Range]:
         """The ranges to read for a sample. Adjacent members are one range."""
         shard, places = self._shards[locate(self._names.bounds, index)[0]], self._places(index)
-        images = places[: 1 if self.masks is None else 2]  # only these are checked for an image's first bytes
+        images = places[: 1 if self.masks is None else 2]  # only image and mask are checked as images
         ranges = (
             Range(shard.path, *place, shard.version, image=0 if place in images else None)
-            for place in {*places}  # a set, because one member may be an extra and the objects
+            for place in {*places}  # a set, because one member may be both extra and objects
             if place[1]
         )
         return joined(ranges, most=LARGE)
@@ -345,7 +346,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
-    """Return a shard's (name, size, version) and samples. Raises an error that `_load` catches."""
+    """Return a shard's (name, size, version) and samples. `_load` catches errors of an invalid line."""
     entry = json.loads(line)
     name, size, version = entry["stamp"]
     texts, numbers = [entry[c] for c in ("keys", "labels", "left_out", "other")], [entry["offsets"], entry["sizes"]]
@@ -448,7 +449,7 @@ def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[
 
 
 def _reader(shard: FileInfo, storage: Storage) -> Callable[[int, int], bytes]:
-    """Return a function ``read(at, size)`` that keeps the last piece of the shard in memory."""
+    """Return a function ``read(at, size)`` that keeps the latest piece in memory."""
     if shard.size < 0:
         raise SourceError(f"shard {redact(shard.path)!r}: the server reports no size. Use another server, or a copy.")
     piece = PIECE_BYTES if is_url(shard.path) else LOCAL_PIECE_BYTES

@@ -111,14 +111,14 @@ def _name_and_length(head: bytes, long_name: bytes, pax: dict[bytes, bytes], len
             raise _TarError("an extended header cannot be read")
         length = int(pax[b"size"])
     if head[156:157] == b"S" or any(key.startswith(b"GNU.sparse") for key in pax):
-        raise _TarError(f"{_text(name)} is a sparse file", "Write it again, without --sparse.")
+        raise _TarError(f"{_text(name)} is a sparse file", "Write the tar without --sparse.")
     return name, length
 
 
 def _is_file(kind: bytes, name: bytes) -> bool:
     """True for a regular file, False for a folder. Other members raise an error."""
     if kind in _NOT_FILES:
-        remedy = "Only regular files can be read. Write it again with --dereference."
+        remedy = "Only regular files can be read. Write the tar with --dereference."
         raise _TarError(f"{_text(name)} is {_NOT_FILES[kind]}", remedy)
     if kind == b"5" or name.endswith(b"/"):
         return False
@@ -131,7 +131,7 @@ def _relative(name: bytes) -> bytes:
     while name.startswith(b"./"):
         name = name[2:].lstrip(b"/")
     if name.startswith(b"/") or b"\0" in name or b".." in name.split(b"/"):
-        raise _TarError(f"the name {_text(name)} leads outside the shard", "Write it again with relative names.")
+        raise _TarError(f"the name {_text(name)} leads outside the shard", "Write the tar with relative names.")
     return name
 
 

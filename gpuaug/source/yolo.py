@@ -46,8 +46,8 @@ class YoloSource(FileSource):
         root: folder or URL of the data set.
         data: the YAML file, relative to ``root``. None: ``data.yaml``, if there is one. The file may have ``names`` (a
             list, or a mapping from numbers), ``nc``, ``kpt_shape`` and ``flip_idx``. ``train``, ``val`` and ``test``
-            are folders of images, or text files that list images. If ``path`` names a folder below a local
-            ``root``, these paths are relative to that folder. All images must be below ``root``.
+            are folders of images, or text files that list images. If the file's ``path`` names a folder below a
+            local ``root``, these paths start in that folder. All images must be below ``root``.
         split: name of the split. Without a YAML file: the folder ``images/<split>`` or (local only) ``<split>/images``.
         classes: class mapping of another run, as in :class:`FolderSource`. It must have all classes of the YAML file.
         extensions: file name extensions of images; case is ignored.
@@ -276,7 +276,7 @@ def _keypoints(fields: Mapping[Any, Any]) -> tuple[tuple[int, int] | None, tuple
     whole = isinstance(flip, list) and all(type(number) is int for number in flip)
     if not whole or sorted(flip) != [*range(count)] or any(flip[k] != i for i, k in enumerate(flip)):
         raise ValueError(
-            f"`flip_idx` must list the mirror image of each of the {count} keypoints. If a maps to b, b must map to a"
+            f"`flip_idx` must list the mirror image of each of the {count} keypoints. If entry i is k, entry k is i"
         )
     return (count, shape[1]), tuple(flip)
 

@@ -1,4 +1,4 @@
-"""Decides which columns of a program share a Triton kernel, and runs in torch the steps that have no kernel.
+"""Decides which columns of a program share a Triton kernel, and runs the remaining steps in torch.
 
 A program has a row per sample and a column per step. Only the JPEG step waits for the device.
 """
@@ -29,7 +29,7 @@ _STATIC = {  # for each step: indices of the arguments that must be equal for al
 }
 _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
-POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that `_points_kernel` runs
+POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that can share a kernel
 
 Table = tuple[Int, int, Tensor]  # ascending rows, their column, and float32 values [rows, ...]
 
@@ -68,7 +68,7 @@ class Stretch(NamedTuple):
 
     @property
     def blur(self) -> bool:
-        """Whether all steps in ``rest`` are blurs. The blur kernel then runs them."""
+        """Whether all steps in ``rest`` are blurs. If so, the blur kernel runs them."""
         return len(self.rest) > 0 and all(group.code is Code.BLUR for group in self.rest)
 
 
@@ -102,7 +102,7 @@ class Part(NamedTuple):
 
     stretch: Stretch
     flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down, 3 both
-    sums: Tensor  # int64 [B]: zeros; for contrast steps, a kernel adds the gray
+    sums: Tensor  # int64 [B]: zeros, to which a kernel adds gray for contrast
     places: Tensor  # int32 [B]: row of the sample among the blurred samples, or -1
     rows: list[Tensor]  # int32 [n]: the rows of each group of `rest`, or of all blurs together
 
@@ -113,7 +113,7 @@ class Program(NamedTuple):
     parts: list[Part]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: tuple[Tensor, Tensor]  # scale and shift, float32 [2, 3]: 1 and 0 between parts, then the output's
+    ends: tuple[Tensor, Tensor]  # for inner parts and for the output: scale and shift, float32 [2, 3]
     ramps: Tensor
 
 
