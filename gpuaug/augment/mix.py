@@ -27,7 +27,7 @@ class Mix:
 
     Args:
         mixup_alpha: MixUp's lambda has the distribution Beta(alpha, alpha); 0 switches MixUp off.
-        cutmix_alpha: the same for CutMix. The labels' lambda is the share of the first view's pixels outside the box.
+        cutmix_alpha: the same for CutMix. The labels' lambda is the share of pixels that the first view keeps.
         p: probability that a batch is mixed.
         switch_p: probability of CutMix if both MixUp and CutMix are on.
         label_smoothing: epsilon. A label y with C classes becomes ``(1 - epsilon) y + epsilon / C``.

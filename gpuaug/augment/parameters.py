@@ -31,8 +31,8 @@ class Chosen:
 
     Attributes:
         choice: int64 [B, S], the alternative that the sample takes in each slot; -1: none.
-        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``, also for samples
-            that do not take the alternative. Slots and alternatives may share one dictionary.
+        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``, also for samples that do
+            not take the alternative. Slots and alternatives may share one dictionary.
         keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
         weights: float32 [B, 1 + chains]. Column 0: share of all chains in the mixture. Others: share of each chain in
             that part. None for an operation without chains.

@@ -95,8 +95,8 @@ def encode(
     lists of names      float32 [N, C], 1 for a class in the list, else 0
     ==================  ==================================================
 
-    Without ``classes``, the names are sorted and numbered from 0. Raises SourceError if the values mix
-    numbers, names and lists, or a name is not in ``classes``.
+    Without ``classes``, the names are sorted and numbered from 0. Raises SourceError if the values mix numbers, names
+    and lists, or a name is not in ``classes``.
     """
     kinds: set[Any] = {values.dtype.type} if isinstance(values, np.ndarray) else set(map(type, values))
     named = None if classes is None else list(classes)

@@ -185,7 +185,7 @@ class LocalTree:
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
         """Yield the images of each folder, as paths relative to the root. ``folder``: a class folder; None: all."""
         listed: list[tuple[str, list[str]]] = []  # folders and the names of their images
-        visits: Counter[tuple[int, int]] = Counter()  # of each (device, inode), on paths with two or more links
+        visits: Counter[tuple[int, int]] = Counter()  # of each folder (device, inode) on paths with two or more links
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
         # breadth first and by name, so that every machine skips the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
