@@ -11,7 +11,7 @@ _USUAL = {"keepdim": False, "same_on_batch": False, "p_batch": 1}  # Kornia's de
 
 
 def lines(recipe: Any, epoch: int) -> list[str]:
-    """List the steps of the recipe at ``epoch``, one line per view with its copies."""
+    """List the recipe's steps at ``epoch``, one line for each view and its copies."""
     made = []
     for view in recipe.at(epoch).views:
         augment = view.augment

@@ -13,8 +13,8 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
-_LARGEST_ALPHA = 1e9  # at much smaller values, Beta(alpha, alpha) is already almost always 1/2
-_FIXED = 6  # uniforms before those of the pairing: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box's centre
+_LARGEST_ALPHA = 1e9  # for any alpha this large, Beta(alpha, alpha) is almost exactly 1/2
+_FIXED = 6  # uniforms: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box's centre; those of the pairing follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Mix:
 
     Args:
         mixup_alpha: MixUp's lambda has the distribution Beta(alpha, alpha); 0 switches MixUp off.
-        cutmix_alpha: the same for CutMix. The labels' lambda is the share of the first view outside the pasted box.
+        cutmix_alpha: the same for CutMix. The labels' lambda is the share of pixels that the first view keeps.
         p: probability that a batch is mixed.
         switch_p: probability of CutMix if both MixUp and CutMix are on.
         label_smoothing: epsilon. A label y with C classes becomes ``(1 - epsilon) y + epsilon / C``.
@@ -75,7 +75,7 @@ class Mix:
             The mixed views, and soft labels float32 [B, C].
         """
         soft = self._soft(labels, num_classes)
-        stream = Stream("", -1, "mix", _FIXED + len(valid))  # copies count from 0, so no other stream has copy -1
+        stream = Stream("", -1, "mix", _FIXED + len(valid))  # copies start at 0, so no other stream has copy -1
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
         cut = u[1] < self.switch_p if self.cutmix_alpha and self.mixup_alpha else self.cutmix_alpha > 0

@@ -1,4 +1,4 @@
-"""Choices and parameters of a batch's operations. Both backends execute them and draw no random numbers.
+"""Choices and parameters of a batch's operations, drawn before a backend executes the operations.
 
 A slot is one position in an operation, where each sample takes one of several alternatives or none. The gate decides,
 with probability ``p``, whether a sample is changed.
@@ -31,11 +31,11 @@ class Chosen:
 
     Attributes:
         choice: int64 [B, S], the alternative that the sample takes in each slot; -1: none.
-        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``. Every sample has them.
-            Slots and alternatives may share one dictionary.
+        params: per slot and alternative, Kornia's parameters [B, ...] without ``batch_prob``, also for samples that do
+            not take the alternative. Slots and alternatives may share one dictionary.
         keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
-        weights: float32 [B, 1 + chains]: the part of the mixture that comes from chains, and the share of each chain in
-            this part. None for an operation without chains.
+        weights: float32 [B, 1 + chains]. Column 0: share of all chains in the mixture. Others: share of each chain in
+            that part. None for an operation without chains.
     """
 
     choice: Int

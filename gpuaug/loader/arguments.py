@@ -24,7 +24,7 @@ MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last":
 
 
 def torch_constant(name: str, value: Any) -> Any:
-    """Return the constant of torch for the argument ``name``, such as torch.float32 for ``"float32"``."""
+    """Return torch's constant for the argument ``name=value``, such as torch.float32 for ``dtype="float32"``."""
     known: dict[str, Any] = DTYPES if name == "dtype" else MEMORY_FORMATS
     text = str(value).removeprefix("torch.")  # str(torch.float32) is "torch.float32"
     return known[text] if text in known else known[checks.one_of(name, value, known)]

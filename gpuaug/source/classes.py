@@ -29,8 +29,8 @@ def class_mapping(classes: Any) -> dict[str, int]:
             classes = json.loads(text) if path.endswith(".json") else list(lines)
         except (OSError, ValueError, RecursionError) as error:
             raise SourceError(
-                "`source.classes` must be names, a mapping, or a FILE: .json with names or a mapping, or text with "
-                f"one name per line. Found: {path!r} ({error})."
+                "`source.classes` must be names, a mapping, or a FILE (.json: names or a mapping; otherwise one name "
+                f"per line). Found: {path!r} ({error})."
             ) from error
     if isinstance(classes, Mapping):
         names, numbers = [str(name) for name in classes], list(classes.values())
@@ -50,7 +50,7 @@ def class_mapping(classes: Any) -> dict[str, int]:
 def numbers_of(
     names: Sequence[str], classes: Mapping[str, int], what: str, *, remedy: str = "Add them to `source.classes`."
 ) -> NDArray[np.int64]:
-    """The label of each name, int64 [n]; SourceError if ``classes`` lacks a name. ``what`` describes the names."""
+    """The label of each name, int64 [n]; SourceError if ``classes`` lacks one. The error calls the names ``what``."""
     if unknown := [name for name in names if name not in classes]:
         raise SourceError(
             f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} {what}: {some(unknown)}. {remedy}"
@@ -63,7 +63,7 @@ def label_column(
 ) -> str | None:
     """The label column; None if there are no labels. ``with_classes``: columns whose numbers have class names.
 
-    ``optional``: ``auto`` need not find a column.
+    ``optional``: no error if ``auto`` finds no column.
     """
     known = ["label", "labels", *(with_classes if len(with_classes) == 1 else ())] if label == "auto" else [label]
     column = next((name for name in known if name in columns), None)
@@ -95,8 +95,8 @@ def encode(
     lists of names      float32 [N, C], 1 for a class in the list, else 0
     ==================  ==================================================
 
-    Without ``classes``, the names are sorted and numbered from 0. Raises SourceError if the values are of several
-    kinds, or a name is not in ``classes``.
+    Without ``classes``, the names are sorted and numbered from 0. Raises SourceError if the values mix numbers, names
+    and lists, or a name is not in ``classes``.
     """
     kinds: set[Any] = {values.dtype.type} if isinstance(values, np.ndarray) else set(map(type, values))
     named = None if classes is None else list(classes)

@@ -74,7 +74,7 @@ class Annotations:
 def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotations:
     """Parse COCO's JSON of instances, person_keypoints or panoptic segments; SourceError if it is not valid.
 
-    ``masks``: ``instances``, ``panoptic`` or None. ``place``: the path of the file, for error messages.
+    ``masks``: masks to read (``instances``, ``panoptic`` or None). ``place``: path for error messages.
     """
     try:
         return _annotations(data, masks)
@@ -107,7 +107,7 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     sizes = np.array([_side(images["height"], images_of), _side(images["width"], images_of)], dtype=np.int32).T
     owners = _find(rows["image_id"], images_of, "image_id", "images")
     order = np.argsort(owners, kind="stable")
-    with np.errstate(over="ignore"):  # no warning: a number that becomes infinite is a fault of its sample
+    with np.errstate(over="ignore"):  # no warning: an infinite number makes a bad sample
         columns = _objects(rows, owners, panoptic)
     columns["labels"] = _find(rows["category_id"], categories_of, "category_id", "categories")
     columns = {name: None if values is None else values[order] for name, values in columns.items()}
@@ -168,7 +168,7 @@ def _struct(name: str, fields: Mapping[str, Field]) -> Any:
 def _columns(
     content: Mapping[str, Any], what: str, fields: Mapping[str, Field], rows: Any = None
 ) -> dict[str, list[Any]]:
-    """The values of each field in a list of dicts or structs: the list ``what`` of the file, or ``rows``."""
+    """The values of each field in ``rows``, a list of dicts or structs; by default the file's list ``what``."""
     rows = content.get(what) if rows is None else rows
     kinds = set(map(type, rows)) if isinstance(rows, list) else {None}
     are_structs = len(kinds) == 1 and hasattr(next(iter(kinds)), "__struct_fields__")
@@ -306,7 +306,7 @@ def _keypoints(
             continue
         if not isinstance(numbers, list) or len(numbers) != count or not set(map(type, numbers)) <= {int, float}:
             raise ValueError(f"`keypoints` of object {at} must be {count} numbers: x, y and visibility of each point")
-        with np.errstate(over="ignore"):  # no warning: an infinite point is a fault of its sample
+        with np.errstate(over="ignore"):  # no warning: an infinite point makes a bad sample
             points[row] = array("d", numbers)
     return points.reshape(len(values), len(lists[0]), 3), lists[0]
 

@@ -30,12 +30,12 @@ TEXTS_AT_ONCE = 128  # annotation files that are read together, at most 2 GiB
 def open_tree(
     root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root"
 ) -> LocalTree | UrlTree:
-    """The files below a folder or URL whose names end in one of ``endings``. ``key``: configuration key of ``root``."""
+    """The files with one of ``endings`` below a folder or URL. ``key``: configuration key of ``root``."""
     return UrlTree(root, storage, endings, key=key) if is_url(root) else LocalTree(root, endings, key=key)
 
 
 class Files:
-    """Image files by number. ``listing`` has the sizes and versions of remote files by name."""
+    """Image files by number. ``listing`` maps names of remote files to sizes and versions."""
 
     def __init__(
         self, root: str, names: Names, storage: Storage, listing: Mapping[str, FileInfo] | None = None
@@ -74,7 +74,7 @@ def read_text(path: str, storage: Storage) -> str:
 
 
 def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
-    """The non-empty lines of a list of samples; SourceError if a line is repeated. ``key``: the configuration key."""
+    """The non-empty lines of a sample list; SourceError if one is repeated. ``key``: configuration key of ``path``."""
     try:
         lines = [line for line in map(str.strip, read_text(path, storage).split("\n")) if line]
     except (OSError, GpuaugError) as error:
@@ -185,7 +185,7 @@ class LocalTree:
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
         """Yield the images of each folder, as paths relative to the root. ``folder``: a class folder; None: all."""
         listed: list[tuple[str, list[str]]] = []  # folders and the names of their images
-        visits: Counter[tuple[int, int]] = Counter()  # by device and inode, on paths with two or more links
+        visits: Counter[tuple[int, int]] = Counter()  # of each folder (device, inode) on paths with two or more links
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
         # breadth first and by name, so that every machine skips the same folders
         waiting = deque([("" if folder is None else f"{folder}/", above, 0)])
@@ -238,7 +238,7 @@ class UrlTree:
     def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str) -> None:
         self.root, self.endings = root, endings
         self.files = {file.path: file for file in storage.find(root, key=key) if file.path.lower().endswith(endings)}
-        self.by_class: dict[str, dict[str, list[str]]] = {}  # keys, by class folder and then by folder
+        self.by_class: dict[str, dict[str, list[str]]] = {}  # paths, by class folder and then by folder
         for key in self.files:
             folder, _, _ = key.rpartition("/")
             self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)

@@ -19,7 +19,7 @@ _operators: list[Any] = []
 
 @contextmanager
 def _importing(name: str, remedy: str) -> Iterator[None]:
-    """Raise ConfigError if an import of the block fails. Nothing is imported from the current folder.
+    """Raise ConfigError if an import in the block fails. Nothing is imported from the current folder.
 
     A user's file there may have the name of a package.
     """

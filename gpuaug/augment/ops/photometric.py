@@ -17,7 +17,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
 
 Range = tuple[float, float]
-_GATES = 6  # uniforms for: brightness, contrast, saturation, hue, channels; whether contrast precedes saturation
+_GATES = 6  # uniforms: five for the gates of the changes, one for whether contrast precedes saturation
 _NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 
 
@@ -85,7 +85,7 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 def _prepare(name: str, op: PhotometricDistort) -> Prepared:
     import kornia.augmentation as K
 
-    # `_drawn` draws the factors. With a range of 0, the fused program would skip the change.
+    # `_drawn` replaces these ranges of 0.5. The fused program skips changes with a range of 0.
     three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
     if op.style == "mmseg":
         three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)

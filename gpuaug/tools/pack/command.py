@@ -1,4 +1,4 @@
-"""`gpuaug pack`: writes a source's images, resized, as tar shards of JPEG or as pixels.
+"""`gpuaug pack`: writes a source's images into shards, as JPEG or pixels, at one or more sizes.
 
 A shard holds a fixed range of samples. So its bytes depend neither on the number of processes nor on restarts.
 Until the last file is written, all files are in ``out/.partial``.
@@ -266,7 +266,7 @@ def _write_index(job: Job) -> None:
 
 
 def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], list[dict[str, Any]]]:
-    """Read the notes of all shards: the columns, one part per shard; bytes and digest of each file; the bad samples."""
+    """What the notes of all shards list: columns (one part per shard), size and digest of each file, bad samples."""
     columns, written, dropped = defaultdict[str, list[Any]](list), dict[str, list[Any]](), list[dict[str, Any]]()
     num_keypoints = set[int]()
     for shard in range(job.shards):
@@ -288,7 +288,7 @@ def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], l
 
 
 def _joined(name: str, parts: list[NDArray[Any]], targets: dict[str, Any] | None) -> NDArray[Any]:
-    """Join the parts of a column. An empty column gets the shape that the column has with rows."""
+    """Join the parts of a column. An empty column gets zero rows of the usual shape."""
     if name == "object_bounds":
         return np.cumsum([0, *chain(*parts)], dtype=np.int64)
     some, field = [part for part in parts if len(part)], name.rpartition(".")[2]

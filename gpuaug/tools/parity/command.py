@@ -73,7 +73,7 @@ def main(request: Request) -> int:
 
 
 def worst_cases(parity: Parity, rows: int) -> list[Difference]:
-    """The comparisons that are not equal. If all are equal, one of them. The largest difference comes first."""
+    """At most ``rows`` unequal comparisons, the largest difference first. If all are equal, one of them."""
     ordered = sorted(parity.nearest, key=lambda d: (d.largest, d.mean), reverse=True)
     return ([d for d in ordered if d.verdict != "equal"] or ordered[:1])[:rows]
 

@@ -21,12 +21,12 @@ HEADINGS = {  # by stage, in the order of the table
     "all": "everything, from the bytes to the normalized view",
     "targets": "masks and boxes, from the same input; boxes in pixels",
 }
-EPOCHS = 32  # epochs to search for samples to which an operation is applied
+EPOCHS = 32  # epochs to try until an operation is applied to enough samples
 # Limits of the verdicts. EQUAL, LEVEL and CLOSE are in levels, for images.
 EQUAL, LEVEL = 0.05, 1.001  # EQUAL: above the rounding of float32. LEVEL: one level plus the rounding of float32
 CLOSE = 4.0  # enough for eight operations in uint8, because each truncation loses half a level on average
 SAME_BOX, NEAR_BOX = 0.01, 0.5  # pixels, for boxes. SAME_BOX: above the rounding of float32
-TIES = 0.002  # share of the mask pixels that rounding may change: at edges, or halfway between two pixels
+TIES = 0.002  # share of the mask pixels that rounding may change: at edges, or where two pixels are equally near
 
 Image = NDArray[Any]
 
@@ -121,7 +121,7 @@ class Difference:
         self._include(gaps > NEAR_BOX, mean=mean)
 
     def _include(self, off: NDArray[np.bool_], **means: float) -> None:
-        """Include one more image: which of its pixels or boxes are off, and means over all of them."""
+        """Include one more image: whether each pixel or box is off, and means over these."""
         self.images, self.count = self.images + 1, self.count + off.size
         self.largest_mean = max(self.largest_mean, means["mean"])
         for name, mean in {"off": np.count_nonzero(off) / max(1, off.size), **means}.items():
@@ -152,7 +152,7 @@ class Parity:
 
     @property
     def nearest(self) -> list[Difference]:
-        """Of each step, the comparison of images with the smallest mean difference."""
+        """For each step, the comparison with the smallest mean difference. No targets."""
         best: dict[tuple[str, str], Difference] = {}
         for d in sorted(self.differences, key=lambda d: d.mean):
             best.setdefault((d.stage, d.title), d)
@@ -172,7 +172,7 @@ class Parity:
             self.notes.append(text)
 
     def lines(self) -> list[str]:
-        """The lines to print: a table with the reasons for each stage, and the notes."""
+        """The lines to print: for each stage a table and causes of differences, then the notes."""
         lines = [f"{self.samples} images; differences in levels of 1/255; torchvision {self.torchvision}"]
         for stage, heading in HEADINGS.items():
             if not (differences := [d for d in self.differences if d.stage == stage]):

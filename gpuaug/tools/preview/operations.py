@@ -27,9 +27,9 @@ from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-# the parameter of each step of a jitter; `fixed_order` lists positions in this tuple
+# the factor of each step of a ColorJitter; `fixed_order` lists positions in this tuple
 STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
-EXAMPLES = 3  # number of pictures of an unknown range; maximum for a known range
+EXAMPLES = 3  # largest number of pictures of one range; exact for a seeded operation
 
 
 class Span(NamedTuple):
@@ -91,7 +91,7 @@ def _kind(module: Any) -> str:
 def _over(
     params: Callable[[Float], Params], count: int, names: Sequence[str], columns: list[int], at: tuple[str, int, int]
 ) -> Span:
-    """The span of the parameters ``names``. The random numbers ``columns`` change them."""
+    """The span of the parameters ``names``, which the random numbers at ``columns`` change."""
     many = itertools.product(ENDS, repeat=len(columns)) if len(columns) <= 3 else ((e,) * len(columns) for e in ENDS)
     points = list(many)  # a parameter can use several random numbers, such as one for its size and one for its sign
     u = np.full((len(points), count), 0.5, dtype=np.float32)
