@@ -146,7 +146,7 @@ class AutoAugment(Policy):
 
 
 class AugMix(Policy):
-    """AugMix (arXiv:1912.02781) with the random draws of ``torchvision.transforms.AugMix`` and the pixels of Pillow.
+    """AugMix (arXiv:1912.02781) with the distributions of ``torchvision.transforms.AugMix`` and the pixels of Pillow.
 
     ``mixture_width`` copies of the image go through separate chains of operations. The results and the unchanged image
     are mixed with random weights. Use the policy as an entry of a recipe's ``ops``, but not with masks, boxes or

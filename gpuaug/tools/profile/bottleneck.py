@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The answer in one or two sentences."""
+        """The answer in at most three sentences."""
         m, text = self.measured, f"{TITLES[self.bottleneck][1]}."
         if self.bottleneck == "workers" and not m.workers:
             text = "workers: there are none, so reading keeps this process busy."
@@ -159,13 +159,13 @@ def expected(m: Measured, then: Measured) -> float:
 
 
 def gain(m: Measured, then: Measured, *, current: Measured | None = None) -> float:
-    """The predicted speedup if ``m`` changes to ``then``. With ``current``: the speedup of ``then`` over ``current``."""
+    """The predicted speedup if ``m`` changes to ``then``. With ``current``: the speedup over ``current``."""
     now = expected(m, current) if current is not None else m.whole.wall or predict(m).seconds
     return now / max(expected(m, then), 1e-9)
 
 
 def bottleneck(m: Measured) -> tuple[str, list[str]]:
-    """The stage whose removal would give the largest speedup, and the evidence."""
+    """The bottleneck, usually the stage whose removal gives the largest speedup, and the evidence."""
     now, alone = predict(m), replace(m, whole=FREE)
     gains = {stage: gain(alone, m.scaled(dict.fromkeys(fields, FREE))) for stage, fields in STAGES.items()}
     # if the two largest terms are equal, removing a stage gains nothing; then the slowest stage is chosen
