@@ -138,7 +138,7 @@ class Storage:
             return error
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Announce the ranges of the read after the next one. During the next read, libcurl fetches the small ones."""
+        """Announce the ranges of the read after the next. During the next read, libcurl gets the small ones."""
         self._reset_after_fork()
         self._next = [
             x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE

@@ -7,7 +7,7 @@ Stages overlap, and on the CPU they share the cores. Every prediction uses this 
 `reading` runs in all workers in parallel. `headers`, `decoding` and `augmenting` run in one thread each. `headers`
 includes random values, crops and receiving batches. `augmenting` includes mix. Without workers, reading is part of
 `headers`. Augmentation on a GPU or in the training thread is part of `model` too. With ``prefetch=0``, the times of
-threads and model are summed to one term. "The whole" is loader plus model.
+threads and model are one sum. "The whole" is loader plus model.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def predict(m: Measured) -> Prediction:
     else:
         ways |= threads
         if m.step.wall or m.main_thread:
-            on_device = m.device_type == "cuda" and not m.main_thread  # augmentation and model share the device
+            on_device = m.device_type == "cuda" and not m.main_thread
             ways["model"] = {"augment": m.augment.wall, **training} if on_device else training
     terms = {name: sum(parts.values()) for name, parts in ways.items()}
     lines = [f"{name} {_sum(parts)}" for name, parts in ways.items()]
@@ -165,7 +165,7 @@ def gain(m: Measured, then: Measured, *, current: Measured | None = None) -> flo
 
 
 def bottleneck(m: Measured) -> tuple[str, list[str]]:
-    """The bottleneck, usually the stage whose removal gives the largest speedup, and the evidence."""
+    """Return the bottleneck, usually the stage whose removal gains most, and the evidence."""
     now, alone = predict(m), replace(m, whole=FREE)
     gains = {stage: gain(alone, m.scaled(dict.fromkeys(fields, FREE))) for stage, fields in STAGES.items()}
     # if the two largest terms are equal, removing a stage gains nothing; then the slowest stage is chosen
@@ -190,10 +190,7 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         part = max(STAGES["host"], key=lambda name: getattr(m, name).wall)
         evidence.append(f"Most of the host time is {HOST[part]}: {_ms(getattr(m, part).wall)} per image.")
     if first == "masks":
-        text = (
-            f"{_ms(m.masks.wall)} per image to decode, crop and move. "
-            f"Converting and moving the targets takes {_ms(m.finish.wall)}."
-        )
+        text = f"{_ms(m.masks.wall)} per image to decode, crop and move. Converting targets takes {_ms(m.finish.wall)}."
         evidence.append(f"Masks take {text}")
     if first != "reading":
         return {"step": "model", "host": "host overhead"}.get(first, first), evidence
