@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The answer in at most three sentences."""
+        """The answer in a few sentences."""
         m, text = self.measured, f"{TITLES[self.bottleneck][1]}."
         if self.bottleneck == "workers" and not m.workers:
             text = "workers: there are none, so reading keeps this process busy."
