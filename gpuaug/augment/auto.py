@@ -146,11 +146,11 @@ class AutoAugment(Policy):
 
 
 class AugMix(Policy):
-    """AugMix (arXiv:1912.02781) with the random draws of ``torchvision.transforms.AugMix`` and the pixels of Pillow.
+    """AugMix (arXiv:1912.02781) with the distributions of ``torchvision.transforms.AugMix`` and the pixels of Pillow.
 
     ``mixture_width`` copies of the image go through separate chains of operations. The results and the unchanged image
     are mixed with random weights. Use the policy as an entry of a recipe's ``ops``, but not with masks, boxes or
-    keypoints. torchvision works on tensors. Its pixels differ from Pillow's by 0.1 of 255 levels on average.
+    keypoints. torchvision's own pixels differ by 0.1 of 255 levels on average, because it computes on tensors.
 
     Args:
         severity: largest magnitude of an operation, 1 to 10.
@@ -250,7 +250,7 @@ class _Space:
 
 @lru_cache(maxsize=64)
 def _table(space: _Space, size: Size) -> Float64:
-    """The magnitudes without sign, float64 [operations, bins]. As in torchvision, they are computed in float32."""
+    """Magnitudes without sign, computed in float32 as in torchvision, stored as float64 [operations, bins]."""
     pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
     ends = dict.fromkeys(FACTORS, space.factor) | dict.fromkeys(("shear_x", "shear_y"), space.shear)
     ends |= {"rotate": space.rotate, "translate_x": pixels[1], "translate_y": pixels[0]}
@@ -282,7 +282,7 @@ def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> 
 
 
 def uniforms_of_chains(chains: int) -> int:
-    """Number of uniforms: one for the chains' part of the mixture, and two per chain, for its share and its depth."""
+    """Number of uniforms for the weight of all chains together, and for the weight and depth of each chain."""
     return 1 + 2 * chains
 
 
@@ -295,6 +295,6 @@ def chained(
         depths = 1 + pick(u[:, 1 + chains : 1 + 2 * chains], FREE_DEPTH)
         position = np.arange(choice.shape[1])
         choice = np.where(position % FREE_DEPTH < depths[:, position // FREE_DEPTH], choice, -1)
-    exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # uniforms are multiples of 2^-24, also 0
+    exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # + 2^-25, because a uniform can be 0
     shares = exponential / exponential.sum(axis=1, keepdims=True)  # distributed as Dirichlet(1, ..., 1)
     return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # Beta(1, 1) is uniform

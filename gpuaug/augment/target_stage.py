@@ -33,7 +33,7 @@ _LARGEST_BYTE = 255
 
 @dataclass(frozen=True, slots=True)
 class Upright:
-    """Targets of a batch on upright images, before the crop. Rows that have a fault must not be used."""
+    """Targets of a batch before the crop, on images turned upright as EXIF says. Rows with a fault must not be used."""
 
     table: EncodedTargets  # the worker's table, converted to pixels
     objects: Objects  # in pixels of the annotated images; `ids` are rows of `table`
@@ -87,7 +87,7 @@ class TargetStage:
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
         self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
-        self.fill = 0 if rules.masks is None else rules.masks.fill  # of mask pixels outside the image
+        self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
         self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
     def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
@@ -122,7 +122,7 @@ class TargetStage:
     def place(
         self, upright: Upright, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]], *, epoch: int
     ) -> TargetBatch:
-        """Move the objects of every view. ``chosen``: per view, the choices of its operations in this epoch."""
+        """Move the objects of every view. ``chosen``: per view, the choices of each operation."""
         views = []
         for view, window, choices in zip(self.recipe.at(epoch).views, windows, chosen, strict=True):
             crop = geometry.crop(window) @ upright.matrices
@@ -163,7 +163,7 @@ class TargetStage:
     ) -> None:
         """Crop and resize upright masks for every view of ``batch``.
 
-        A view's first move is applied too if it is a matrix, and the device is the CPU or masks hold object numbers.
+        On the CPU, or if masks hold object numbers, a view's first move is applied too if it is a matrix.
         """
         small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances
@@ -244,7 +244,7 @@ class TargetStage:
             made = made.index_fill(0, buffers.to_device(torch.tensor(list(bad)), device), self.fill)
         if len(rows) < len(made):
             made = made.index_select(0, buffers.to_device(torch.from_numpy(rows), device))
-        if made.dtype != self._dtype and device.type == "cpu":  # new memory would take longer than the conversion
+        if made.dtype != self._dtype and device.type == "cpu":  # reused memory, because new memory takes longer
             return buffers.outputs.take((len(made), 1, *made.shape[1:]), self._dtype, False)[:, 0].copy_(made)
         return made.to(self._dtype)
 

@@ -96,7 +96,7 @@ def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
     if isinstance(inner, list):
         return _from_rows(inner)
     if not isinstance(inner, dict):
-        raise ValueError(f"it must be a list of objects, or have a field objects or annotations. Found: {inner!r:.100}")
+        raise ValueError(f"it must be a list of objects, or have `objects` or `annotations`. Found: {inner!r:.100}")
     names = column_names(inner)
     if "boxes" not in names:
         raise ValueError(f"it must have a field objects, annotations, bbox or boxes. Found: {some([*inner])}")

@@ -36,7 +36,7 @@ def absolute(path: Any, *, key: str = "source.root", below: Any = None) -> str:
 
 
 def join(root: str, key: str) -> str:
-    """The path or URL of a key below ``root``. Check an untrusted key with :func:`is_safe` first."""
+    """The path or URL of a relative path below ``root``. Check an untrusted key with :func:`is_safe` first."""
     if not is_url(root):
         return os.path.join(root, key)
     if root.startswith(("http://", "https://")):  # keys are quoted in web URLs, but not for object stores

@@ -17,7 +17,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 
 
 class Report:
-    """Named values. Each value is printed at once. :meth:`write` writes all values to a file.
+    """Named values. :meth:`add` prints a value. :meth:`write` writes all values to a file.
 
     Args:
         file: JSON file to write, or None.

@@ -114,7 +114,7 @@ async def _call(system: Any, threads: Executor, method: str, path: str, **settin
 
 
 async def read(system: Any, threads: Executor, part: Range) -> bytes | Exception:
-    """The bytes of a range, or an exception if the answer has too many or too few bytes."""
+    """The bytes of a range, or an exception if the answer cannot be used."""
     if part.path.startswith(("http://", "https://")):
         return await _read_http(system, part)
     end = None if part.size is None else part.begin + part.size
@@ -130,7 +130,7 @@ async def read(system: Any, threads: Executor, part: Range) -> bytes | Exception
 
 
 async def _read_http(system: Any, part: Range) -> bytes | Exception:
-    """Send a GET without fsspec. fsspec has no size limit, and accepts a whole file instead of a range."""
+    """Send a GET on fsspec's session. fsspec's own GET has no size limit, and takes a whole file for a range."""
     session = await system.set_session()
     options = dict(system.kwargs)
     headers = {**(options.pop("headers", None) or {}), "Accept-Encoding": "identity"}

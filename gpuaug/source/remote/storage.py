@@ -30,7 +30,7 @@ from gpuaug.source.remote.objects import open_curl
 
 log = logging.getLogger("gpuaug")
 
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between tries; each pause is twice the last
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between tries; pauses double
 GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, because two requests take longer
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # limit for levels of folders, because a server may list a folder in itself
@@ -138,7 +138,7 @@ class Storage:
             return error
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Announce ranges needed only after the next read. During the next read, libcurl fetches the small ranges."""
+        """Announce the ranges of the read after the next. During the next read, libcurl gets the small ones."""
         self._reset_after_fork()
         self._next = [
             x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
@@ -307,7 +307,7 @@ class Storage:
             raise
 
     def _final(self, answer: Any, part: Range, tries: int) -> Any:
-        """A temporary error becomes a ReadError, so that the reader does not try again."""
+        """Return ``answer``, or for a temporary error a ReadError, which no caller retries. Raise ``BUGS``."""
         if isinstance(answer, BUGS):
             raise answer
         is_final = isinstance(answer, GpuaugError) or (isinstance(answer, OSError) and not _may_pass(answer))

@@ -6,7 +6,8 @@ Stages overlap, and on the CPU they share the cores. Every prediction uses this 
 
 `reading` runs in all workers in parallel. `headers`, `decoding` and `augmenting` run in one thread each. `headers`
 includes random values, crops and receiving batches. `augmenting` includes mix. Without workers, reading is part of
-`headers`. With ``prefetch=0``, the times of threads and model are added. The whole is loader and model together.
+`headers`. Augmentation on a GPU or in the training thread is part of `model` too. With ``prefetch=0``, the times of
+threads and model are one sum. "The whole" is loader plus model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gpuaug.tools.profile.costs import FREE, LOADER, STAGES, Cost, Measured
 from gpuaug.tools.profile.measure import Profiler
 
 GAIN = 1.07  # changes with a smaller predicted speedup are not proposed, because measurements vary this much
-NOTHING = 1.1  # if an ideal loader gives a smaller speedup, the model is the limit
+NOTHING = 1.1  # if an ideal loader gives a smaller speedup, a better loader is not worth it
 UNEXPLAINED = 2.0  # if the whole takes more than 2 x the predicted time, threads wait for each other
 HANDING_OVER = 0.55  # if copying takes a larger share of the reading time, the inter-process copy is the limit
 AHEAD = 1.25  # if prefetch gives a larger speedup, the missing prefetch is the limit
@@ -91,7 +92,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The answer in one or two sentences."""
+        """The answer in a few sentences."""
         m, text = self.measured, f"{TITLES[self.bottleneck][1]}."
         if self.bottleneck == "workers" and not m.workers:
             text = "workers: there are none, so reading keeps this process busy."
@@ -132,7 +133,7 @@ def predict(m: Measured) -> Prediction:
     else:
         ways |= threads
         if m.step.wall or m.main_thread:
-            on_device = m.device_type == "cuda" and not m.main_thread  # augmentation and model share the device
+            on_device = m.device_type == "cuda" and not m.main_thread
             ways["model"] = {"augment": m.augment.wall, **training} if on_device else training
     terms = {name: sum(parts.values()) for name, parts in ways.items()}
     lines = [f"{name} {_sum(parts)}" for name, parts in ways.items()]
@@ -146,8 +147,8 @@ def predict(m: Measured) -> Prediction:
 def expected(m: Measured, then: Measured) -> float:
     """Predict seconds per image of the whole, if ``m`` changes to ``then``.
 
-    If the whole takes longer than its parts explain, the difference is added. If the whole takes less, the machine was
-    busier while the parts were measured, so the prediction is lowered.
+    If the whole takes longer than its parts explain, the prediction is longer by the difference. If it takes less, the
+    machine was busier while the parts were measured, so the prediction is lowered.
     """
     explained, after = predict(m).seconds, predict(then).seconds
     if not m.whole.wall:
@@ -158,13 +159,13 @@ def expected(m: Measured, then: Measured) -> float:
 
 
 def gain(m: Measured, then: Measured, *, current: Measured | None = None) -> float:
-    """The predicted speedup of the whole, if ``m`` changes to ``then``. ``current``: compared with this change."""
+    """The predicted speedup if ``m`` changes to ``then``. With ``current``: the speedup over ``current``."""
     now = expected(m, current) if current is not None else m.whole.wall or predict(m).seconds
     return now / max(expected(m, then), 1e-9)
 
 
 def bottleneck(m: Measured) -> tuple[str, list[str]]:
-    """The stage whose removal would give the largest speedup, and the evidence."""
+    """Return the bottleneck, usually the stage whose removal gains most, and the evidence."""
     now, alone = predict(m), replace(m, whole=FREE)
     gains = {stage: gain(alone, m.scaled(dict.fromkeys(fields, FREE))) for stage, fields in STAGES.items()}
     # if the two largest terms are equal, removing a stage gains nothing; then the slowest stage is chosen
@@ -184,14 +185,12 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
         )
         return "host overhead", evidence
     if now.terms["cores"] == now.seconds:
-        evidence.append(f"All {m.cores:.2g} cores are busy: more workers or threads do not help, less work does.")
+        evidence.append(f"All {m.cores:.2g} cores are busy: more workers or threads do not help. Less work helps.")
     if first == "host":
         part = max(STAGES["host"], key=lambda name: getattr(m, name).wall)
         evidence.append(f"Most of the host time is {HOST[part]}: {_ms(getattr(m, part).wall)} per image.")
     if first == "masks":
-        text = (
-            f"{_ms(m.masks.wall)} per image to decode, crop and move them, and {_ms(m.finish.wall)} to finish targets."
-        )
+        text = f"{_ms(m.masks.wall)} per image to decode, crop and move. Converting targets takes {_ms(m.finish.wall)}."
         evidence.append(f"Masks take {text}")
     if first != "reading":
         return {"step": "model", "host": "host overhead"}.get(first, first), evidence
@@ -207,9 +206,9 @@ def bottleneck(m: Measured) -> tuple[str, list[str]]:
 
 
 def diagnose(trials: Profiler, m: Measured, *, prefix: str = "") -> Verdict:
-    """Name the bottleneck and the changes that should help. The profiler measures the candidates.
+    """Name the bottleneck and the changes that should help. ``trials`` measures possible changes.
 
-    ``prefix`` of the loader's keys in a larger configuration, such as ``train_data.``.
+    ``prefix``: start of the loader's keys in a larger configuration, such as ``train_data.``.
     """
     name, evidence = bottleneck(m)
     changes: list[Change] = []

@@ -217,7 +217,7 @@ def bars(verdict: Verdict, *, heading: str) -> Image.Image:
         drawn.append(Row(name.strip(), [f"{took}, {'free' if cost.rate >= 1e6 else rate}"], [Cell(bar, "")]))
     lines = [heading, "milliseconds per image; thin lines: CPU time of all cores", "", verdict.text]
     lines += [_advice(verdict, change) for change in verdict.changes or verdict.others]
-    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, `verdict.text` names it
+    if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, see `verdict.text`
         lines.append(_ideal(verdict.ideal_gain))
     return sheet(drawn, heading="What one image costs", lines=lines)
 

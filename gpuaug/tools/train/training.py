@@ -229,7 +229,7 @@ class Training:
         loader, epoch = self.loader, self.loader.epoch
         position = loader.state_dict()["position"]  # after the last sample that changed the weights
         per_step = loader.batch_size * self.ranks * self.settings.accumulate  # samples
-        samples = per_step * math.ceil(bar.total / self.settings.accumulate)  # of an epoch, if its last step is full
+        samples = per_step * math.ceil(bar.total / self.settings.accumulate)  # in an epoch whose last step is full
         try:
             for batch in self.pace.measured(loader):
                 asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
