@@ -174,7 +174,7 @@ class RandomCrop(Crop):
         # top left corner of the crop window; the window may extend beyond the image
         origin = integers(u, np.maximum(free, 0)) - np.array([top, left])
         start = np.clip(origin, 0, limits - 1)
-        # A window outside the image gets a box one pixel high or wide, outside the output.
+        # If the window is outside the image, a box one pixel high or wide lands outside the output.
         stop = np.clip(origin + self.size, start + 1, limits)
         box = np.concatenate([start, stop - start], axis=1).astype(np.int32)
         return CropWindows(box, box[:, 2:].copy(), (start - origin).astype(np.int32), self.size, fill=self.fill)

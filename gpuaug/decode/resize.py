@@ -39,7 +39,7 @@ def one_by_one(rows: Sequence[int], work: Work) -> None:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled resize.cpp, or None if there is no compiler or the CPU lacks AVX-512 VBMI."""
+    """The compiled resize.cpp, or None if it cannot be built or the CPU lacks AVX-512 VBMI."""
     built = build.load(Path(__file__).with_name("resize.cpp"), name="resize", without="is torch's, half as fast")
     if built is None or not built.gpuaug_resize_fast():
         return None
@@ -111,7 +111,7 @@ def _place(canvas: Pixels, part: Pixels, windows: CropWindows, k: int) -> None:
 def _resize(part: Pixels, out: Pixels, interpolation: Interpolation) -> None:
     """``F.interpolate(antialias=True)`` on uint8."""
     part = np.require(part, requirements=["C", "W"])  # torch would warn about Pillow's read-only arrays
-    if min(part.strides) < 0:  # numpy calls a mirrored part contiguous if it has one row
+    if min(part.strides) < 0:  # numpy calls one row contiguous even with a negative stride
         part = part.copy()
     source = torch.from_numpy(part).permute(2, 0, 1)[None]
     target = torch.from_numpy(out).permute(2, 0, 1)[None]

@@ -24,7 +24,7 @@ log = logging.getLogger("gpuaug")
 
 
 class FolderSource(FileSource):
-    """Images ``root/<class>/**/<image>`` in the order of torchvision's ImageFolder: classes, folders, files are sorted.
+    """Images ``root/<class>/**/<image>``, sorted by class, folder and file name, as in torchvision's ImageFolder.
 
     Files are listed by their extension and not opened, so a broken link or an empty file is a fault of its sample.
     Links to folders are followed, except to a folder above the link.

@@ -81,7 +81,7 @@ class PackedSource(ListedSource):
         self.used = sorted({size for _, size in self._schedule}, key=str)  # sizes that some epoch reads
         self.total = int(self.manifest["samples"])  # includes excluded samples
         shards = self.manifest["shards"]
-        # one row for each size and sample, and one part for each size and shard
+        # the file of each size and shard, and the first row of this file
         self._parts = [shard_name(size, shard, self.format) for size in self.used for shard in range(len(shards))]
         self._first = bounds_of(shards * len(self.used))
         self._names = self._texts("keys")
@@ -100,7 +100,7 @@ class PackedSource(ListedSource):
         """The shorter side that is read, or ``full``; RuntimeError if it depends on the epoch."""
         if len(self._schedule) > 1:
             schedule = ", ".join(f"{epoch}: {size}" for epoch, size in self._schedule)
-            # RuntimeError, because GpuaugErrors are recorded as faults of one sample, and this is a programming error
+            # a GpuaugError would be recorded as a fault of one sample, but this is a programming error
             raise RuntimeError(
                 f"`source.size` depends on the epoch ({schedule}). Use `source.size_of(epoch)`, or set one size."
             )
@@ -152,7 +152,7 @@ class PackedSource(ListedSource):
         return items
 
     def _locate(self, row: int) -> tuple[str, int, int]:
-        """The file of a row, its first byte, and the byte after its last. The bytes are the image, then the mask."""
+        """The file of a row, and begin and end of its image and mask together, in bytes."""
         begin, end = _place(self._images, row)
         if self._masks is not None:
             _, end = _place(self._masks, row)
@@ -228,7 +228,7 @@ class PackedSource(ListedSource):
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
     def _places(self, offsets: str, lengths: str) -> tuple[Tensor, Tensor]:
-        """The first byte of the image or mask of each row in its file, and its number of bytes."""
+        """For each row: position and length of its image or mask in its file, in bytes."""
         begins = [self._array(f"index/{size}.{offsets}.npy", np.int64, self.total) for size in self.used]
         counts = [self._array(f"index/{size}.{lengths}.npy", np.int32, self.total) for size in self.used]
         begin, count = np.concatenate(begins), np.concatenate(counts)
@@ -356,7 +356,7 @@ _REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again
 
 
 def _place(places: tuple[Tensor, Tensor], row: int) -> tuple[int, int]:
-    """First byte of a row, and the byte after its last."""
+    """Begin and end of a row's image or mask in its file."""
     begins, counts = places
     begin = int(begins.numpy()[row])
     return begin, begin + int(counts.numpy()[row])

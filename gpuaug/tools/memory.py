@@ -19,7 +19,7 @@ class Usage:
     """Bytes of memory that a process and its workers use.
 
     Pages of libraries and of files on disk do not count, because the system can take these pages back. Shared memory
-    is counted by open files, because no process maps a batch on its way between processes.
+    is counted by open files, because a batch that is being sent is mapped in no process.
     """
 
     main: int = 0  # anonymous pages of this process, including those shared with forked workers

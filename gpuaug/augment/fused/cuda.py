@@ -176,7 +176,7 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
 
 @triton.jit
 def _byte(low, high, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert byte ``K`` of 8 to 0..1. The bits 0x4B000000 | byte are the float 2^23 + byte."""
+    """Convert byte ``K`` (0..7) to a float in 0..1. The bits 0x4B000000 | byte are the float 2^23 + byte."""
     word = low if K < 4 else high
     bits = ((word >> (8 * (K % 4))) & 255) | 0x4B000000
     return _value(bits.to(tl.float32, bitcast=True))
@@ -374,7 +374,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Map a position from -size to 2 size - 1 to 0..size-1. The second result is False in a border of zeros."""
+    """Map a position in -size..2 size - 1 to 0..size - 1. The second result is False in a border of zeros."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))
@@ -459,7 +459,8 @@ def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-
     mask = at < half
     seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
     radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
-    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)  # -pi..pi: errors of sin, cos < 2^-20.9
+    # in -pi..pi, errors of _sin and _cos are below 2^-20.9
+    angle = 6.283185307179586 * (_uniforms(_philox(seed, half + at)) - 0.5)
     to = dst + row.to(tl.int64) * count
     tl.store(to + at, -radius * _cos(angle), mask)
     tl.store(to + half + at, -radius * _sin(angle), mask & (half + at < count))

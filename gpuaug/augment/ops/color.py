@@ -104,7 +104,7 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """A step with one argument per channel. If ``clipped``, ops without ``clip_output`` have no steps."""
+    """A step with one argument per channel. If ``clipped``, ops without ``clip_output`` have no fused form."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         out[:, 0, :3] = values(params)

@@ -131,7 +131,7 @@ def _gap(decoded: Any, truth: Any) -> int:
 
 
 def hardware() -> Answer:
-    """Compare the GPU's JPEG engine with Pillow, then test its stream order."""
+    """Compare the GPU's JPEG engine with Pillow, then test if the engine waits for its stream."""
     if not _engine():  # DALI does not report a missing engine
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES")
         text = "nvImageCodec finds no JPEG engine, so `decode.hardware_load` has no effect. Only some GPUs have one: "

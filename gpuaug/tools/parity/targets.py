@@ -51,7 +51,7 @@ def compare(parity: Parity, loader: Loader, view: View, samples: Sequence[Sample
         boxes=None if asked.boxes is None else Boxes(min_size=0, min_area=0, crowd="keep"),
     )
     if asked.keypoints is not None:
-        parity.note("keypoints are not compared: torchvision's are up to a pixel off; gpuaug moves its own like boxes")
+        parity.note("keypoints are not compared: torchvision's are up to a pixel off; gpuaug's move like boxes")
     if getattr(view.augment.crop, "centres", False):
         parity.note(
             "boxes with their centre outside the crop are not compared: gpuaug drops them, as RandomIoUCrop does"
@@ -107,7 +107,7 @@ class _Comparer:
             return ours, False
         functions, kinds = calls_of(ops, moving, ours.size)
         if isinstance(functions, str):
-            if name != EVERYTHING:  # this step also compared the operation alone
+            if name != EVERYTHING:  # else the operation alone gave this note
                 note = f"masks and boxes: `{name}` is not compared, so neither is `{EVERYTHING}`: {functions}"
                 self.parity.note(note)
             return ours, True
@@ -118,7 +118,7 @@ class _Comparer:
         if given.boxes is not None and ours.boxes is not None:
             steps = _called(given.boxes.double(), window, calls, format="XYXY", canvas_size=given.size)
             theirs = steps[-1]
-            # torchvision keeps a removed box, without area, at the border; a rotation can give this box an area again
+            # torchvision moves a box outside the image to the border, without area; a rotation may give it area again
             dropped = np.logical_or.reduce([(made[:, 2:] <= made[:, :2]).any(axis=1) for made in steps])
             kept = ours.labels.numpy()
             sides = (theirs[:, 2:] - theirs[:, :2]).min(axis=1, initial=np.inf)

@@ -84,7 +84,7 @@ def main(request: Request) -> int:
 
 
 def _rehearse(request: Request, run: Run, left: Left, *, seconds: float, model: Any = None) -> Run:
-    """Return the run with measured costs; unchanged if the run needs more memory than is left."""
+    """Return the run with measured costs, or ``run`` itself if it needs more memory than is left."""
     config = OmegaConf.to_container(run.config, resolve=True)
     job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model, "epoch": run.costs.epoch}
     peak = rehearse({**job, "left": {place: available for place, (available, _) in left.items()}, "seconds": seconds})
@@ -168,7 +168,7 @@ class Costs:
     step: int = 0  # a step of the model, on the host
     device: int = 0  # device memory without the ready batches
     batches: int = 0  # batches of the rehearsal; 0: all values are upper bounds
-    epoch: int = 0  # from the loader's epoch on, the epoch with the largest images
+    epoch: int = 0  # the epoch with the largest images, from the loader's epoch on
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Run:
             Term("ready batches", there, made * costs.ready, f"{text} x {format_bytes(costs.ready)}"),
             Term("ready masks", there, made * costs.masks, f"{text} x {format_bytes(costs.masks)} as {dtype}"),
             Term("decoding, augmentation", "host", costs.work, f"{kind}, with freed memory that malloc keeps"),
-            Term("decoding of masks", "host", costs.mask_work, "at most: a batch decoded, and 3 batches cropped"),
+            Term("decoding of masks", "host", costs.mask_work, "at most: decoded masks and 3 batches of cropped masks"),
             Term("model step", "host", costs.step, f"{kind}, forward and backward"),
             Term("ahead", "host", int(min(ahead, left)),
                  f"min(ahead {format_bytes(ahead)}, rest of an epoch {format_bytes(left)})"),
@@ -461,8 +461,8 @@ def rehearsal() -> None:
 
     request = Request(command="train", trust=tuple(job["trust"]))
     model, config, left = job["model"], job["config"], job["left"]
-    # a buffer `ahead` of 1 byte still holds one batch
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
+    # a buffer `ahead` of 1 byte still holds one batch
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
         with request.build_held_out(config, classes=job["classes"]) as loader:
@@ -540,7 +540,7 @@ def shortage(runs: Sequence[Run], left: Left) -> Shortage | None:
 
 
 def _lower(run: Run, lacks: Container[Place]) -> dict[str, Any]:
-    """The next limit to lower, to save memory in the places ``lacks``; {}: no limit can be lower."""
+    """One limit with a lower value that saves memory in a place of ``lacks``; {} if there is none."""
     limits, batch = run.limits, run.costs.image * run.loader.batch_size
     ahead, cache = limits["ahead"], limits["cache.max_bytes"] or 0
     if "host" in lacks and ahead is not None:

@@ -21,7 +21,7 @@ def preview_widgets(
     at: str | None = None,
     trust: str | Sequence[str] = (),
 ) -> Any:
-    """Show samples in a notebook, with sliders for the recipe's parameters, as `gpuaug preview serve=true` does.
+    """Show samples in a notebook, with the sliders of `gpuaug preview serve=true` for the recipe's parameters.
 
     After each change, the same samples are drawn again. Below the picture are the overrides and the YAML of the changed
     recipe. This function needs ipywidgets: ``pip install 'gpuaug[live]'``.

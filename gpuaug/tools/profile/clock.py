@@ -21,7 +21,7 @@ def now(pids: Sequence[int] = ()) -> Any:
 def cpu_seconds(pid: int) -> float:
     """CPU-seconds of a process so far; 0 if the system does not report them."""
     try:
-        # as clock_getcpuclockid computes it on Linux; /proc counts only in steps of 10 ms
+        # clock_getcpuclockid computes this number on Linux; /proc counts only in steps of 10 ms
         return time.clock_gettime((~pid << 3) | 2)
     except (OSError, OverflowError, AttributeError):
         return 0.0
