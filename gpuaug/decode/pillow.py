@@ -131,8 +131,8 @@ def _load(data: bytes, codec: str, size: Int64, max_pixels: int, scale: int = 1)
 
 def _open(data: bytes, codec: str) -> Any:
     """Open an image without decoding it. HeaderError if it cannot be opened, or its pixel type is not supported."""
-    # `Image.open` would try every codec of Pillow, and would apply Pillow's own size limit. Pillow's limit of
-    # 179 million pixels still applies to WebP, TIFF, some GIF images, and crops.
+    # `Image.open` would try every codec of Pillow, and would apply Pillow's limit of 179 million
+    # pixels. This limit still applies to WebP, TIFF, some GIF images, and crops.
     plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
         image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))

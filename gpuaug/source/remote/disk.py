@@ -20,7 +20,7 @@ log = logging.getLogger("gpuaug")
 _HEAD = struct.Struct("<8sQI")  # magic, then length and CRC-32 of the data that follow
 _MAGIC = b"gpuaug1\n"
 _BLOCK = 4096  # bytes; files occupy whole blocks
-_KEEP = 0.9  # an eviction leaves at most this share of the limit in use, so that evictions are rare
+_KEEP = 0.9  # an eviction leaves at most this share in use, so that evictions are rare
 
 
 class Disk:

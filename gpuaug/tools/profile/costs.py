@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# the name of each stage in the report: the fields of `Measured` that belong to it
+# each stage's name in the report: its fields of `Measured`
 STAGES = {
     "reading": ("read", "take"),
     "decode": ("decode",),
