@@ -58,7 +58,7 @@ FEW = 16  # images for testing changes of a recipe
 class Profiler(contextlib.ExitStack):
     """Measures a loader without changing it. Do not iterate the loader at the same time.
 
-    Of the first ``tried`` images, ``faults`` could not be read or decoded. Nothing else records these faults.
+    Of the first ``tried`` images, ``faults`` could not be read or decoded. Nothing else records these.
 
     Args:
         loader: the loader to measure.
