@@ -1,7 +1,6 @@
 """This machine's CPUs, memory, limits, NVIDIA devices and local rank, and the results of ``gpuaug doctor``.
 
-Only :func:`choose_device` may start CUDA or import large packages. If files in /proc or /sys are missing, no function
-fails.
+Only :func:`choose_device` may start CUDA or import large packages. Missing files in /proc and /sys raise no errors.
 """
 
 from __future__ import annotations
@@ -256,9 +255,9 @@ def local_world_size() -> int:
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """Return the CPU, or a CUDA device with its index. ``auto``: CUDA if torch finds a CUDA device, else the CPU.
+    """Return the CPU, or a CUDA device with its index. ``auto``: ``cuda`` if torch finds a CUDA device, else the CPU.
 
-    ``cuda``: the device with the index LOCAL_RANK if this environment variable is set, else torch's current device.
+    ``cuda``: torch's current device. If LOCAL_RANK is set: the device LOCAL_RANK modulo the number of devices.
     """
     import torch
 

@@ -170,7 +170,7 @@ def _apply_users(x: Tensor, op: Prepared, module: Any, rows: Int, params: Params
     """Run a user's module once on all chosen rows, with the random numbers of each row."""
     number = _batches[module] = _batches.get(module, 0) + 1
     group = np.repeat(rows, 2) if len(rows) == 1 else rows  # as in _apply_rows
-    images = x.index_select(0, torch.from_numpy(group).to(x.device, non_blocking=True))  # the module may modify it
+    images = x.index_select(0, torch.from_numpy(group).to(x.device, non_blocking=True))  # modules may modify this copy
     uniforms = [u.to(x.device, non_blocking=True) for u in tensors(params, group).values()]
     some = slice(min(CHECKED_SAMPLES, len(group)))
     given = images[some].clone() if number <= CHECKED_BATCHES else None

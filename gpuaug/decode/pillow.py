@@ -60,10 +60,10 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
 
 
 def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pixels: int) -> list[Pixels]:
-    """Decode a JPEG at 1/``scale`` of its size (2, 4 or 8), and resize a box of it for each view.
+    """Decode a JPEG at 1/``scale`` of its size, and resize a box of it for each view. ``scale``: 2, 4 or 8.
 
     The edges of a box may lie between the pixels of the smaller image. Pillow's resize takes such edges exactly, so
-    views are not shifted. Damage below the boxes is not noticed.
+    views are not shifted. Damage below the boxes can remain unnoticed.
     """
     from PIL import Image
 
@@ -71,7 +71,7 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
         upper, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
         try:
             image = _load(upper, "jpeg", np.array([height, size[1]]), max_pixels, scale)
-        except Exception:  # for example, a marker below the boxes stops Pillow
+        except Exception:  # for example, Pillow stops at a marker below the boxes
             if upper is data:
                 raise
             image = _load(data, "jpeg", size, max_pixels, scale)
@@ -131,8 +131,8 @@ def _load(data: bytes, codec: str, size: Int64, max_pixels: int, scale: int = 1)
 
 def _open(data: bytes, codec: str) -> Any:
     """Open an image without decoding it. HeaderError if it cannot be opened, or its pixel type is not supported."""
-    # `Image.open` would try every codec of Pillow, and would apply Pillow's own size limit. For GIF, WebP and TIFF,
-    # Pillow's limit of 179 million pixels still applies.
+    # `Image.open` would try every codec of Pillow, and would apply Pillow's limit of 179 million
+    # pixels. This limit still applies to WebP, TIFF, some GIF images, and crops.
     plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
         image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))

@@ -47,11 +47,11 @@ class MaterializedSource(ListedSource):
     """Replays augmented epochs that `gpuaug materialize` wrote, without decoding or augmentation.
 
     The loader raises an error if its recipe or seed differs from that of the stored epochs. Samples keep the numbers,
-    keys, labels and classes of their source, so a loader's state is valid for both sources.
+    keys, labels and classes of the original source. So a loader's state is valid for both sources.
 
     Args:
         root: the folder.
-        original: the source of the epochs, to check that its samples are still the same; None: no check.
+        original: the original source, to check that its samples are still the same; None: no check.
         subset, exclude: as in :class:`FolderSource`, applied to the stored samples.
 
     Raises:
@@ -161,7 +161,7 @@ class Rows:
         self.size: int = fields["label"][1] if "label" in fields else self.record.itemsize  # bytes of a sample's pixels
         self.first = torch.from_numpy(np.cumsum([0, *manifest["rows"]]))  # int64 [K + 1], first row of each epoch
         self._labels = _load(Path(root, "labels.npy"), dtype=np.int64, optional=True)
-        # None: any labels are in the chunks
+        # None: labels, if there are any, are in the chunks
         self.label = None if self._labels is None else self._label
         self._repeats_logged = False
         self._chunk = lru_cache(maxsize=MAPPED_CHUNKS)(self._mapped)
@@ -279,7 +279,7 @@ class Rows:
         stored = _load(Path(self.root, "indices.npy"), dtype=np.int64, optional=True)
         last = self.manifest["samples"] - 1 if stored is None else int(stored[-1])
         if beyond := outside(indices, last + 1):
-            raise _damaged(self.root, f"an order must have samples 0 .. {last}, but has {beyond}")
+            raise _damaged(self.root, f"order.npy must hold numbers in 0 .. {last}, but holds {beyond}")
         values = (indices << 16) | occurrences(torch.from_numpy(indices)).numpy()
         positions = np.argsort(values, kind="stable")
         return values[positions], positions

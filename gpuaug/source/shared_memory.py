@@ -1,9 +1,9 @@
 """Memory that all ranks of a run on one machine share.
 
-torchrun's ranks inherit nothing from each other. So the first rank creates an unnamed file (memfd), and claims the
-name of the memory with an abstract socket. The other ranks ask the socket for the owner's process id, and open the
-memory in /proc. The kernel removes the memfd and the socket when their last user ends, also after ``kill -9``. The size
-of /dev/shm, 64 MiB in many containers, does not limit a memfd.
+torchrun's ranks inherit nothing from each other. So the first rank creates a file without a path (memfd), and claims a
+name for it with an abstract socket. The other ranks ask the socket for the owner's process id, and open the memfd in
+/proc. The kernel removes the memfd and the socket when their last user ends, also after ``kill -9``. The size of
+/dev/shm, 64 MiB in many containers, does not limit a memfd.
 """
 
 from __future__ import annotations

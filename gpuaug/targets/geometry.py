@@ -54,7 +54,7 @@ def points(m: Float64, xy: Float64) -> tuple[Float64, Bool]:
     if the homogeneous coordinate w is not positive. Such a point becomes NaN.
     """
     x, y, in_front = _mapped(m, xy[..., 0].T, xy[..., 1].T)
-    return np.array([x, y]).T, in_front.T  # in memory [2, K, N], so that `_mapped` copies nothing
+    return np.array([x, y]).T, in_front.T  # memory order [2, K, N]: the next `_mapped` copies nothing
 
 
 def hulls(m: Float64, boxes: Float64) -> Float64:

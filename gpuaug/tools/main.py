@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except BrokenPipeError:
-            if not _reader_is_gone():  # stdout is open, so the broken pipe is a worker's
+            if not _reader_is_gone():  # the broken pipe is not stdout, but a worker's
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drops buffered output
             return 141

@@ -136,7 +136,7 @@ class Request:
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
-        # the configuration gets no classes, because OmegaConf would resolve a class name such as `${oc.env:HOME}`
+        # pass the classes as an object: in a configuration, OmegaConf would resolve names such as `${oc.env:HOME}`
         return self.build(part, source=self.build(source, classes=list(classes)))
 
     def others(self) -> list[tuple[str, str]]:
@@ -150,7 +150,7 @@ class Request:
         return config.build(part, trust=(*self.trust, *trust), **objects)
 
     def _check_roots(self) -> None:
-        """Raise ConfigError for an override without `=`, or an unknown key similar to a key of the command."""
+        """Raise ConfigError for an override without `=`, or for an unknown key similar to a key of the command."""
         for _, text in self.others():
             if "=" not in text and not text.startswith("~"):
                 raise ConfigError(f"`{text}` is not an override. Write overrides as key=value, and options with --.")

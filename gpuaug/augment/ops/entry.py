@@ -1,4 +1,4 @@
-"""The type of entries, and helpers that many entries share.
+""":class:`Entry`, and helpers that many entries share.
 
 From the same uniform random numbers ("uniforms"), an entry and Kornia compute bit-identical parameters. A step is an
 instruction of the fused backend. The steps' formulas are in fused/cpu.cpp, fused/cuda.py and fused/cuda_steps.py.
@@ -28,7 +28,7 @@ class Code(IntEnum):
     """The steps. Their arguments are in parentheses. Colours are clamped to 0..1 wherever Kornia clamps them.
 
     A step in ``WITH_PILLOW`` has a flag at index ``PILLOW``. If the flag is 1, the step computes as Pillow does on
-    uint8. SOLARIZE then has a third argument: 1 keeps levels at or above the threshold, 0 inverts them.
+    uint8. With flag 1, SOLARIZE has a third argument: 1 keeps levels at or above the threshold, 0 inverts them.
     """
 
     NONE = 0
@@ -57,7 +57,7 @@ class Code(IntEnum):
     RESAMPLE = 23  # (Pillow's matrix from output to input: 6 float64 as 12 arguments; interpolation, r, g, b)
     ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
     FILTER = 25  # (kernel size, angle, direction, interpolation: kornia.constants.Resample, border); a motion blur
-    RAIN = 26  # (drops, height, width, most drops, largest height or width); with a table of coordinates
+    RAIN = 26  # (drops, height, width, limit of drops, limit of height and width); with a table of coordinates
     REPLACE = 27  # (); with a table: values >= 0 replace pixels
     FIELD = 28  # (0: add a table, 1: multiply the distance from 0.5 by a table); clamps the result
     FILL = 29  # (value, then for each of r, g, b: 1 if this channel is filled)
@@ -112,7 +112,7 @@ class Steps:
 
 
 def uniform(u: Float, size: Size, *, names: tuple[str, ...], low: Float, span: Float) -> Params:
-    """Draw uniform parameters from ``low`` to ``low + span``, both float32 [n, 1]."""
+    """Draw uniform parameters from ``low`` to ``low + span``. ``low`` and ``span``: float32 [len(names), 1]."""
     values = np.multiply(u[:, : len(names)].T, span, order="C")  # one contiguous row per parameter
     values += low
     return dict(zip(names, values, strict=True))
@@ -198,7 +198,7 @@ class Entry:
             (parameters.py). If the function returns None, the operation has one slot with one alternative.
         fields: function from (module, params of n rows, keys int64 [n, 2], size, normal) to further params, such as
             noise per pixel. ``normal`` makes standard normal values.
-        one_by_one: give Kornia's module one image at a time, because its pixels depend on the batch size.
+        one_by_one: Kornia's module gets one image at a time, because its results depend on the batch size.
     """
 
     affects: Literal["pixels", "matrix", "field"]

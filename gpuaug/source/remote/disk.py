@@ -20,7 +20,7 @@ log = logging.getLogger("gpuaug")
 _HEAD = struct.Struct("<8sQI")  # magic, then length and CRC-32 of the data that follow
 _MAGIC = b"gpuaug1\n"
 _BLOCK = 4096  # bytes; files occupy whole blocks
-_KEEP = 0.9  # an eviction leaves this share of the limit in use, so that evictions are rare
+_KEEP = 0.9  # an eviction leaves at most this share in use, so that evictions are rare
 
 
 class Disk:
@@ -70,7 +70,7 @@ class Disk:
         try:
             with locked(os.path.join(self.folder, ".lock")) as lock:
                 known = os.pread(lock, 9, 0)
-                os.pwrite(lock, b"?", 0)  # if this process is killed, the next process finds 1 byte and counts again
+                os.pwrite(lock, b"?", 0)  # if this process is killed, the next one finds 1 byte and adds up the files
                 os.ftruncate(lock, 1)
                 used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self.max_bytes)
                 for name, data in entries:
@@ -121,7 +121,7 @@ def locked(path: str, *, follow: bool = False) -> Iterator[int]:
         try:
             yield lock
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # not only closed: a child that was forked meanwhile has it open too
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the file open too
     finally:
         os.close(lock)
 

@@ -330,7 +330,7 @@ class Finding:
 def judged(
     name: str, text: str, status: str = OK, *, advice: str | None = None, value: Any = None, **facts: object
 ) -> Finding:
-    """A finding with ``advice``. None: the remedy of the name, filled with ``facts``. If all is well, no advice."""
+    """A finding. If ``advice`` is None, SLOW and BROKEN get the remedy of ``name``. OK and UNTESTED get no advice."""
     if status in (OK, UNTESTED) or (advice is None and status == NOTE):
         advice = ""
     elif advice is None:

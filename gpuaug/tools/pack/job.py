@@ -113,7 +113,7 @@ class Job:
         return -(-len(self.source) // self.what.samples)
 
     def numbers(self, shard: int) -> NDArray[np.int64]:
-        """The numbers of a shard's samples in the source."""
+        """The source's numbers for the samples of a shard."""
         first, last = shard * self.what.samples, min((shard + 1) * self.what.samples, len(self.source))
         indices = self.source.indices
         return np.arange(first, last) if indices is None else indices.numpy()[first:last]
@@ -231,7 +231,7 @@ class Packer:
         job, numbers = self.job, self.job.numbers(shard)
         paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
         columns, faults = defaultdict[str, list[Any]](list), list[list[Any]]()
-        columns |= {"keys": [], "extra": [], "labels": []}  # a shard of bad samples has these columns too
+        columns |= {"keys": [], "extra": [], "labels": []}  # also if all samples of the shard are bad
         try:
             with ExitStack() as stack:
                 outs = {name: _opened(stack, path) for name, path in paths.items()}
@@ -333,7 +333,7 @@ def _json(value: Any, key: str) -> str:
 
 
 def _same(read: Any, value: Any) -> bool:
-    """Whether JSON kept a value. It changes only tuples, to lists, and the keys of dictionaries, to text."""
+    """Whether JSON kept a value. JSON turns tuples into lists, and keys of dictionaries into text."""
     if isinstance(read, dict):
         return read.keys() == value.keys() and all(_same(read[key], value[key]) for key in read)
     return not isinstance(read, list) or (isinstance(value, list) and all(map(_same, read, value)))
@@ -390,7 +390,7 @@ def _write_sample(
 
 
 def _append(out: _Out, name: str, data: bytes) -> int:
-    """Append ``data``, which becomes a member in a tar. Returns the position of the first byte."""
+    """Append ``data``; in a tar, as the member ``name``. Returns the position of the first byte."""
     if not isinstance(out, tarfile.TarFile):
         begin = out.tell()
         out.write(data)

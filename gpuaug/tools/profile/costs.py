@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# for each name of a stage in texts, its fields of `Measured`
+# each stage's name in the report: its fields of `Measured`
 STAGES = {
     "reading": ("read", "take"),
     "decode": ("decode",),
@@ -63,7 +63,7 @@ class Measured:
 
     @property
     def host(self) -> Cost:
-        """Everything that one Python thread computes between the stages."""
+        """The sum of headers, objects and mixing."""
         return self.total(STAGES["host"])
 
     def total(self, stages: Sequence[str]) -> Cost:
@@ -93,6 +93,6 @@ def costs_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
 
 
 def ratios(before: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]) -> dict[str, Cost]:
-    """Ratios ``then`` / ``before`` of each stage's cost. If the rounds alternate, other load slows both."""
+    """Ratios ``then`` / ``before`` of each stage's cost. Alternate the rounds, so that other load slows both alike."""
     old, new = costs_of(before), costs_of(then)
     return {name: Cost(*(np.array(new[name]) / np.maximum(old[name], 1e-9)).tolist()) for name in old}

@@ -43,13 +43,13 @@ from gpuaug.tools.profile.costs import Cost, Measured, costs_of, ratios
 log = logging.getLogger("gpuaug")
 
 Step = Callable[[Batch], None]
-# for each stage, seconds per image in float64: wall time, own CPU time, workers' CPU time
+# for each stage, seconds per image: wall time, own CPU time, workers' CPU time, and often the wait for a core
 Round = dict[str, Any]
 
 CHUNK = 32  # samples per batch if only reading is measured, because slow storage takes minutes for larger batches
 FEW_READS = 8  # samples per batch if one process reads them one by one
-CACHED = 4  # batches for the stages after reading: at least so many, up to CACHE_BYTES
-IMAGES = 64  # images kept: at least so many, up to CACHE_BYTES
+CACHED = 4  # batches kept for the stages after reading
+IMAGES = 64  # if CACHED batches have fewer images, more batches are kept
 CACHE_BYTES = 2**28  # after so many bytes, no further batch is kept
 LONGEST_S = 6.0  # time limit of one measurement, if `seconds` is not longer
 FEW = 16  # images for testing changes of a recipe
@@ -58,7 +58,7 @@ FEW = 16  # images for testing changes of a recipe
 class Profiler(contextlib.ExitStack):
     """Measures a loader without changing it. Do not iterate the loader at the same time.
 
-    ``faults`` counts those of the first ``tried`` images that could not be read or decoded. Nothing else records them.
+    Of the first ``tried`` images, ``faults`` could not be read or decoded. Nothing else records these.
 
     Args:
         loader: the loader to measure.
@@ -175,9 +175,9 @@ class Profiler(contextlib.ExitStack):
     ) -> Any:
         """Call ``work`` for ``seconds``, and at least ``least`` times. ``work`` returns its number of images.
 
-        The first ``skip`` calls are not measured. After ``max(seconds, longest_s)`` seconds, the measurement ends as
-        soon as ``skip`` calls were measured. Returns seconds per image, float64 [4]: wall time, own CPU time, CPU time
-        of ``reader``'s workers, and this thread's waiting for a core.
+        The first ``skip`` calls are not measured. After ``max(seconds, longest_s)`` seconds, ``skip`` measured calls
+        are enough. Returns seconds per image, float64 [4]: wall time, own CPU time, CPU time of ``reader``'s workers,
+        and this thread's wait for a core.
         """
         started = time.perf_counter()
         for _ in range(skip):
@@ -381,7 +381,7 @@ class Profiler(contextlib.ExitStack):
         return m.scaled({"augment": Cost(ratio, ratio)})
 
     def op_costs(self) -> dict[str, float]:
-        """The share of the augmentation time of each operation, by name."""
+        """Each operation's share of the augmentation time, by name."""
         names = dict.fromkeys(p.name for view in self._views for p in view.augment.prepared)
         every = self._recipe_seconds()
         return {name: min(1.0, 1 - self._recipe_seconds(partial(_without, name)) / every) for name in names}
@@ -419,7 +419,7 @@ def _without(name: str, augment: Augment) -> Augment:
 
 
 def busy(rounds: Sequence[Round]) -> float:
-    """The share of the time of reading samples in which a core is busy. Time that waits for a free core is left out."""
+    """The share of the reading time in which a core is busy. Reading time excludes waiting for a free core."""
     wall, own, _, waited = np.transpose([found["source"] for found in rounds])
     return float(np.median(own / np.maximum(np.maximum(wall - waited, own), 1e-9)))
 
@@ -457,7 +457,7 @@ def _as_runs(encoded: EncodedBatch, stage: Any) -> EncodedBatch:
 
 
 class _InMemory:
-    """A source of samples in shared memory, which are as large as the mean sample."""
+    """A source in shared memory. Each sample has the mean size of the given samples."""
 
     def __init__(self, batches: Sequence[EncodedBatch]) -> None:
         data, count = torch.cat([batch.data for batch in batches]), sum(map(len, batches))
