@@ -199,7 +199,7 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
 
 
 def _colorfulness(sample: Sample) -> float:
-    """Many operations do not change a gray image."""
+    """The original's distance from gray. Many operations do not change gray."""
     return -1 if sample.absent else float(np.ptp(np.asarray(sample.original.picture), axis=2).mean())
 
 
