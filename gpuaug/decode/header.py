@@ -53,11 +53,11 @@ class Header:
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
         dali_safe: False if DALI might refuse a JPEG, WebP or BMP, or decode it differently than Pillow. For example,
             the two differ in the first frame of an animation.
-        scans: number of passes over a JPEG's pixels. If there are several, each arithmetic-coded pass counts twice.
+        scans: number of passes over the pixels. If there are several, arithmetic-coded passes count twice.
         bits: bits per sample; 8 for TIFF and JPEG 2000, whose bits only Pillow reads.
         effort: CPU time per pixel, relative to an 8-bit PNG.
         ancillary: bytes of PNG chunks that do not affect pixels.
-        height_at: byte position of the height in a Huffman-coded sequential JPEG with one scan; 0 for other images.
+        height_at: byte position of the height in a Huffman-coded sequential JPEG with one scan; 0 otherwise.
     """
 
     codec: str
@@ -69,7 +69,7 @@ class Header:
     bits: int = 8
     effort: int = 1
     ancillary: int = 0
-    height_at: int = field(default=0, compare=False)  # a place in the bytes, not a property of the image
+    height_at: int = field(default=0, compare=False)  # not a property of the image
 
 
 def sniff(data: bytes) -> str | None:

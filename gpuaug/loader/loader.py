@@ -71,7 +71,7 @@ class Loader(AsItIs):
         dtype: float32, bfloat16 or float16.
         memory_format: contiguous_format or channels_last.
         num_workers: number of processes that read bytes. 0: this process reads. None: 0 for memory-mapped sources, else
-            half of this rank's share of the cores, but at least 1 and at most 4.
+            half of this rank's share of the cores, limited to 1..4.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
             is requested.
         timeout: seconds to wait for one batch of bytes; then :class:`~gpuaug.ReadError` is raised.

@@ -107,7 +107,7 @@ class ListedSource:
     def label(self, index: int) -> Any:
         """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no file.
 
-        If samples have targets, the label is a :class:`~gpuaug.Target`. It lacks masks that are stored in files.
+        If samples have targets, the label is a :class:`~gpuaug.Target`. It lacks masks from files.
         """
         return self._label_of(self._check(index))
 

@@ -190,7 +190,7 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
 
 
 def _checked(png: bytes) -> bytes:
-    """Keep and check only the chunks of pixels. Texts and profiles may inflate to 1,000 times their size."""
+    """Keep and check only the chunks that pixels need. Texts and profiles may inflate to 1,000 times their size."""
     pieces, at, kind = [png[:8]], 8, b""
     while kind != b"IEND":
         length, kind = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]

@@ -157,7 +157,7 @@ def say(name: str, kind: str, why: str) -> None:
 def _tables(
     lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
 ) -> list[Table]:
-    """Make the tables of modules that need more numbers than ``args`` holds (``Steps.table``)."""
+    """Make tables for modules that need more numbers than ``args`` holds."""
     tables = []
     for column in lowering.columns:
         c = chosen[column.op]
