@@ -100,7 +100,7 @@ class Plan:
     highest: float = _HIGHEST  # largest level
     p: float = 0.5  # probability that a chosen operation is applied
     weights: tuple[float, ...] | None = None  # one per name; if set, no operation repeats. None: equal weights
-    pairs: tuple[str, str] | None = None  # for AutoAugment: `auto_tables.read(*pairs)` has the levels and probabilities
+    pairs: tuple[str, str] | None = None  # for AutoAugment: `auto_tables.read(*pairs)` has levels and probabilities
     chains: int = 0  # number of AugMix's chains
     free: bool = False  # whether chains have a random number of operations
 

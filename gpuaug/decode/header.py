@@ -189,7 +189,7 @@ def _jpeg(data: bytes) -> Header:
 
 
 def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
-    """Shorten a JPEG of which only the first ``rows`` rows are needed. Return the new JPEG and its height.
+    """Shorten a JPEG that is needed only up to row ``rows``. Return the new JPEG and its height.
 
     Only the height in the header changes. At least 64 further rows stay, because decoders interpolate colours across
     blocks. A JPEG with several scans is not shortened.

@@ -2,8 +2,7 @@
 
 The canvas is the output before the operations. It holds the resized window. Row ``i`` of the resized window is row
 ``top + (2 i + 1) * height // (2 h)`` of the mask. ``top`` and ``height`` are those of the window; ``h`` is its height
-after resizing. Columns are computed in the same way. Pillow's NEAREST and torch's ``nearest-exact`` do the same, but
-with rounding errors.
+after resizing. Columns likewise. Pillow's NEAREST and torch's ``nearest-exact`` do the same, but with rounding errors.
 
 The inverse matrix ``m`` of the operations maps the centre of output pixel (i, j), row i and column j, to the canvas.
 The numbers are float64. The order of the steps is fixed. So masks.cpp and torch on every device give the same bits::

@@ -34,7 +34,7 @@ class Sample:
     original: Annotated
     absent: str = ""  # why ``original`` is only a gray picture
     crops: list[tuple[int, ...]] = field(default_factory=list)  # (x1, y1, x2, y2) in the original
-    augmented: list[Annotated] = field(default_factory=list)  # all views of an epoch, then all views of the next one
+    augmented: list[Annotated] = field(default_factory=list)  # all views of an epoch, then all views of the next
 
 
 def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Sequence[int] = ()) -> list[Sample]:

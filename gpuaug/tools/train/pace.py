@@ -16,7 +16,7 @@ class Pace:
     """Counts the seconds of training, and those in which the device waited for a batch.
 
     On CUDA, the host may wait for a batch while the device still works. So the waiting time on CUDA is the gap between
-    two steps on the training's stream. The time before the first batch does not count: workers start in that time.
+    two steps on the training's stream. The time before the first batch does not count: workers start then.
     """
 
     def __init__(self, device: torch.device) -> None:
