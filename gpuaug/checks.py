@@ -32,7 +32,7 @@ def flag(name: str, value: Any, *, optional: bool = False) -> Any:
 
 
 def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> Any:
-    """Check that ``value`` is one of the strings ``known``. ``hint`` is added at the end of the error message."""
+    """Check that ``value`` is one of the strings ``known``. ``hint`` ends the error message."""
     known = tuple(known)
     good = isinstance(value, str) and value in known
     return _checked(good, name, value, f"one of {', '.join(known)}", remedy=hint)

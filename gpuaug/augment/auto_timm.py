@@ -100,7 +100,7 @@ class Plan:
     highest: float = _HIGHEST  # largest level
     p: float = 0.5  # probability that a chosen operation is applied
     weights: tuple[float, ...] | None = None  # one per name; if set, no operation repeats. None: equal weights
-    pairs: tuple[str, str] | None = None  # for AutoAugment: `auto_tables.read(*pairs)` replaces `magnitude` and `p`
+    pairs: tuple[str, str] | None = None  # for AutoAugment: `auto_tables.read(*pairs)` has levels and probabilities
     chains: int = 0  # number of AugMix's chains
     free: bool = False  # whether chains have a random number of operations
 
@@ -237,7 +237,7 @@ _WEIGHTS = dict.fromkeys(_RAND_INCREASING, 0.05) | {
 
 # --- choices
 
-_EACH = 6  # random values per slot: operation, gate, two for the level, sign, interpolation
+_EACH = 6  # random values per slot: operation, applied or not, two for the level, sign, interpolation
 
 
 def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tuple[Alternatives, ...]]:
@@ -249,7 +249,7 @@ def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tup
         pair = pick(u[:, 0], len(table.p))
         choice, p, magnitude = table.ops[pair], table.p[pair], table.magnitudes[pair].astype(np.float64)
     elif plan.weights:
-        # The order of exponential values, with the weights as rates, is a weighted choice without repetition.
+        # The smallest exponential values, with the weights as rates, are a weighted choice without repetition.
         first = -np.log1p(-u[:, : plan.leading].astype(np.float64)) / np.array(plan.weights)
         choice = np.argsort(first, axis=1, kind="stable")[:, : plan.slots].astype(np.int64)
     else:

@@ -51,13 +51,13 @@ class Header:
         codec: one of `CODECS`.
         height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, whose headers only Pillow reads.
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
-        dali_safe: False if DALI might not decode a JPEG, WebP or BMP as Pillow does. For example, DALI's first frame of
-            an animation differs from Pillow's.
-        scans: number of passes over the pixels; more than 1 for progressive JPEGs.
+        dali_safe: False if DALI might refuse a JPEG, WebP or BMP, or decode it differently than Pillow. For example,
+            the two differ in the first frame of an animation.
+        scans: number of passes over the pixels. If there are several, arithmetic-coded passes count twice.
         bits: bits per sample; 8 for TIFF and JPEG 2000, whose bits only Pillow reads.
         effort: CPU time per pixel, relative to an 8-bit PNG.
         ancillary: bytes of PNG chunks that do not affect pixels.
-        height_at: for a JPEG with one scan, the byte position of the height; 0 for other images.
+        height_at: byte position of the height in a Huffman-coded sequential JPEG with one scan; 0 otherwise.
     """
 
     codec: str
@@ -69,7 +69,7 @@ class Header:
     bits: int = 8
     effort: int = 1
     ancillary: int = 0
-    height_at: int = field(default=0, compare=False)  # a place in the bytes, not a property of the image
+    height_at: int = field(default=0, compare=False)  # not a property of the image
 
 
 def sniff(data: bytes) -> str | None:
@@ -173,7 +173,7 @@ def _jpeg(data: bytes) -> Header:
     if frame is None:
         raise HeaderError("jpeg without a frame header")
     marker, bits, height, width, parts = frame
-    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that stops below the crop would not see a missing end
+    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that skips the last rows would not notice this
         raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
     scans = 1
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time
@@ -189,10 +189,10 @@ def _jpeg(data: bytes) -> Header:
 
 
 def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
-    """Cut a JPEG below row ``rows``. Return the new JPEG and its height.
+    """Shorten a JPEG that is needed only up to row ``rows``. Return the new JPEG and its height.
 
-    Only the height in the header changes. At least one more row of blocks stays, because decoders interpolate colours
-    across blocks. A JPEG with several scans is not cut.
+    Only the height in the header changes. At least 64 further rows stay, because decoders interpolate colours across
+    blocks. A JPEG with several scans is not shortened.
     """
     info, rows = read(jpeg), (rows + 2 * _BLOCKS - 1) // _BLOCKS * _BLOCKS
     if not info.height_at or rows >= info.height:

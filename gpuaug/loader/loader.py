@@ -70,8 +70,8 @@ class Loader(AsItIs):
             the iteration starts, or with ``capture_error_mode="thread_local"``.
         dtype: float32, bfloat16 or float16.
         memory_format: contiguous_format or channels_last.
-        num_workers: number of processes that read bytes. 0: this process reads. None: half of this rank's share of the
-            cores, from 1 to 4; for memory-mapped sources 0.
+        num_workers: number of processes that read bytes. 0: this process reads. None: 0 for memory-mapped sources, else
+            half of this rank's share of the cores, limited to 1..4.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
             is requested.
         timeout: seconds to wait for one batch of bytes; then :class:`~gpuaug.ReadError` is raised.
@@ -293,11 +293,11 @@ class Loader(AsItIs):
 
     @property
     def epoch_order(self) -> EpochOrder:
-        """``(indices, repeats, valid)`` of each batch of this rank in the whole current epoch."""
+        """``(indices, repeats, valid)`` of each batch of this rank in the current epoch. Ignores ``limit_batches``."""
         return replace(self._plan(0), limit=None)
 
     def __len__(self) -> int:
-        """Number of batches of a whole epoch on this rank."""
+        """Number of batches of an epoch on this rank, at most ``limit_batches``."""
         return len(self._plan(0))
 
     def __iter__(self) -> Iterator[Batch]:

@@ -44,7 +44,7 @@ class StagedBatch:
     windows: list[CropWindows] = field(default_factory=list)  # per view
     chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
     targets: TargetBatch | None = None
-    images: list[Tensor] = field(default_factory=list)  # after decoding: uint8 [B, H, W, 3] per view, device
+    images: list[Tensor] = field(default_factory=list)  # after decoding: as `decode` returns them
     ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
 
 
@@ -78,10 +78,7 @@ class LiveStage:
         return self.recipe.main_thread
 
     def second_chances(self) -> tuple[int, int]:
-        """Number of samples that DALI refused and Pillow decoded, and of accepted truncated samples.
-
-        Both count from the last call on.
-        """
+        """Counts since the last call: samples that DALI refused and Pillow decoded, and accepted truncated samples."""
         if self._decoder is None:
             return 0, 0
         counts = self._decoder.rescued, self._decoder.truncated
@@ -216,7 +213,7 @@ Stage = LiveStage | StoredStage
 
 
 def stored_order(order: Order, stored: Rows, seed: int, epoch: int, source: Any) -> Tensor:
-    """Order of ``epoch``, int64 [M]. If not all its samples are stored: order of the epoch that ``epoch`` repeats."""
+    """Order of ``epoch``, int64 [M]. If its samples are not all stored: of the stored epoch that ``epoch`` repeats."""
     shown = stored.stored_epoch(epoch)
     for candidate in dict.fromkeys((epoch, shown)):
         indices = order.order(seed, candidate, source)

@@ -54,7 +54,7 @@ class ListedSource:
     _objects: ObjectTable | None = None
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
-    _has_ranges = True  # whether the bytes of a sample are ranges of its own
+    _has_ranges = True  # whether every sample has its own byte ranges
 
     def __len__(self) -> int:
         return len(self._names) if self.indices is None else len(self.indices)
@@ -93,7 +93,7 @@ class ListedSource:
 
     @property
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces samples of the second ``read_many`` call from now. None for local files."""
+        """``prefetch(numbers)`` announces samples for the ``read_many`` call after the next. None for local files."""
         return self._prefetch if self._is_remote and self._has_ranges else None
 
     @property
@@ -107,7 +107,7 @@ class ListedSource:
     def label(self, index: int) -> Any:
         """Label of sample ``index``: an int, a float or a list of floats; None without labels. Reads no file.
 
-        If samples have targets, the label is a :class:`~gpuaug.Target`. It lacks masks that are stored in files.
+        If samples have targets, the label is a :class:`~gpuaug.Target`. It lacks masks from files.
         """
         return self._label_of(self._check(index))
 
@@ -189,7 +189,7 @@ class ListedSource:
 
 
 class SampleSource(ListedSource):
-    """A source that makes samples of an image and, if it has them, a mask, objects and extras.
+    """A source whose samples have an image, and perhaps a mask, objects and extras.
 
     A subclass sets ``target_kinds``, ``_objects``, ``_damaged`` and ``extra`` before its first sample is read.
     """
@@ -204,7 +204,7 @@ class SampleSource(ListedSource):
     def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
         """``(bytes, label or Target)`` and perhaps the extra; or the error of the image, the mask or the objects.
 
-        ``extra``: the values of the extra fields. ``objects``: fields of the Target, if ``_objects`` has none.
+        ``extra``: the values of the extra fields. ``objects``: fields of the Target that ``_objects`` lacks.
         """
         if self._damaged is not None and (reason := self._damaged.reason(index)) is not None:
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")

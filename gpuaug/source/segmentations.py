@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for an image with outlines; Pillow refuses larger images too
-# A packed outline begins with a uint32: COUNTS before run lengths, TEXT before COCO's text, or the number of polygons.
+# The first uint32 of a packed outline: COUNTS (run lengths follow), TEXT (COCO's text follows), or number of polygons
 COUNTS, TEXT = 2**32 - 1, 2**32 - 2
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # objects that are packed together, to save memory
@@ -83,7 +83,7 @@ def _pack(value: Any) -> bytes:
             lengths = struct.pack(f"<{1 + len(value)}I", len(value), *map(len, value))
             return lengths + array("f", chain.from_iterable(value)).tobytes()
     except (OverflowError, TypeError, KeyError, UnicodeEncodeError, struct.error):
-        pass  # for example a number that does not fit
+        pass  # such as a run length that uint32 cannot hold
     raise ValueError("must be a list of polygons [x, y, x, y, ...], or run lengths with `size` and `counts`")
 
 

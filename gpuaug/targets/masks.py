@@ -1,9 +1,8 @@
 """Masks of a batch: decoded to numbers, then cropped, resized and warped like their images, by nearest neighbour.
 
-The canvas is the cropped and resized mask before the operations. Row ``i`` of the resized window is row
-``top + (2 i + 1) * height // (2 h)`` of the mask. ``height`` is the height of the window, and ``h`` its height after
-resizing. Columns are computed in the same way. Resizing is Pillow's NEAREST and torch's ``nearest-exact``, without
-rounding errors.
+The canvas is the output before the operations. It holds the resized window. Row ``i`` of the resized window is row
+``top + (2 i + 1) * height // (2 h)`` of the mask. ``top`` and ``height`` are those of the window; ``h`` is its height
+after resizing. Columns likewise. Pillow's NEAREST and torch's ``nearest-exact`` do the same, but with rounding errors.
 
 The inverse matrix ``m`` of the operations maps the centre of output pixel (i, j), row i and column j, to the canvas.
 The numbers are float64. The order of the steps is fixed. So masks.cpp and torch on every device give the same bits::
@@ -190,7 +189,7 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
 
 
 def _checked(png: bytes) -> bytes:
-    """Remove texts and profiles, which may inflate to 1,000 times their size. Check the other chunks."""
+    """Keep and check only the chunks that pixels need. Texts and profiles may inflate to 1,000 times their size."""
     pieces, at, kind = [png[:8]], 8, b""
     while kind != b"IEND":
         length, kind = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
@@ -329,7 +328,7 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
 
 
 def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
-    """For rows or columns: the first canvas row inside the resized window, and the mask row for each canvas row."""
+    """The first canvas row in the resized window, and the mask row of each canvas row in it. Likewise for columns."""
     first, last = max(at, 0), min(at + to, size)
     i = np.arange(first - at, max(last, first) - at, dtype=np.int64)
     return first, start + (2 * i + 1) * extent // (2 * to)

@@ -22,7 +22,7 @@ def _largest(table: Any) -> int:
 
 
 class Masks:
-    """Rules for masks. A mask moves with its image, and is sampled only once, by nearest neighbour.
+    """Rules for masks. A mask moves with its image, by nearest neighbour.
 
     Args:
         fill: value of pixels outside the image, and of all pixels of a sample that cannot be decoded. None: 255, which

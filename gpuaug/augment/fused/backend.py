@@ -1,8 +1,8 @@
 """``backend="fused"``: runs a recipe in as few passes over the images as possible.
 
 lower.py writes one short program per sample. cpu.cpp runs the programs on the CPU, and the kernels of cuda.py run them
-on CUDA. An operation without fused steps runs through Kornia, between two passes. Without a C++ compiler or Triton, the
-whole recipe runs through Kornia (reference.py).
+on CUDA. An operation without fused steps runs through Kornia, between two passes. Without a C++ compiler (CPU) or
+Triton (CUDA), the whole recipe runs through Kornia (reference.py).
 
 On one device, a sample's pixels are bit-identical in every batch. Operations that run through Kornia on CUDA are an
 exception.
@@ -157,7 +157,7 @@ def say(name: str, kind: str, why: str) -> None:
 def _tables(
     lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
 ) -> list[Table]:
-    """Make the tables of all steps that need one (``Steps.table``)."""
+    """Make tables for modules that need more numbers than ``args`` holds."""
     tables = []
     for column in lowering.columns:
         c = chosen[column.op]

@@ -129,7 +129,7 @@ class TargetRows:
     rules: Targets
 
     def columns(self, rows: Sequence[int], names: Sequence[Size]) -> Columns:
-        """The objects of some rows as columns of the index, but ``object_bounds`` has the number of objects per row."""
+        """The objects of ``rows``, as columns of the index. But ``object_bounds`` counts the objects of each row."""
         columns: Columns = {}
         for name, whole in zip(names, self.sizes, strict=True) if self.rules.boxes or self.rules.keypoints else ():
             objects = whole.rows(np.array(rows, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: steps of a recipe, and torchvision's functions and Pillow's crops that match them."""
+"""The two sides of a comparison: steps of a recipe, and the same steps by torchvision or Pillow."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Step:
 
 
 def levels(pixels: Image, augment: Augment) -> Image:
-    """Convert normalized pixels [H, W, 3] to levels."""
+    """Undo the normalization of pixels [H, W, 3], and scale them to levels 0..255."""
     if (normalize := augment.normalize) is not None:
         pixels = pixels * np.array(normalize.settings["std"]) + np.array(normalize.settings["mean"])
     return pixels * 255

@@ -35,7 +35,7 @@ DECODE = "the two decoders round differently in the inverse DCT and the color co
 DEEP = "Pillow clips 16-bit gray at 255, so nearly all pixels become white; gpuaug scales 16-bit gray to 8 bits"
 RESIZE = (
     "both use antialiased filters with half-pixel centers; Pillow and torch round to uint8 between the horizontal and "
-    "the vertical pass, and the order of the passes depends on the release"
+    "the vertical pass, and the order of the passes depends on their releases"
 )
 REDUCED = "libjpeg decodes each block to fewer pixels, which filters the image differently than resizing does"
 ADDED = "all differences above add up; solarize, posterize and equalize can turn one level of difference into many"

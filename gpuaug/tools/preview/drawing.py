@@ -75,7 +75,7 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
 
     ``objects`` replace parts of ``config``. With ``is_page``, show=samples does not scale the augmented pictures.
     """
-    # no workers, because they would not change the pixels
+    # workers would not change the pixels
     with request.build(config, mix=None, num_workers=0, prefetch=0, **objects) as loader:
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         legend: Legend = ()
@@ -199,7 +199,7 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
 
 
 def _colorfulness(sample: Sample) -> float:
-    """Many operations do not change a gray image."""
+    """The original's distance from gray. Many operations do not change gray images."""
     return -1 if sample.absent else float(np.ptp(np.asarray(sample.original.picture), axis=2).mean())
 
 

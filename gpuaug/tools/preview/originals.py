@@ -33,12 +33,12 @@ class Sample:
     label: str  # "" if there is none
     original: Annotated
     absent: str = ""  # why ``original`` is only a gray picture
-    crops: list[tuple[int, ...]] = field(default_factory=list)  # (x1, y1, x2, y2) in the original; [] if stored
-    augmented: list[Annotated] = field(default_factory=list)  # all views of an epoch, then all views of the next one
+    crops: list[tuple[int, ...]] = field(default_factory=list)  # (x1, y1, x2, y2) in the original
+    augmented: list[Annotated] = field(default_factory=list)  # all views of an epoch, then all views of the next
 
 
 def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Sequence[int] = ()) -> list[Sample]:
-    """The samples without augmented images, and with the crops of the epochs ``cropped``."""
+    """Read the original images, and compute their crops in the epochs ``cropped``."""
     stored = isinstance(loader.source, MaterializedSource)
     absent = "not stored, unlike its augmented images" if stored else "cannot be decoded"
     decoder, samples = replace(loader.decode, num_threads=1).open("cpu"), []

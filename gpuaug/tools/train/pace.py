@@ -13,10 +13,10 @@ from gpuaug.loader.batch import Batch
 
 
 class Pace:
-    """Counts images, seconds of training, and the seconds in which the device waited for a batch.
+    """Counts the seconds of training, and those in which the device waited for a batch.
 
     On CUDA, the host may wait for a batch while the device still works. So the waiting time on CUDA is the gap between
-    two steps on the training's stream. The time before the first batch does not count: workers start in that time.
+    two steps on the training's stream. The time before the first batch does not count: workers start then.
     """
 
     def __init__(self, device: torch.device) -> None:
