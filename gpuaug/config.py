@@ -528,7 +528,7 @@ def _at(key: str, message: str, *, of_loader: bool) -> str:
         return f"`{key}`: {message}" if key else message
     place, path = key.split("."), named[1].split(".")
     if not of_loader and place[-1] in path:  # `augment.crop.size` in a message, `train_data.augment` as key
-        path = path[path.index(place[-1]) + 1 :]
+        path = path[len(path) - path[::-1].index(place[-1]) :]
     elif not of_loader and len(path) > 1:
         path = path[1:]
     return f"`{'.'.join(place + path)}`{message[named.end() :]}"

@@ -128,7 +128,7 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
         style = look.style.for_sample(*known)
         for n, (each, name) in enumerate(zip(sample, look.views, strict=True)):
             cell = each.cell(scale, style, "" if n else text, name, color=INK if is_valid else WRONG)
-            blank = row in look.bad if look.bad is not None else not is_valid and not views[n][row].any()
+            blank = not is_valid and (row in look.bad if look.bad is not None else not views[n][row].any())
             if blank:
                 _cross(cell.picture)
             if not is_valid and n == 0:

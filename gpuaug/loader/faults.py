@@ -118,7 +118,7 @@ class Faults:
             try:
                 self._recorded.add(str(json.loads(line)["key"]))
             except (ValueError, KeyError, TypeError, RecursionError):
-                if not whole:  # of a killed run, or of a full disk
+                if not whole and line[:8] == b'{"key": '[: len(line)]:  # of a killed run, or of a full disk
                     file.truncate(self._offset)
                     return
             self._offset += len(line)

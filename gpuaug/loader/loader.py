@@ -288,8 +288,9 @@ class Loader(AsItIs):
     @property
     def prefetch_level(self) -> int:
         """Number of finished batches that wait for the consumer."""
-        running = self.pipeline.running and self.pipeline.running()
-        return running.waiting if running else 0
+        last = self.pipeline.running  # another thread may stop the pass meanwhile
+        running = None if last is None else last()
+        return 0 if running is None else running.waiting
 
     @property
     def epoch_order(self) -> EpochOrder:
@@ -357,7 +358,7 @@ class Loader(AsItIs):
             "position": position,  # number of samples of the epoch that all ranks together have consumed
             "after": int(self._ordered().indices[position - 1]) if position else None,  # the sample consumed last
             "order": self._ordered().digest if position else None,
-            "fingerprint": self.fingerprint(),
+            "fingerprint": plain(self.fingerprint()),  # a copy, which the caller may change
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -548,7 +549,8 @@ class _Epoch(Pass):
                 if loader._next_pass == "left":
                     loader._next_pass = "here"
                 raise
-        if loader.pipeline.running and loader.pipeline.running() is self:
+        last = loader.pipeline.running
+        if last is not None and last() is self:
             loader.pipeline.stop()
             loader.faults.end_of_epoch(loader._epoch, *loader.pipeline.stage.second_chances())
             loader._advance()

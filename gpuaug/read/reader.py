@@ -234,7 +234,7 @@ class _Encode:
     def __init__(self, source: Source, generation: Tensor, targets: tuple[str, ...]) -> None:
         self.source, self.generation, self.targets = source, generation, targets
         self._bounded = not getattr(source, "mapped", False)
-        self._zero: Any = _MISSING  # a zero of the labels' type and shape; None if samples have no label
+        self._like: Any = _MISSING  # an array of labels of the same type and shape; None if samples have no label
 
     def __getitem__(self, request: Request) -> _Packed | _Raised | None:
         generation, indices, after = request
@@ -262,7 +262,7 @@ class _Encode:
                 items[row] = memoryview(b""), self._unread(numbers[row]), None
             elif not len(item[0]):
                 faults.append(Fault(row, "read", "0 bytes"))
-        encoded, labels, extras = map(list, zip(*items, strict=True))
+        encoded, labels, extras = ([item[k] for item in items] for k in range(3))
         extra = extras if any(each is not None for each in extras) else None
         targets = None
         if self.targets or any(isinstance(label, Target | Mapping) for label in labels):
@@ -338,13 +338,18 @@ class _Encode:
 
     def _labels(self, labels: list[Any], numbers: list[int], stale: Callable[[], bool]) -> NDArray[Any] | None:
         """Return labels as int64 [B], float32 [B] or [B, K], or None. Unknown labels of failed samples are 0."""
-        known = next((label for label in labels if label is not _MISSING), _MISSING)
-        if known is _MISSING and self._zero is _MISSING:
-            known = self._example(numbers, stale)
-        if known is not _MISSING:
-            values = _label_array([known])
-            self._zero = None if values is None else np.zeros_like(values[0])
-        return _label_array([self._zero if label is _MISSING else label for label in labels])
+        present = [label is not _MISSING for label in labels]
+        known = [label for label in labels if label is not _MISSING]
+        values = None
+        if known or self._like is _MISSING:
+            values = _label_array(known or [self._example(numbers, stale)])
+            self._like = None if values is None else values[:1]
+        if self._like is None or all(present):
+            return values
+        filled = np.zeros((len(labels), *self._like.shape[1:]), dtype=self._like.dtype)
+        if known:
+            filled[present] = values
+        return filled
 
 
 _Packed = tuple[Tensor, int, int]  # a memory block, number of images and masks, size of the pickled part in bytes

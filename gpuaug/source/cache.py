@@ -19,7 +19,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import reduction
@@ -158,7 +158,8 @@ class CachedSource(SourceView):
         memory = self._memory
         if not memory.head[FULL] or memory.head[WARNED]:
             return
-        with memory.locked():
+        is_first = False
+        with suppress(OSError), memory.locked():
             is_first = not memory.head[WARNED]
             memory.head[WARNED] = 1
         if is_first:
@@ -263,6 +264,9 @@ class _Memory:
                 self.head[USED] += reserved
                 self.head[SAMPLES] += entry == 0
                 self.index[index] = -os.getpid()
+        except OSError:  # this process has no free descriptor for the lock now
+            return
+        try:
             shared_memory.write(self._fd, record, position)
         except OSError as error:  # the sample stays marked as being written, so this process does not try again
             self.head[FULL] = 1

@@ -116,7 +116,7 @@ class ParquetSource(RowSource):
         if not early and classes is not None:
             raise ConfigError("the files have no label column. Remove `source.classes`, or set `source.label`.")
         tables = _in_threads(partial(_table, columns=early, storage=self._storage), files, metadata) if early else []
-        table = import_pyarrow().concat_tables(tables) if early else None
+        table = import_pyarrow().concat_tables(tables, promote_options="default") if early else None
         self._set_columns(table, column, objects, classes, box_format)
         self._reset()
         self._activate(subset, exclude, began=began)

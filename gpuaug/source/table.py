@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,14 +82,17 @@ class TableSource(FileSource):
         place = redact(table)
         self._storage = Storage(remote)
         self.root, _ = split(table)
-        head, columns = _read(table, [path, *labels, *masks], extras, self._storage)
-        for name in [path, *labels, *masks]:
-            if head.count(name) != 1:
-                raise SourceError(
-                    f"the table {place!r} must have one column {name!r}. Columns: {some(head)}. Set `source.path` and "
-                    "`source.label` to names of columns (for no labels: source.label=none)."
-                )
-        fields_of(extra, head, place=repr(place))
+
+        def check(head: Sequence[str]) -> None:
+            for name in [path, *labels, *masks]:
+                if head.count(name) != 1:
+                    raise SourceError(
+                        f"the table {place!r} must have one column {name!r}. Columns: {some(head)}. Set `source.path` "
+                        "and `source.label` to names of columns (for no labels: source.label=none)."
+                    )
+            fields_of(extra, head, place=repr(place))
+
+        columns = _read(table, [path, *labels, *masks], extras, self._storage, check)
         self._names = _names(columns[path], place)
         if not len(self._names):
             raise SourceError(f"no images in {place!r}: the table has no rows.")
@@ -110,8 +113,10 @@ class TableSource(FileSource):
         return super()._sample(index, image, mask, self._extras[index], **objects)
 
 
-def _read(table: str, names: list[str], extras: list[str], storage: Storage) -> tuple[list[str], dict[str, Any]]:
-    """The names of all columns, and the columns ``names`` and ``extras``: tuples of text, or Arrow arrays."""
+def _read(
+    table: str, names: list[str], extras: list[str], storage: Storage, check: Callable[[Sequence[str]], None]
+) -> dict[str, Any]:
+    """The columns ``names`` and ``extras``: tuples of text, or Arrow arrays. ``check`` first gets the table's names."""
     kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
     if kind not in (".csv", ".tsv", ".parquet"):
         raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
@@ -121,19 +126,24 @@ def _read(table: str, names: list[str], extras: list[str], storage: Storage) -> 
     try:
         data = storage.read_file(table)
         if kind != ".parquet":
-            return _csv(data, names, extras, "\t" if kind == ".tsv" else ",", redact(table))
+            return _csv(data, names, extras, "\t" if kind == ".tsv" else ",", redact(table), check)
         pyarrow = import_pyarrow()
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
-        head = file.schema_arrow.names
-        known = [name for name in dict.fromkeys([*names, *extras]) if head.count(name) == 1]
-        return head, dict(zip(known, file.read(known, use_threads=False).select(known).columns, strict=True))
+        check(file.schema_arrow.names)
+        known = [*dict.fromkeys([*names, *extras])]
+        return dict(zip(known, file.read(known, use_threads=False).select(known).columns, strict=True))
     except (OSError, ReadError, table_error) as error:
         raise SourceError(f"the table {redact(table)!r} cannot be read: {error}.") from error
 
 
 def _csv(
-    data: bytes, names: list[str], extras: list[str], delimiter: str, place: str
-) -> tuple[list[str], dict[str, Any]]:
+    data: bytes,
+    names: list[str],
+    extras: list[str],
+    delimiter: str,
+    place: str,
+    check: Callable[[Sequence[str]], None],
+) -> dict[str, Any]:
     text = data.decode("utf-8-sig", errors="surrogateescape")
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     begin = 1  # first line of the row that is read
@@ -142,12 +152,13 @@ def _csv(
         csv.field_size_limit(max(len(text), usual))
         try:
             head = [name.strip() for name in next(lines, [])]
-            known = {name: head.index(name) for name in (*names, *extras) if head.count(name) == 1}
+            check(head)
+            known = {name: head.index(name) for name in (*names, *extras)}
             rows = []
             begin = lines.line_num + 1
             for row in lines:
                 if row:
-                    _check_row(row, head, {name: known[name] for name in extras if name in known}, begin, place)
+                    _check_row(row, head, {name: known[name] for name in extras}, begin, place)
                     rows.append([row[at] for at in known.values()])
                 begin = lines.line_num + 1
         except csv.Error as error:
@@ -157,7 +168,7 @@ def _csv(
             ) from error
         finally:
             csv.field_size_limit(usual)
-    return head, dict(zip(known, zip(*rows, strict=True) if rows else [()] * len(known), strict=True))
+    return dict(zip(known, zip(*rows, strict=True) if rows else [()] * len(known), strict=True))
 
 
 def _check_row(row: list[str], head: list[str], extras: Mapping[str, int], line: int, place: str) -> None:

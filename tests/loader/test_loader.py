@@ -825,6 +825,15 @@ def test_a_record_whose_last_line_is_incomplete_is_continued(photos, tmp_path, c
     assert gone == len(bad) - (cut > 1)
 
 
+def test_a_record_that_is_another_file_loses_nothing(photos, tmp_path):
+    root, _ = damage(photos, tmp_path)
+    record = tmp_path / "annotations.json"
+    record.write_text('{"images": [1, 2]}')
+    with loader(root, faults=gpuaug.Faults(policy="blank", file=str(record))) as ours:
+        list(ours)
+    assert record.read_text().startswith('{"images": [1, 2]}')
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

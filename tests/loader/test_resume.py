@@ -76,3 +76,11 @@ def test_random_stops(photos, whole, run):
 @pytest.mark.parametrize("run", range(200))
 def test_two_hundred_random_stops(photos, whole, run):
     stop_and_resume(photos, *whole["repeated" if run % 3 == 2 else "shuffle"], random.Random(1000 + run))
+
+
+def test_a_state_that_is_changed_changes_no_loader(photos):
+    with loader(photos) as ours:
+        consume(ours, steps=1)
+        before = json.dumps(ours.state_dict())
+        ours.state_dict()["fingerprint"].clear()
+        assert json.dumps(ours.state_dict()) == before

@@ -123,6 +123,14 @@ def test_every_type_of_bytes(tmp_path, kind, struct):
     assert [x[0] for x in ParquetSource(tmp_path / "x.parquet")] == data
 
 
+def test_files_may_differ_in_whether_a_column_may_be_null(tmp_path):
+    for name, nullable in (("a", False), ("b", True)):
+        rows = table(images(0, 3), label=[1, 2, 3])
+        field = pa.field("label", pa.int64(), nullable=nullable)
+        pq.write_table(rows.set_column(1, field, rows["label"]), tmp_path / f"{name}.parquet")
+    assert ParquetSource(tmp_path).labels.tolist() == [1, 2, 3, 1, 2, 3]
+
+
 def test_columns(tmp_path, caplog):
     path = tmp_path / "x.parquet"
     data = images(0, 4)

@@ -114,8 +114,8 @@ class Curl:
             if (url := self._access.url(part.path)) is None:
                 self._done[part] = None
                 continue
-            transfer = self._free.pop() if self._free else _Transfer(self._access, self._login)
             try:
+                transfer = self._free.pop() if self._free else _Transfer(self._access, self._login)
                 transfer.start(url, part, self._timeout)
             except (UnicodeEncodeError, pycurl.error):
                 self._done[part] = OSError(errno.EINVAL, "this URL cannot be requested", redact(part.path))

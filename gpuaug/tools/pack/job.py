@@ -239,11 +239,13 @@ class Packer:
                     some = numbers[first : first + _READ_SAMPLES]
                     faults += self._write_batch(some, outs, columns)
                     if faults and not job.drop:
-                        return faults
+                        raise _BadSampleError
                     progress(len(some))
             written = {name: [path.stat().st_size, file_digest(path)] for name, path in paths.items()}
             note = {"files": written, "faults": faults, "columns": columns}
             files.write(job.note_file(shard), json.dumps(note), sync=True)
+        except _BadSampleError:
+            return faults
         except OSError as error:
             raise GpuaugError(f"shard {shard} cannot be written to {str(job.work)!r}: {error}. {GO_ON}") from error
         return faults
@@ -336,7 +338,13 @@ def _same(read: Any, value: Any) -> bool:
     """Whether JSON kept a value. JSON turns tuples into lists, and keys of dictionaries into text."""
     if isinstance(read, dict):
         return read.keys() == value.keys() and all(_same(read[key], value[key]) for key in read)
-    return not isinstance(read, list) or (isinstance(value, list) and all(map(_same, read, value)))
+    if isinstance(read, list):
+        return isinstance(value, list) and all(map(_same, read, value))
+    return bool(read == value) or read != read  # NaN differs from itself
+
+
+class _BadSampleError(Exception):
+    """Stops the writing of a shard, so that its files are removed."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
