@@ -389,7 +389,7 @@ def _is_admitted(module: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def _walk(parts: list[str], *, key: str, expected: str, remedy: str, prefixes: tuple[str, ...]) -> Any:
-    """Resolve a dotted path through admitted modules and through classes. The first part is admitted."""
+    """Resolve a dotted path through admitted modules and through classes. ``parts[0]`` must be admitted."""
     thing: Any = _import(parts[0], expected=expected)
     if thing is None:
         raise ConfigError(f"{expected}, but there is no module {parts[0]!r}.")

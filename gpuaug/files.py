@@ -49,7 +49,7 @@ def replacing(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[B
     os.makedirs(folder, 0o700 if Path(folder) == cache_folder() else 0o777, exist_ok=True)
     part = os.path.join(folder, f".gpuaug-{uuid.uuid4().hex}.part")
     try:
-        with open(part, "xb") as file:  # other users could not read a file of `tempfile`
+        with open(part, "xb") as file:  # not `tempfile`, because other users could not read its files
             yield file
             file.flush()
             if sync:

@@ -119,7 +119,7 @@ def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
         while here != base and base in here.parents:
             yield here
             here = here.parent
-        yield base  # in a container, /proc may name a path that only the host has
+        yield base  # in a container, /proc may name a path that only the host has, so all folders above are missing
 
 
 def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
@@ -169,8 +169,8 @@ def _smi(root: str) -> list[str]:
 VERDICTS = {
     "decoder_cpu": "DALI decodes on the CPU as Pillow does",
     "decoder_mixed": "DALI decodes on the GPU as the CPU does",
-    "hardware": "the GPU's JPEG engine decodes as the CPU does, and in the right order on a busy device",
-    "stream": "decoded batches that are used late have the right pixels",
+    "hardware": "the GPU's JPEG engine decodes as the CPU does, also while other work runs on the device",
+    "stream": "decoded batches keep their pixels while later ones are decoded",
     "fused_cuda": "the compiled augmentations on the GPU equal Kornia's",
 }
 VERDICTS_VERSION = 3  # files of other versions are ignored; increase it when a check becomes stricter
@@ -257,7 +257,7 @@ def local_world_size() -> int:
 def choose_device(device: str | torch.device) -> torch.device:
     """Return the CPU, or a CUDA device with its index. ``auto``: ``cuda`` if torch finds a CUDA device, else the CPU.
 
-    ``cuda``: torch's current device. If LOCAL_RANK is set: the device LOCAL_RANK modulo the number of devices.
+    ``cuda``: torch's current device. If LOCAL_RANK is set, the index is LOCAL_RANK modulo the number of devices.
     """
     import torch
 
@@ -289,7 +289,7 @@ def exit_with_parent() -> None:
     import threading
     from multiprocessing import connection
 
-    parent = multiprocessing.parent_process()  # never the forkserver
+    parent = multiprocessing.parent_process()  # with forkserver too, this is the process that asked for this one
     if parent is None:
         return
 

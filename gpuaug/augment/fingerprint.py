@@ -112,7 +112,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     flags = {k: v for k, v in op.flags.items() if k in names}
     if kind is type(op):  # Kornia's own class; a subclass keeps all public attributes
         public = {k: v for k, v in public.items() if k in names or k in op._buffers}
-    ranges |= {k: v for k, v in vars(op).items() if isinstance(v, Distribution)}  # for RandomThinPlateSpline
+    ranges |= {k: v for k, v in vars(op).items() if isinstance(v, Distribution)}  # of RandomThinPlateSpline
     return ranges | order | flags | public
 
 

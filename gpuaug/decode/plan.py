@@ -196,7 +196,7 @@ def to_stored(box: Int32, size: Int64, orientation: Int64) -> Int32:
 
 
 def oriented(image: Pixels, orientation: int) -> Pixels:
-    """An upright view of a stored image or region, uint8 [h, w, 3]."""
+    """A stored image or region turned upright, without a copy: uint8 [h, w, 3]."""
     if orientation == 1:
         return image
     y, x = FLIPPED[orientation].tolist()

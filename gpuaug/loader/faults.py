@@ -111,14 +111,14 @@ class Faults:
                 self._offset += os.write(file.fileno(), (json.dumps(line) + "\n").encode())  # one append per line
 
     def _read_up(self, file: BinaryIO) -> None:
-        """Add the keys that were written since the file was last read. Then the file ends with a whole line."""
+        """Add the keys that were written since the file was last read, and make its last line whole."""
         file.seek(self._offset)
         for line in file:
             whole = line.endswith(b"\n")
             try:
                 self._recorded.add(str(json.loads(line)["key"]))
             except (ValueError, KeyError, TypeError, RecursionError):
-                if not whole and line[:8] == b'{"key": '[: len(line)]:  # of a killed run, or of a full disk
+                if not whole and line[:8] == b'{"key": '[: len(line)]:  # a part of our line
                     file.truncate(self._offset)
                     return
             self._offset += len(line)

@@ -50,7 +50,7 @@ class Streams:
             yield None
             return
         stream = self._pair[0 if decoding else 1]
-        # At the end of the block, `torch.cuda.stream` alone would create a CUDA context on the previous device.
+        # without `torch.cuda.device`, leaving `torch.cuda.stream` would create a CUDA context on the previous device
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield stream
 
@@ -84,7 +84,7 @@ class Pipeline:
     memory_format: torch.memory_format
     key_of: Callable[[int], str]
     look_at: Callable[[int], Look]  # maps an epoch to `Batch.look`
-    # `numbers(epoch)(*task)` returns the numbers of the samples to read; None: the task's `indices`
+    # returns a function for an epoch, which maps a task to the numbers to read; if None, these are the task's `indices`
     numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
     running: weakref.ref[Pass] | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
@@ -129,7 +129,7 @@ class Pipeline:
         extra = encoded.extra or [None] * len(encoded)
         if bad:
             valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
-        if bad and self.faults.policy != "blank":  # with `raise`, all bad rows are padding here
+        if bad and self.faults.policy != "blank":  # with `raise`, `handle` has refused all others but padding
             keep = torch.tensor([row for row in range(len(encoded)) if row not in bad], device="cpu")
             if not len(keep):
                 return None
@@ -241,7 +241,7 @@ class Pass(Iterator[Batch]):
         self._exhausted = False
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # A buffer needs copies, because the system reads a mapped file only when its bytes are used.
+        # Without copies, a buffer would hold mapped files, which the system reads only when their bytes are used.
         encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
         if buffer_bytes is not None:
             encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
@@ -285,7 +285,7 @@ class Pass(Iterator[Batch]):
                 self.close()
                 raise
             if item is END:
-                self._exhausted = self._end.alive  # False if another thread closed this pass; PassEndedError follows
+                self._exhausted = self._end.alive  # if another thread closed this pass, the loop goes on and raises
                 self.close()
                 continue
             self.waited += time.perf_counter() - began

@@ -34,7 +34,7 @@ _lock = threading.Lock()
 def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
     """Build or load the library of one C++ file. If that fails, log a warning and return None.
 
-    ``name``: start of the file name. ``without``: effect of a failure. The warning is ``NAME on cpu WITHOUT: REASON``.
+    ``name``: start of the file name. ``without``: what a failure means. The warning is ``NAME on cpu WITHOUT: REASON``.
     """
     given = os.environ.get("CXX", "").split()[:1]
     with _lock:

@@ -4,12 +4,12 @@ One kernel runs a stretch of consecutive colour steps. Before it, another kernel
 steps. A blur takes two kernels. torch runs the other steps (cuda_steps.py).
 
 A thread block works on one sample, so branches on the steps cause no divergence. The instructions of the recipe
-`standard`, about a hundred per pixel, take as long as its memory transfers. To save both, a thread handles 16 pixels, a
-load has 8 bytes, a store has 16 bytes, and clamps are part of the arithmetic instructions (``.sat``).
+`standard`, about a hundred per pixel, take as long as its memory transfers. So a thread handles 16
+pixels, a load has 8 bytes, a store has 16 bytes, and clamps are part of the arithmetic instructions (``.sat``).
 test_triton_kernels.py compiles the kernels without a GPU and checks the instructions.
 
 A CUDA graph would save about 30 µs of host time per batch. But copies to and from the graph's memory would move more
-bytes than `standard`.
+bytes than the kernels of `standard`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _sin(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    part = tl.fma(bits, PART_1, -8388608.0 * PART_1)  # byte * PART_1, exactly; `bits` is 2^23 + byte
+    part = tl.fma(bits, PART_1, -8388608.0 * PART_1)  # `bits` is 2^23 + byte, so this is byte * PART_1 exactly
     return part * _REST + part
 
 
@@ -256,7 +256,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
     src, code, args, flips, sums, height, width, first, last, steps,
     KIND: tl.constexpr, PILLOW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``sums`` (int64 [B], units of 2^-24) each sample's sum of gray just before its contrast step."""
+    """Add each sample's sum of gray before its contrast step to ``sums``, int64 [B] in units of 2^-24."""
     sample, block = tl.program_id(1), tl.program_id(0)
     place = last
     erased = 0
@@ -333,7 +333,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, LAYOUT: tl.constexpr, MEAN: tl.constexpr, PILLOW: tl.constexpr, BLUR: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Run the steps [first, last) of every sample; ``ends`` float32 [2, 3]: scale and shift per channel.
+    """Run the steps [first, last) of every sample, then scale and shift each channel by ``ends``, float32 [2, 3].
 
     ``BLUR``: if ``place = places[sample]`` is not -1, the sample is stored in row ``place`` of ``mid``. The blur kernel
     continues there and applies ``ends``.
@@ -350,7 +350,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     if MEAN:
         total = tl.load(sums + sample)
         mean = total.to(tl.float32) * (1.0 / _FIXED) / pixels
-        if PILLOW:  # round half up; the integer remainder corrects an error of the float quotient
+        if PILLOW:  # round half up; an integer remainder then corrects the float quotient
             nearest = tl.floor(mean * 256.0 + 0.5).to(tl.int64)
             rest = (total >> 15) + pixels - 2 * pixels * nearest
             nearest += (rest >= 2 * pixels).to(tl.int64) - (rest < 0).to(tl.int64)
@@ -374,7 +374,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _border(i, size, border):  # type: ignore[no-untyped-def]
-    """Map a position in -size..2 size - 1 to 0..size - 1. The second result is False in a border of zeros."""
+    """Move a position from -size..2*size-1 into the image. The second result is False in a border of zeros."""
     below, above = i < 0, i >= size
     reflected = tl.where(below, -i, tl.where(above, 2 * size - 2 - i, i))
     wrapped = tl.where(below, i + size, tl.where(above, i - size, i))

@@ -36,8 +36,8 @@ def _idle(op: Any) -> list[bool]:
 def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
     count, rule = _uniform_factors(op)
     hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
-    # A step with a neutral factor can change the last bits. Kornia skips the step if the whole batch is neutral. So
-    # almost neutral factors replace neutral ones. Then a sample's pixels do not depend on its batch.
+    # Kornia skips a step if the factors of the whole batch are neutral. Otherwise a neutral factor can change the last
+    # bits. Almost neutral factors replace neutral ones, so that a sample's pixels do not depend on its batch.
     nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
     if hue[0] != hue[1]:
         nudged["hue_factor"] = (0, np.float32(1e-30))  # too small to change a pixel
@@ -56,13 +56,13 @@ def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, An
 
 
 def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
-    """Prepare four slots, each with the modules of all four steps. The pixels are bit-identical to ``op``'s."""
+    """Prepare a jitter in random order: each of four slots runs one of the four steps. The pixels equal ``op``'s."""
     if fixed_order(op) is not None:
         return None
     count, factors = _factors(op, hsv=hsv)
     steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
     idle = np.array(_idle(op))
-    # if all steps are idle, no slot becomes empty (-1), because Kornia still clamps the input
+    # -1 is an empty slot. If all steps are idle, all slots run, because Kornia still clamps the input.
     orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
     return Prepared(name, op, (steps,) * 4, 2 + count, rule)
@@ -104,7 +104,7 @@ def _jitter(*, hsv: bool) -> Entry:
 
 
 def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """A step with one argument per channel. If ``clipped``, ops without ``clip_output`` have no fused form."""
+    """A step with one argument per channel. ``clipped``: ops whose ``clip_output`` is False have no fused form."""
 
     def write(out: Float, params: Params, size: Size) -> None:
         out[:, 0, :3] = values(params)

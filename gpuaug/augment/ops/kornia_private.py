@@ -66,7 +66,7 @@ def fixed_order(op: Any) -> Any:
 
 
 def policy_parameter(operation: Any) -> tuple[Any, Any]:
-    """The name of the parameter that a policy's magnitude sets (or None), and the function that computes its value."""
+    """The parameter that a policy's magnitude sets, or None; and the function that computes the parameter's value."""
     return operation._factor_name, getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
 
 

@@ -144,7 +144,7 @@ ENTRIES = {
 
 
 def run(code: Code, x: Tensor, a: Tensor, *, interpolation: int = 0) -> Tensor:
-    """Run LEVELS, RESAMPLE or another step of :data:`_STEPS` on float32 [B, 3, H, W].
+    """Run LEVELS, RESAMPLE or a step of :data:`_STEPS` on float32 [B, 3, H, W].
 
     ``a``: arguments, float32 [B, ARGS]. ``interpolation``: an index in :data:`INTERPOLATIONS`, for RESAMPLE.
     """

@@ -157,8 +157,8 @@ class Training:
         # the group of batches whose gradients are added before the weights change
         self.batches = 0
         self.valid = 0.0  # number of its valid samples, of all ranks
-        self.divisor = 1.0  # expected number of its valid samples; divides the summed loss
-        self.before: list[Tensor] = []  # copies of `_undoable` from before its first batch
+        self.divisor = 1.0  # expected number of the group's valid samples; divides the summed loss
+        self.before: list[Tensor] = []  # copies of `_undoable`, made before the group's first batch
         self.history: list[dict[str, float | int | None]] = []
         classes = loader.source.classes
         self.classes = None if classes is None else list(classes)
@@ -185,7 +185,7 @@ class Training:
                 if not (ended and self._hold_out()):
                     log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", number, file)
                     return TERMINATED
-        self.save(file)  # the last save came before the last held-out accuracy
+        self.save(file)  # now with the last held-out accuracy
         self._report(report, file)
         return 0
 
@@ -195,9 +195,9 @@ class Training:
         whole = count_batches(loader)
         if self.settings.accumulate > whole:
             raise ConfigError(
-                f"`accumulate` must be at most the number of batches of an epoch, {whole}, because the "
-                f"weights also change after an epoch's last batch. Found: {self.settings.accumulate}. Lower "
-                "`accumulate`. A lower `batch_size` gives more batches."
+                f"`accumulate` must be at most the number of batches of an epoch, {whole}, because a group of "
+                f"batches ends with the epoch. Found: {self.settings.accumulate}. Lower `accumulate`. A lower "
+                "`batch_size` gives more batches."
             )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # batches done before a resume
         self.each.train()
@@ -229,7 +229,7 @@ class Training:
         loader, epoch = self.loader, self.loader.epoch
         position = loader.state_dict()["position"]  # after the last sample that changed the weights
         per_step = loader.batch_size * self.ranks * self.settings.accumulate  # samples
-        samples = per_step * math.ceil(bar.total / self.settings.accumulate)  # in an epoch whose last step is full
+        samples = per_step * math.ceil(bar.total / self.settings.accumulate)  # as if the last step were full
         try:
             for batch in self.pace.measured(loader):
                 asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
@@ -250,7 +250,7 @@ class Training:
                 raise
             self._forget_group(epoch, position)
             return False
-        if self.batches:  # `faults.policy=drop` removed every sample of the epoch's last batch
+        if self.batches:  # the last batch did not come, because `faults.policy=drop` removed all its samples
             self._end_group()
         return True
 
@@ -292,7 +292,7 @@ class Training:
             self.before = [tensor.clone() for tensor in self._undoable]
 
     def _end_group(self) -> None:
-        if (factor := self.divisor / max(1.0, self.valid)) != 1:  # not the expected number of valid samples
+        if (factor := self.divisor / max(1.0, self.valid)) != 1:  # some samples were not valid
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad *= factor
