@@ -217,7 +217,7 @@ def test_an_old_libcurl_is_not_used(lacks, monkeypatch):
         monkeypatch.setattr(pycurl, "version_info", lambda: (9, "7.88.1", 0x075801))
     else:
         monkeypatch.delattr(pycurl, "AWS_SIGV4")
-    assert objects.open_curl(object(), "s3://bucket", connections=1, timeout=1.0) is None
+    assert objects.open_access(object(), "s3://bucket") is None
 
 
 def test_no_url():

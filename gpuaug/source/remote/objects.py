@@ -11,14 +11,11 @@ import os
 import re
 import ssl
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from gpuaug.source.paths import redact
 from gpuaug.source.remote.filesystem import UNUSED
-
-if TYPE_CHECKING:
-    from gpuaug.source.remote.curl import Curl
 
 log = logging.getLogger("gpuaug")
 
@@ -43,8 +40,8 @@ class Access(NamedTuple):
     encoded: bool = True  # accept answers with ``Content-Encoding``. Object stores may store this header with a file
 
 
-def open_curl(system: Any, bucket: str, *, connections: int, timeout: float) -> Curl | None:
-    """Open a bucket with the settings of fsspec's ``system``; None if libcurl cannot read the bucket.
+def open_access(system: Any, bucket: str) -> Access | None:
+    """Access to a bucket with the settings of fsspec's ``system``; None if libcurl cannot read the bucket.
 
     ``bucket``: URL of the bucket or server, without a path.
     """
@@ -57,9 +54,7 @@ def open_curl(system: Any, bucket: str, *, connections: int, timeout: float) -> 
 
         if pycurl.version_info()[2] < LIBCURL or not hasattr(pycurl, "AWS_SIGV4"):
             raise _UnfitError("libcurl is older than 8.4")
-        from gpuaug.source.remote.curl import Curl
-
-        return Curl(make(system, name), connections=connections, timeout=timeout)
+        return make(system, name)
     except ImportError as error:
         reason = f"{error}. For faster reads, `pip install pycurl`"
     except _UnfitError as error:

@@ -17,7 +17,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
@@ -26,7 +26,10 @@ from gpuaug.source.paths import absolute, expand_braces, is_safe, is_url, join, 
 from gpuaug.source.remote import filesystem
 from gpuaug.source.remote.disk import Disk
 from gpuaug.source.remote.filesystem import Range
-from gpuaug.source.remote.objects import open_curl
+from gpuaug.source.remote.objects import open_access
+
+if TYPE_CHECKING:
+    from gpuaug.source.remote.curl import Curl
 
 log = logging.getLogger("gpuaug")
 
@@ -84,6 +87,16 @@ class FileInfo(NamedTuple):
     path: str  # path or URL; in a listing by `Storage.find`, relative to the listed folder
     size: int  # bytes; -1: not known
     version: str  # changes when the file changes
+
+
+def _open_curl(remote: Remote, system: Callable[[str], Any], bucket: str) -> Curl | None:
+    """Open a bucket (its URL without a path); None if libcurl cannot read the bucket."""
+    access = open_access(system(bucket), bucket)
+    if access is None:
+        return None
+    from gpuaug.source.remote.curl import Curl  # after `open_access`, which checks that pycurl is installed
+
+    return Curl(access, connections=remote.concurrency, timeout=remote.timeout)
 
 
 class Storage:
@@ -245,9 +258,7 @@ class Storage:
         system = lru_cache(None)(partial(filesystem.open_filesystem, options=remote.options or {}, connections=many))
         self._pid = os.getpid()
         self._system = system  # fsspec's file system of a bucket
-        self._curl = lru_cache(None)(
-            lambda bucket: open_curl(system(bucket), bucket, connections=many, timeout=remote.timeout)
-        )
+        self._curl = lru_cache(None)(partial(_open_curl, remote, system))
         self._threads = ThreadPoolExecutor(many, thread_name_prefix="gpuaug-remote")
         self._open_file = lru_cache(OPEN_FILES)(local.OpenFile)
         self._next = []
