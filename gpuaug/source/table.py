@@ -154,11 +154,12 @@ def _csv(
             head = [name.strip() for name in next(lines, [])]
             check(head)
             known = {name: head.index(name) for name in (*names, *extras)}
+            extra_columns = {name: known[name] for name in extras}
             rows = []
             begin = lines.line_num + 1
             for row in lines:
                 if row:
-                    _check_row(row, head, {name: known[name] for name in extras}, begin, place)
+                    _check_row(row, head, extra_columns, begin, place)
                     rows.append([row[at] for at in known.values()])
                 begin = lines.line_num + 1
         except csv.Error as error:
