@@ -7,6 +7,7 @@ samples of its batch.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,7 +131,7 @@ class Decoder:
         self.num_threads = settings.num_threads or _threads()
         self.accept_truncated, self._batch_size = accept_truncated, batch_size
         self.rescued = self.truncated = 0
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
         self._dali = self._new_pipeline()
@@ -139,7 +140,16 @@ class Decoder:
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
 
     def read_headers(self, batch: EncodedBatch) -> HeaderInfo:
-        """Read sizes, orientations and faults from the headers."""
+        """Read sizes, orientations and faults from the headers.
+
+        Raises:
+            GpuaugError: in a forked child of the process that opened this decoder, because threads do not survive it.
+        """
+        if self._pid != os.getpid():
+            raise GpuaugError(
+                f"This decoder was opened in process {self._pid}, which then forked process {os.getpid()}. A fork does "
+                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
+            )
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)

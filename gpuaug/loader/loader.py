@@ -30,6 +30,7 @@ from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
+from gpuaug.read.workers import finalize
 from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them
@@ -170,7 +171,7 @@ class Loader(AsItIs):
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self._rank, self._world_size = rank, world_size
         self.pipeline = self._build(cache, timeout=timeout, start_method=start_method)
-        weakref.finalize(self, self.pipeline.close)
+        finalize(self, self.pipeline.close)
         self.augment.to(self.device)
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:

@@ -23,6 +23,7 @@ from gpuaug.native.buffers import to_device
 from gpuaug.read.order import Task as Task
 from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
+from gpuaug.read.workers import finalize
 from gpuaug.source.cache import CachedSource
 
 TIMEOUT_S = 5.0  # longest wait for the threads of a pass to end
@@ -257,7 +258,7 @@ class Pass(Iterator[Batch]):
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
-        self._end = weakref.finalize(self, _end, self._items, self._producers, pipeline.reader)
+        self._end = finalize(self, _end, self._items, self._producers, pipeline.reader)
 
     def start(self) -> None:
         """Start prefetching. The first ``next`` also starts it."""

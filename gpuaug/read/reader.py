@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 import logging
 import multiprocessing
+import os
 import pickle
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ from gpuaug import checks
 from gpuaug.batch import EncodedBatch, EncodedTargets, Fault, Target
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.read.order import Task
-from gpuaug.read.workers import EndedError, Request, Workers, remedy
+from gpuaug.read.workers import TIMEOUT_S, EndedError, Request, Workers, finalize, remedy
 from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import FINAL, LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
@@ -87,12 +87,20 @@ class Reader:
         self.source = adapt(source)
         self.num_workers, self.timeout = num_workers, timeout
         self.prefetch_factor, self.start_method = prefetch_factor, start_method
-        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # number of the current iterator
         self.targets = tuple(targets)
+        self._workers: Workers | None = None
+        self._own()
+
+    def _own(self) -> None:
+        """Make what only this process may change. A forked child must not end its parent's iterator or workers."""
+        self._pid = os.getpid()
+        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # number of the current iterator
         self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
         self._encode = _Encode(self.source, self._generation, self.targets)
-        self._workers: Workers | None = None
-        weakref.finalize(self, _advance, self._generation)  # at exit, it runs before multiprocessing ends the workers
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.disown()
+        finalize(self, _leave, self._generation, self._lock)
 
     @property
     def pids(self) -> list[int]:
@@ -117,15 +125,18 @@ class Reader:
             SourceError: if a sample has the wrong form, or if the source or an extra cannot be pickled.
             Exception: any other exception of the source; RuntimeError if it cannot be pickled.
         """
+        if self._pid != os.getpid():
+            self._own()
         _advance(self._generation)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
         return self._batches(int(self._generation.numpy()[0]), tasks, numbers, zero_copy)
 
     def close(self) -> None:
         """End the workers and the current iterator. The next call of ``batches`` starts new workers."""
-        _advance(self._generation)
-        with self._lock:
-            self._stop()
+        if self._pid == os.getpid():
+            _advance(self._generation)
+            with self._lock:
+                self._stop()
 
     def _batches(
         self,
@@ -150,7 +161,7 @@ class Reader:
 
         # `ended` must not refer to self: the workers hold `ended`, and the reader holds the workers (a cycle).
         ended = partial(_is_over, self._generation, generation)
-        todo, begun = requests(), False
+        todo, begun, pid = requests(), False, os.getpid()
         try:
             while not ended():
                 if self.num_workers == 0:
@@ -168,7 +179,7 @@ class Reader:
                 yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
         finally:
             todo.close()  # to free the tasks: the workers keep `todo`
-            if not ended():
+            if not ended() and pid == os.getpid():
                 _advance(self._generation)  # the workers then skip the batches that were requested ahead
 
     def _next(
@@ -221,6 +232,16 @@ class Reader:
 
 def _advance(generation: Tensor) -> None:
     generation.numpy()[0] += 1  # torch may refuse the change, depending on torch.inference_mode
+
+
+def _leave(generation: Tensor, lock: threading.RLock) -> None:
+    """End the current iterator, and wait until no thread is in torch's code for workers.
+
+    At exit, this runs before multiprocessing ends the workers. torch releases the GIL, and a daemon thread that
+    reacquires it while Python ends aborts the process.
+    """
+    _advance(generation)
+    lock.acquire(timeout=TIMEOUT_S)  # kept, so that no thread begins again
 
 
 def _is_over(present: Tensor, generation: int) -> bool:

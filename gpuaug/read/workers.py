@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any
@@ -116,6 +117,10 @@ class Workers(_MultiProcessingDataLoaderIter):
                     "raise `timeout` or `num_workers`."
                 )
 
+    def disown(self) -> None:
+        """In a forked child: leave the workers to the parent. DataLoader would end them when this object is freed."""
+        self._shutdown = True
+
     def stop(self, *, kill: bool) -> None:
         """End all workers within seconds."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
@@ -133,6 +138,20 @@ class Workers(_MultiProcessingDataLoaderIter):
         for queue in [*self._index_queues, self._worker_result_queue]:
             queue.cancel_join_thread()
             queue.close()
+
+
+def finalize(owner: Any, function: Callable[..., None], *args: Any) -> weakref.finalize[..., Any]:
+    """Call ``function(*args)`` when ``owner`` is freed or Python ends.
+
+    A forked child does not call it. The threads and workers are the parent's, and locks that they held stay locked.
+    """
+    pid = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == pid:
+            function(*args)
+
+    return weakref.finalize(owner, call)
 
 
 def remedy(error: Exception) -> str:

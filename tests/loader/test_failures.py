@@ -266,6 +266,37 @@ def test_shared_memory_full(photos, nothing_left):
     assert "/dev/shm" in done.stdout
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_forked_ranks_use_the_loader_of_their_parent_if_no_batch_was_made_before(photos, num_workers):
+    code = f"""
+    import multiprocessing
+
+    def rank():
+        try:
+            print(sum(len(batch.images) for batch in loader), flush=True)
+        except gpuaug.GpuaugError as error:
+            print("which then forked" in str(error), flush=True)
+
+    def ranks():
+        started = [multiprocessing.get_context("fork").Process(target=rank) for _ in range(2)]
+        for each in started:
+            each.start()
+        for each in started:
+            each.join(60)
+            each.kill()
+
+    loader = build(sys.argv[1], num_workers={num_workers})
+    ranks()
+    batches = iter(loader)
+    first = len(next(batches).images)
+    ranks()
+    print(first + sum(len(batch.images) for batch in batches))
+    """
+    lines = start(code, photos).communicate(timeout=120)[0].splitlines()
+    count = str(len(gpuaug.FolderSource(photos)))
+    assert lines == [count, count, "True", "True", count]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_end_with_a_killed_process(photos, method):
     """Also those that a forkserver made, whose parent lives as long as they do."""

@@ -613,6 +613,7 @@ def test_a_reader_that_is_dropped_leaves_no_process():
 def test_a_process_that_ends_while_a_thread_reads():
     code = """
 import threading, time, torch
+from torch.autograd.profiler import record_function
 from gpuaug.read.reader import Reader
 
 class Source:
@@ -621,6 +622,13 @@ class Source:
     def __getitem__(self, i):
         time.sleep(1000 if i == 9 else 0)
         return b"ab", i
+
+def slowly(*args, exit=record_function.__exit__):  # DataLoader's iterator calls it; torch releases the GIL
+    if args[1] is not None:
+        torch.mm(ones, ones)
+    return exit(*args)
+
+record_function.__exit__, ones = slowly, torch.ones(1500, 1500)
 
 def consume():
     for batch in reader.batches((torch.tensor([k]), torch.zeros(1).long(), torch.ones(1).bool()) for k in range(100)):
@@ -633,6 +641,52 @@ while len(seen) < 9:
 """
     done = forked.run(forked.code(code))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_forked_processes_do_not_disturb_each_other(num_workers):
+    code = f"""
+import multiprocessing, os, sys, torch
+from gpuaug.read.reader import Reader
+
+def batches():
+    return reader.batches((torch.tensor([k]), torch.zeros(1).long(), torch.ones(1).bool()) for k in range(50))
+
+def count():
+    global begun
+    half, begun = begun, batches()
+    half.close()
+    sys.exit(sum(1 for batch in begun))
+
+reader = Reader([(b"ab", i) for i in range(50)], num_workers={num_workers})
+begun = batches()
+next(begun)
+ranks = [multiprocessing.get_context("fork").Process(target=count) for _ in range(2)]
+for rank in ranks:
+    rank.start()
+next(begun)
+for rank in ranks:
+    rank.join()
+print([rank.exitcode for rank in ranks], sum(1 for batch in begun))
+"""
+    assert forked.run(forked.code(code)).stdout == "[50, 50] 48\n"
+
+
+def test_a_forked_child_that_ends_does_not_end_its_parents_iterator():
+    code = """
+import os, sys, torch
+from gpuaug.read.reader import Reader
+
+reader = Reader([(b"ab", i) for i in range(9)])
+tasks = ((torch.tensor([k]), torch.zeros(1).long(), torch.ones(1).bool()) for k in range(9))
+for n, batch in enumerate(reader.batches(tasks)):
+    if n == 3:
+        if not (child := os.fork()):
+            sys.exit()
+        os.waitpid(child, 0)
+print(n)
+"""
+    assert forked.run(forked.code(code)).stdout == "8\n"
 
 
 def test_global_generators_do_not_move(reading):
