@@ -347,7 +347,7 @@ class Augment(RecipeBase):
         checks.one_of("augment.backend", backend, BACKENDS)
         # the operations are not submodules, because `.to()` would convert Kornia's samplers
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
-        check_place({p.name: p.op for p in self.prepared}, normalize)
+        check_place(self.prepared, normalize)
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
