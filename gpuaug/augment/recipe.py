@@ -382,11 +382,12 @@ class Augment(RecipeBase):
         }
 
     def _values(self) -> list[Any]:
-        """List the attribute values of crop and operations, and the values inside dictionaries."""
-        choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
-        ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
-        modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
-        values = [v for each in (self.crop, *choices, *modules) for v in getattr(each, "__dict__", {}).values()]
+        """List the attribute values of crop, operations and normalization, and the values inside dictionaries."""
+        steps = [self.crop, self.normalize, *self.ops.values()]
+        for step in steps:  # the list grows by the members of each OneOf, and by their members
+            steps += step.ops.values() if isinstance(step, OneOf) else ()
+        parts = [part for step in steps for part in (step.modules() if isinstance(step, nn.Module) else [step])]
+        values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         return values + [inner for value in values if type(value) is dict for inner in value.values()]
 
     def extra_repr(self) -> str:

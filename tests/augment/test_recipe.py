@@ -647,12 +647,20 @@ def _member(recipe: Augment) -> None:
     recipe.ops["one"].ops["a"].p = 0.9
 
 
+def _inner(recipe: Augment) -> None:
+    recipe.ops["one"].ops["b"].ops["c"].p = 0.9
+
+
 def _magnitude(recipe: Augment) -> None:
     recipe.ops["policy"].m = 3
 
 
 def _crop(recipe: Augment) -> None:
     recipe.crop.size = (9, 9)
+
+
+def _mean(recipe: Augment) -> None:
+    recipe.normalize.mean = torch.zeros(3)
 
 
 def _std(recipe: Augment) -> None:
@@ -666,15 +674,17 @@ def _std(recipe: Augment) -> None:
         (_hue, r"`augment\.ops\.jitter\.hue` was 0\.1 when"),
         (_flag, r"`augment\.ops\.blur\.kernel_size` was 5 when"),
         (_member, r"`augment\.ops\.one\.ops\.a\.p` was 1 when"),
+        (_inner, r"`augment\.ops\.one\.ops\.b\.digest` was"),
         (_magnitude, r"`augment\.ops\.policy\.m` was 9 when"),
         (_crop, r"`augment\.crop\.size\.0` was 8 when"),
+        (_mean, r"`augment\.normalize\.mean\.0` was 0\.\d+ when.* 0\.0 now"),
         (_std, r"`augment\.normalize\.std\.0` was 0\.2"),
     ],
 )
 def test_a_setting_that_was_changed_after_it_was_read_is_named(change: object, words: str) -> None:
     ops = standard().ops | {
         "blur": K.RandomGaussianBlur(5, (0.1, 2.0)),
-        "one": OneOf(ops={"a": K.RandomInvert(p=1.0)}),
+        "one": OneOf(ops={"a": K.RandomInvert(p=1.0), "b": OneOf(ops={"c": K.RandomInvert(p=1.0)})}),
         "policy": K.auto.RandAugment(n=2, m=9),
     }
     recipe = standard(crop=RandomResizedCrop(8), ops=ops)
