@@ -751,6 +751,7 @@ def test_normalize_is_the_formula_and_nothing_is_the_identity() -> None:
     want = (unit - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
     assert torch.equal(Augment(backend="kornia", normalize=Normalize(mean=MEAN, std=list(STD)))(x), want)
     assert torch.equal(Normalize(torch.tensor(MEAN), np.array(STD))(unit), want)
+    assert torch.equal(Normalize(tuple(np.float32(MEAN)), list(np.float32(STD)))(unit), want)
 
 
 @pytest.mark.parametrize(
