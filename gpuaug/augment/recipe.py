@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.crop import CROPS
+from gpuaug.augment.crop import CROPS, LARGEST_VIEW
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -536,7 +536,14 @@ def _cut(images: Tensor, windows: CropWindows) -> Tensor:
     placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
         return images
-    out = torch.tensor(windows.fill, dtype=torch.uint8).expand(len(images), H, W, 3).to(images.device).clone()
+    pixels = windows.resized.prod(axis=1, dtype=np.int64)
+    if pixels.max(initial=0) > LARGEST_VIEW:  # torch resizes the whole window before it is cut
+        height, width = windows.resized[pixels.argmax()].tolist()
+        raise ConfigError(
+            f"`augment.crop` must resize images to at most {LARGEST_VIEW} pixels. Found: image {pixels.argmax()} of "
+            f"{images.shape[1]}x{images.shape[2]} becomes {height}x{width}. Leave out thin images or change the crop."
+        )
+    out = torch.tensor(windows.fill, dtype=torch.uint8, device=images.device).expand(len(images), H, W, 3).clone()
     for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
         part = images[i, top : top + height, left : left + width]
         if (h, w) != (height, width):

@@ -814,6 +814,12 @@ def test_views_that_cannot_work_are_refused(views: object, words: str) -> None:
         MultiView(views=views)
 
 
+@pytest.mark.parametrize("crop", [ResizeCenterCrop(256, 224), Resize(224), gpuaug.RandomScaleCrop(480, base=520)])
+def test_a_thin_image_that_would_need_gigabytes_is_refused(crop: object) -> None:
+    with pytest.raises(ConfigError, match=r"at most 178000000 pixels. Found: image 0 of 20000x2 becomes \d+x\d+\."):
+        Augment(crop=crop)(images(2, (20_000, 2)), seed=0)
+
+
 def test_images_of_different_sizes_need_a_crop() -> None:
     recipe = standard()
     drawn = recipe.draw(seed=0, epoch=0, indices=[0, 1])
