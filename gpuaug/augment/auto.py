@@ -39,10 +39,6 @@ class Policy(RecipeOp):
         self.interpolation = checks.one_of("interpolation", interpolation, (*INTERPOLATIONS, *also))
         self.fill = _colour(fill)
 
-    def prepare(self, name: str) -> Prepared:
-        """Prepare the policy for the key ``name`` of a recipe's ``ops``."""
-        raise NotImplementedError
-
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
         """Make a :class:`PillowOp` for each of ``names``. ``interpolation`` replaces the policy's own setting."""
         interpolation = interpolation or self.interpolation

@@ -92,6 +92,16 @@ class RandomErasing(RecipeOp):
             made[row, :, y : y + h, x : x + w] = value
         return made
 
+    def prepare(self, name: str) -> Prepared:
+        # one slot per box, so that each box has its own noise
+        each = 2 * _ATTEMPTS + 2 + (4 if self.mode == "rand" else 0)  # a colour takes 4 uniforms
+        modules = [copy.deepcopy(self) for _ in range(self.count)]
+        for box, module in enumerate(modules):
+            module._box = box
+        rule = partial(_drawn, op=modules[0], each=each)
+        slots = tuple((module,) for module in modules)
+        return Prepared(name, self, slots, 2 + self.count * each, rule, keyed=self.mode == "pixel")
+
 
 def check_place(ops: Sequence[Prepared], normalize: Normalize | None) -> None:
     """Raise ConfigError if ``normalize`` has another mean or std, or if a later operation would clamp the noise."""
@@ -112,16 +122,6 @@ def check_place(ops: Sequence[Prepared], normalize: Normalize | None) -> None:
                 f"`{key}` must be in the last entry of `augment.ops`, because later operations clamp its "
                 f"noise to 0..1. Found: entry {place} of {len(ops)}. Move it to the end, or use mode=const."
             )
-
-
-def _prepare(name: str, op: RandomErasing) -> Prepared:
-    """One slot per box, so that each box has its own noise."""
-    each = 2 * _ATTEMPTS + 2 + (4 if op.mode == "rand" else 0)  # a colour takes 4 uniforms
-    modules = [copy.deepcopy(op) for _ in range(op.count)]
-    for box, module in enumerate(modules):
-        module._box = box
-    rule = partial(_drawn, op=modules[0], each=each)
-    return Prepared(name, op, tuple((m,) for m in modules), 2 + op.count * each, rule, keyed=op.mode == "pixel")
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
@@ -179,4 +179,4 @@ def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal:
     return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 
 
-ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, fields=_noise)
+ENTRY = Entry("pixels", steps=_steps, fields=_noise)
