@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
@@ -64,12 +64,11 @@ class Drawn:
     keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
     seed: int = 0  # from here on: the arguments of `draw`
     epoch: int = 0
-    indices: Int | None = None
+    indices: Int = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
         """Draw uniforms for the crop of ``view``, float32 [len(rows), count]. Each ``number`` gives other values."""
-        assert self.indices is not None
         # no operation has this name: a null character is not allowed in names
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
         repeats = None if self.repeats is None else self.repeats[rows]
@@ -186,8 +185,8 @@ class RecipeBase(ReadOnly):
             if (crop := view.augment.crop) is None:
                 windows.append(_whole_images(heights, widths))
                 continue
-            u = drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None
-            redraw = None if drawn.indices is None else partial(drawn.again, view=view)
+            u = drawn.uniforms[view.name, view.copy, "crop"]
+            redraw = partial(drawn.again, view=view)
             windows.append(crop.windows(u, heights, widths, objects=objects, masks=masks, redraw=redraw))
         return windows
 
