@@ -238,8 +238,8 @@ class RecipeBase(ReadOnly):
         seed: int | None = None,
         epoch: int = 0,
         indices: Int | Tensor | Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        memory_format: torch.memory_format = torch.contiguous_format,
+        dtype: str | torch.dtype = torch.float32,
+        memory_format: str | torch.memory_format = torch.contiguous_format,
     ) -> Any:
         """Apply the whole recipe, including the crop, to a decoded batch.
 
@@ -253,8 +253,8 @@ class RecipeBase(ReadOnly):
             seed: any integer. None: 0 if ``indices`` are given, else a new seed from torch's default CPU generator.
             epoch: number of the epoch.
             indices: [B], sample numbers. None: 0 .. B-1, so calls with the same ``seed`` give the same result.
-            dtype: float32, bfloat16 or float16.
-            memory_format: contiguous_format or channels_last.
+            dtype: float32, bfloat16 or float16, as a string or torch's constant.
+            memory_format: contiguous_format or channels_last, as a string or torch's constant.
 
         Returns:
             [B, 3, h, w], or a list of such tensors if the recipe has several views. With masks, boxes or keypoints:
@@ -267,14 +267,13 @@ class RecipeBase(ReadOnly):
         call = partial(RecipeBase._call, self)
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy code and gpuaug's kernels
             call = torch.compiler.disable(call)
-        return call(
-            images, given, seed=seed, epoch=epoch, indices=indices, dtype=_dtype(dtype), memory_format=memory_format
-        )
+        return call(images, given, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
 
     def _call(
         self, images: Any, given: dict[str, Any], *, seed: int | None, epoch: int, indices: Any, **output: Any
     ) -> Any:
         self.check_unchanged(quick=True)
+        output = {name: checks.torch_constant(name, value) for name, value in output.items()}
         images = _channels_last(images)
         for name, value in (("seed", seed), ("epoch", epoch)):
             checks.whole_number(name, int(value) if isinstance(value, np.integer) else value, None, optional=True)
@@ -486,13 +485,6 @@ def _whole_images(heights: Int, widths: Int) -> CropWindows:
     height, width = sizes[0].tolist() if len(sizes) else (1, 1)
     zero = np.zeros_like(sizes)
     return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
-
-
-def _dtype(value: Any) -> torch.dtype:
-    dtype = getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
-    return dtype
 
 
 def _channels_last(images: Any) -> Tensor:

@@ -350,6 +350,18 @@ def test_output_dtype_and_memory_format(dtype: torch.dtype, memory_format: torch
         assert not y.requires_grad
 
 
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_output_dtype_and_memory_format_may_be_strings(backend: str) -> None:
+    x, recipe = images(2, (9, 8)), standard(backend=backend)
+    made = recipe(x, seed=0, dtype="bfloat16", memory_format="channels_last")
+    assert torch.equal(made, recipe(x, seed=0).bfloat16())
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert not made.is_contiguous()
+    for wrong in ({"memory_format": "channels_first"}, {"memory_format": torch.preserve_format}, {"dtype": "float64"}):
+        with pytest.raises(ConfigError, match=rf"`{next(iter(wrong))}` must be one of .*Found: "):
+            recipe(x, seed=0, **wrong)
+
+
 @pytest.mark.parametrize("make", [standard, multi])
 def test_an_empty_batch(make: object) -> None:
     recipe = make()
