@@ -38,6 +38,20 @@ def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> An
     return _checked(good, name, value, f"one of {', '.join(known)}", remedy=hint)
 
 
+_OF_TORCH = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "memory_format": ("contiguous_format", "channels_last"),
+}
+
+
+def torch_constant(name: str, value: Any) -> Any:
+    """Return torch's constant for the argument ``name=value``, such as torch.float32 for ``dtype="float32"``."""
+    import torch  # the other checks do not need it
+
+    known, text = _OF_TORCH[name], str(value).removeprefix("torch.")  # str(torch.float32) is "torch.float32"
+    return getattr(torch, text if text in known else one_of(name, value, known))
+
+
 def text(name: str, value: Any, *, optional: bool = False) -> Any:
     """Check that ``value`` is a non-empty string."""
     # Hydra reads `out=2024` as a number

@@ -14,6 +14,7 @@ from torch import nn
 
 from gpuaug import checks
 from gpuaug.augment import auto_tables
+from gpuaug.augment.crop import color
 from gpuaug.augment.ops.entry import RecipeOp
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.parameters import Alternatives, Prepared, Size
@@ -38,10 +39,6 @@ class Policy(RecipeOp):
         super().__init__()
         self.interpolation = checks.one_of("interpolation", interpolation, (*INTERPOLATIONS, *also))
         self.fill = _colour(fill)
-
-    def prepare(self, name: str) -> Prepared:
-        """Prepare the policy for the key ``name`` of a recipe's ``ops``."""
-        raise NotImplementedError
 
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
         """Make a :class:`PillowOp` for each of ``names``. ``interpolation`` replaces the policy's own setting."""
@@ -203,15 +200,8 @@ class AugMix(Policy):
 
 
 def _colour(fill: Any) -> tuple[int, int, int]:
-    given = 0 if fill is None else fill
-    values: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * 3
-    whole: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
-    if len(whole) != 3 or not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= 255 for v in whole):
-        raise ConfigError(
-            "`fill` must be a whole number from 0 to 255, three of them (red, green, blue), or null. "
-            f"Found: {fill!r:.200}."
-        )
-    return whole[0], whole[1], whole[2]
+    made = color(0 if fill is None else fill)
+    return made if isinstance(made, tuple) else (made, made, made)
 
 
 # --- torchvision's magnitudes

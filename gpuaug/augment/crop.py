@@ -309,9 +309,10 @@ def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     return pair(name, (side, side)) if isinstance(side, int) else side
 
 
-def color(value: int | Sequence[int]) -> Fill:
-    """Check a colour: one number 0..255, or three numbers 0..255 for red, green and blue."""
-    values = list(value) if isinstance(value, Sequence) else [value]
+def color(value: float | Sequence[float]) -> Fill:
+    """Check a colour: one whole number 0..255, or three for red, green and blue. 128.0 becomes 128."""
+    given = list(value) if isinstance(value, Sequence) else [value]
+    values: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in given]
     if len(values) not in (1, 3) or any(type(v) is not int or not 0 <= v <= 255 for v in values):
         raise ConfigError(
             f"`fill` must be a whole number from 0 to 255, or three of them (red, green, blue). Found: {value!r:.99}."

@@ -126,11 +126,7 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
 
 def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:
     """Raise ConfigError if the targets ``names`` (masks, boxes, keypoints) cannot follow an operation."""
-    for op in ops if names else ():
-        key = f"{path}.{op.name}"
-        if op.members:
-            check_carried(op.members, names, path=f"{key}.ops")
-            continue
+    for key, op in (leaf for entry in ops if names for leaf in entry.leaves(f"{path}.{entry.name}")):
         if op.chains:
             raise ConfigError(
                 f"`{key}` must give one image, because {' and '.join(names)} have to follow it. Found: "

@@ -75,6 +75,11 @@ class Prepared:
     chains: int = 0
     rounds_twice: bool = False
 
+    def leaves(self, key: str) -> list[tuple[str, Prepared]]:
+        """This operation and its configuration key; for a OneOf: all operations that it can choose."""
+        leaves = [leaf for member in self.members for leaf in member.leaves(f"{key}.ops.{member.name}")]
+        return leaves or [(key, self)]
+
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
         """Draw from uniforms float32 [B, count] for images of ``size``. ``keys``, int64 [B, 2], are only stored."""
         choice, params, *weights = self.rule(u, size)

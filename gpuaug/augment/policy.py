@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from gpuaug import checks
-from gpuaug.augment.auto import Policy
 from gpuaug.augment.ops import by_class, entry_of
+from gpuaug.augment.ops.entry import RecipeOp
 from gpuaug.augment.ops.kornia_private import policy_parameter
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied
 from gpuaug.errors import ConfigError
@@ -75,7 +75,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if isinstance(op, OneOf):
         return _prepare_one_of(name, op, key=key)
     _check(key, op)
-    if isinstance(op, Policy):
+    if isinstance(op, RecipeOp):
         return op.prepare(name)
     if (prepare_policy := by_class(_POLICIES, op)) is not None:
         return prepare_policy(name, op, key=key)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from gpuaug import checks
@@ -75,7 +76,7 @@ class Progressive(ReadOnly):
 
     def at(self, epoch: int) -> Augment | MultiView:
         """Return the recipe of ``epoch``."""
-        checks.whole_number("epoch", epoch, 0)
+        checks.whole_number("epoch", int(epoch) if isinstance(epoch, np.integer) else epoch, 0)
         stages = self.stages
         return stages[max(first for first in stages if first <= epoch)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import is_
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.crop import CROPS
+from gpuaug.augment.crop import CROPS, LARGEST_VIEW
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -64,12 +64,11 @@ class Drawn:
     keys: Mapping[tuple[str, int, str], Int]  # (view, copy, operation) to int64 [B, 2]
     seed: int = 0  # from here on: the arguments of `draw`
     epoch: int = 0
-    indices: Int | None = None
+    indices: Int = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     repeats: Int | None = None
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
         """Draw uniforms for the crop of ``view``, float32 [len(rows), count]. Each ``number`` gives other values."""
-        assert self.indices is not None
         # no operation has this name: a null character is not allowed in names
         stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
         repeats = None if self.repeats is None else self.repeats[rows]
@@ -186,8 +185,8 @@ class RecipeBase(ReadOnly):
             if (crop := view.augment.crop) is None:
                 windows.append(_whole_images(heights, widths))
                 continue
-            u = drawn.uniforms[view.name, view.copy, "crop"] if crop.count else None
-            redraw = None if drawn.indices is None else partial(drawn.again, view=view)
+            u = drawn.uniforms[view.name, view.copy, "crop"]
+            redraw = partial(drawn.again, view=view)
             windows.append(crop.windows(u, heights, widths, objects=objects, masks=masks, redraw=redraw))
         return windows
 
@@ -239,8 +238,8 @@ class RecipeBase(ReadOnly):
         seed: int | None = None,
         epoch: int = 0,
         indices: Int | Tensor | Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        memory_format: torch.memory_format = torch.contiguous_format,
+        dtype: str | torch.dtype = torch.float32,
+        memory_format: str | torch.memory_format = torch.contiguous_format,
     ) -> Any:
         """Apply the whole recipe, including the crop, to a decoded batch.
 
@@ -254,8 +253,8 @@ class RecipeBase(ReadOnly):
             seed: any integer. None: 0 if ``indices`` are given, else a new seed from torch's default CPU generator.
             epoch: number of the epoch.
             indices: [B], sample numbers. None: 0 .. B-1, so calls with the same ``seed`` give the same result.
-            dtype: float32, bfloat16 or float16.
-            memory_format: contiguous_format or channels_last.
+            dtype: float32, bfloat16 or float16, as a string or torch's constant.
+            memory_format: contiguous_format or channels_last, as a string or torch's constant.
 
         Returns:
             [B, 3, h, w], or a list of such tensors if the recipe has several views. With masks, boxes or keypoints:
@@ -268,14 +267,13 @@ class RecipeBase(ReadOnly):
         call = partial(RecipeBase._call, self)
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy code and gpuaug's kernels
             call = torch.compiler.disable(call)
-        return call(
-            images, given, seed=seed, epoch=epoch, indices=indices, dtype=_dtype(dtype), memory_format=memory_format
-        )
+        return call(images, given, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
 
     def _call(
         self, images: Any, given: dict[str, Any], *, seed: int | None, epoch: int, indices: Any, **output: Any
     ) -> Any:
         self.check_unchanged(quick=True)
+        output = {name: checks.torch_constant(name, value) for name, value in output.items()}
         images = _channels_last(images)
         for name, value in (("seed", seed), ("epoch", epoch)):
             checks.whole_number(name, int(value) if isinstance(value, np.integer) else value, None, optional=True)
@@ -347,7 +345,7 @@ class Augment(RecipeBase):
         checks.one_of("augment.backend", backend, BACKENDS)
         # the operations are not submodules, because `.to()` would convert Kornia's samplers
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
-        check_place({p.name: p.op for p in self.prepared}, normalize)
+        check_place(self.prepared, normalize)
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
@@ -382,11 +380,12 @@ class Augment(RecipeBase):
         }
 
     def _values(self) -> list[Any]:
-        """List the attribute values of crop and operations, and the values inside dictionaries."""
-        choices = [op for op in self.ops.values() if isinstance(op, OneOf)]
-        ops = [*self.ops.values(), *(member for choice in choices for member in choice.ops.values())]
-        modules = [module for op in ops if isinstance(op, nn.Module) for module in op.modules()]
-        values = [v for each in (self.crop, *choices, *modules) for v in getattr(each, "__dict__", {}).values()]
+        """List the attribute values of crop, operations and normalization, and the values inside dictionaries."""
+        steps = [self.crop, self.normalize, *self.ops.values()]
+        for step in steps:  # the list grows by the members of each OneOf, and by their members
+            steps += step.ops.values() if isinstance(step, OneOf) else ()
+        parts = [part for step in steps for part in (step.modules() if isinstance(step, nn.Module) else [step])]
+        values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         return values + [inner for value in values if type(value) is dict for inner in value.values()]
 
     def extra_repr(self) -> str:
@@ -488,13 +487,6 @@ def _whole_images(heights: Int, widths: Int) -> CropWindows:
     return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
 
 
-def _dtype(value: Any) -> torch.dtype:
-    dtype = getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
-    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(f"`dtype` must be float32, bfloat16 or float16. Found: {dtype!r}.")
-    return dtype
-
-
 def _channels_last(images: Any) -> Tensor:
     wanted = "`images` must be a uint8 tensor [B, 3, H, W] or [B, H, W, 3]"
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
@@ -535,7 +527,14 @@ def _cut(images: Tensor, windows: CropWindows) -> Tensor:
     placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
         return images
-    out = torch.tensor(windows.fill, dtype=torch.uint8).expand(len(images), H, W, 3).to(images.device).clone()
+    pixels = windows.resized.prod(axis=1, dtype=np.int64)
+    if pixels.max(initial=0) > LARGEST_VIEW:  # torch resizes the whole window before it is cut
+        height, width = windows.resized[pixels.argmax()].tolist()
+        raise ConfigError(
+            f"`augment.crop` must resize images to at most {LARGEST_VIEW} pixels. Found: image {pixels.argmax()} of "
+            f"{images.shape[1]}x{images.shape[2]} becomes {height}x{width}. Leave out thin images or change the crop."
+        )
+    out = torch.tensor(windows.fill, dtype=torch.uint8, device=images.device).expand(len(images), H, W, 3).clone()
     for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
         part = images[i, top : top + height, left : left + width]
         if (h, w) != (height, width):

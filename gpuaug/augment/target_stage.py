@@ -297,17 +297,15 @@ def augment_targets(
 
     ``drawn``: the random numbers; ``size``: (H, W) of the images; ``indices``: sample numbers.
     """
+    rules = given.rules
     for view in (view for view in recipe.views if view.copy == 0):
-        check_carried(view.augment.prepared, given.rules.names)
-    table, decoded = given.encoded(len(indices), size)
-    for view in recipe.views:
-        for name in sorted(set(getattr(view.augment.crop, "needs", ())) - set(given.rules.names)):
+        check_carried(view.augment.prepared, rules.names)
+        for name in sorted(set(getattr(view.augment.crop, "needs", ())) - set(rules.names)):
             kind = type(view.augment.crop).__name__
-            raise ConfigError(
-                f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(given.rules.names)}. Give `{name}`."
-            )
-    stage = TargetStage(given.rules, recipe, flip=None if given.rules.keypoints is None else given.rules.keypoints.flip)
-    objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), given.rules)
+            raise ConfigError(f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(rules.names)}. Give `{name}`.")
+    table, decoded = given.encoded(len(indices), size)
+    stage = TargetStage(rules, recipe, flip=None if rules.keypoints is None else rules.keypoints.flip)
+    objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), rules)
     count, sizes = len(indices), np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
     upright = Upright(table, objects, objects, np.tile(np.eye(3), (count, 1, 1)), sizes, decoded, [])
     windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded)

@@ -19,16 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MEMORY_FORMATS = {"contiguous_format": torch.contiguous_format, "channels_last": torch.channels_last}
-
-
-def torch_constant(name: str, value: Any) -> Any:
-    """Return torch's constant for the argument ``name=value``, such as torch.float32 for ``dtype="float32"``."""
-    known: dict[str, Any] = DTYPES if name == "dtype" else MEMORY_FORMATS
-    text = str(value).removeprefix("torch.")  # str(torch.float32) is "torch.float32"
-    return known[text] if text in known else known[checks.one_of(name, value, known)]
-
 
 def whole_numbers(name: str, values: Any) -> Tensor:
     """Convert whole numbers >= 0 to int64 [n] on the CPU."""

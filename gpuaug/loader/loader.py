@@ -163,8 +163,8 @@ class Loader(AsItIs):
         # `replace` passes an opened cache, whose attribute `settings` is the RamCache.
         checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
-        self.dtype: torch.dtype = arguments.torch_constant("dtype", dtype)
-        self.memory_format: torch.memory_format = arguments.torch_constant("memory_format", memory_format)
+        self.dtype: torch.dtype = checks.torch_constant("dtype", dtype)
+        self.memory_format: torch.memory_format = checks.torch_constant("memory_format", memory_format)
         self.num_workers = arguments.choose_workers(num_workers, self.source)
         self.prefetch: int = checks.whole_number("prefetch", prefetch, 0)
         self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")

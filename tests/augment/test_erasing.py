@@ -215,3 +215,13 @@ def test_noise_that_would_not_be_standard_normal_is_refused() -> None:
     with pytest.raises(ConfigError, match="last entry.*Found: entry 1 of 2"):
         gpuaug.Augment(ops={"e": erase, "flip": flip}, normalize=NORMALIZE)
     gpuaug.Augment(ops={"e": gpuaug.RandomErasing(mode="const"), "flip": flip, "more": erase}, normalize=NORMALIZE)
+
+
+def test_erasing_inside_a_choice_has_the_same_rules() -> None:
+    erase, flip = gpuaug.RandomErasing(), K.RandomHorizontalFlip()
+    choice = gpuaug.OneOf(ops={"inner": gpuaug.OneOf(ops={"e": erase, "none": flip})})
+    with pytest.raises(ConfigError, match=r"`augment.ops.c.ops.inner.ops.e` must have the mean and std.*0.5"):
+        gpuaug.Augment(ops={"c": choice}, normalize=gpuaug.Normalize((0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(ConfigError, match=r"`augment.ops.c.ops.inner.ops.e` must be in the last entry.*entry 1 of 2"):
+        gpuaug.Augment(ops={"c": choice, "flip": flip}, normalize=NORMALIZE)
+    gpuaug.Augment(ops={"flip": flip, "c": choice, "more": erase}, normalize=NORMALIZE)

@@ -46,7 +46,7 @@ def test_the_epoch_decides_which_stage_runs(photo_batch: Tensor) -> None:
     made = recipe()
     for epoch in range(5):
         want = stage(size_of(epoch))(photo_batch, seed=3, epoch=epoch, indices=range(8))
-        assert torch.equal(made(photo_batch, seed=3, epoch=epoch, indices=range(8)), want)
+        assert torch.equal(made(photo_batch, seed=3, epoch=np.int64(epoch), indices=range(8)), want)
     assert made(photo_batch, seed=3).shape == (8, 3, 24, 24)
 
 

@@ -350,6 +350,18 @@ def test_output_dtype_and_memory_format(dtype: torch.dtype, memory_format: torch
         assert not y.requires_grad
 
 
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_output_dtype_and_memory_format_may_be_strings(backend: str) -> None:
+    x, recipe = images(2, (9, 8)), standard(backend=backend)
+    made = recipe(x, seed=0, dtype="bfloat16", memory_format="channels_last")
+    assert torch.equal(made, recipe(x, seed=0).bfloat16())
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert not made.is_contiguous()
+    for wrong in ({"memory_format": "channels_first"}, {"memory_format": torch.preserve_format}, {"dtype": "float64"}):
+        with pytest.raises(ConfigError, match=rf"`{next(iter(wrong))}` must be one of .*Found: "):
+            recipe(x, seed=0, **wrong)
+
+
 @pytest.mark.parametrize("make", [standard, multi])
 def test_an_empty_batch(make: object) -> None:
     recipe = make()
@@ -647,12 +659,20 @@ def _member(recipe: Augment) -> None:
     recipe.ops["one"].ops["a"].p = 0.9
 
 
+def _inner(recipe: Augment) -> None:
+    recipe.ops["one"].ops["b"].ops["c"].p = 0.9
+
+
 def _magnitude(recipe: Augment) -> None:
     recipe.ops["policy"].m = 3
 
 
 def _crop(recipe: Augment) -> None:
     recipe.crop.size = (9, 9)
+
+
+def _mean(recipe: Augment) -> None:
+    recipe.normalize.mean = torch.zeros(3)
 
 
 def _std(recipe: Augment) -> None:
@@ -666,15 +686,17 @@ def _std(recipe: Augment) -> None:
         (_hue, r"`augment\.ops\.jitter\.hue` was 0\.1 when"),
         (_flag, r"`augment\.ops\.blur\.kernel_size` was 5 when"),
         (_member, r"`augment\.ops\.one\.ops\.a\.p` was 1 when"),
+        (_inner, r"`augment\.ops\.one\.ops\.b\.digest` was"),
         (_magnitude, r"`augment\.ops\.policy\.m` was 9 when"),
         (_crop, r"`augment\.crop\.size\.0` was 8 when"),
+        (_mean, r"`augment\.normalize\.mean\.0` was 0\.\d+ when.* 0\.0 now"),
         (_std, r"`augment\.normalize\.std\.0` was 0\.2"),
     ],
 )
 def test_a_setting_that_was_changed_after_it_was_read_is_named(change: object, words: str) -> None:
     ops = standard().ops | {
         "blur": K.RandomGaussianBlur(5, (0.1, 2.0)),
-        "one": OneOf(ops={"a": K.RandomInvert(p=1.0)}),
+        "one": OneOf(ops={"a": K.RandomInvert(p=1.0), "b": OneOf(ops={"c": K.RandomInvert(p=1.0)})}),
         "policy": K.auto.RandAugment(n=2, m=9),
     }
     recipe = standard(crop=RandomResizedCrop(8), ops=ops)
@@ -741,6 +763,7 @@ def test_normalize_is_the_formula_and_nothing_is_the_identity() -> None:
     want = (unit - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
     assert torch.equal(Augment(backend="kornia", normalize=Normalize(mean=MEAN, std=list(STD)))(x), want)
     assert torch.equal(Normalize(torch.tensor(MEAN), np.array(STD))(unit), want)
+    assert torch.equal(Normalize(tuple(np.float32(MEAN)), list(np.float32(STD)))(unit), want)
 
 
 @pytest.mark.parametrize(
@@ -801,6 +824,12 @@ def test_arguments_that_cannot_work_are_refused(arguments: dict[str, object], wo
 def test_views_that_cannot_work_are_refused(views: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         MultiView(views=views)
+
+
+@pytest.mark.parametrize("crop", [ResizeCenterCrop(256, 224), Resize(224), gpuaug.RandomScaleCrop(480, base=520)])
+def test_a_thin_image_that_would_need_gigabytes_is_refused(crop: object) -> None:
+    with pytest.raises(ConfigError, match=r"at most 178000000 pixels. Found: image 0 of 20000x2 becomes \d+x\d+\."):
+        Augment(crop=crop)(images(2, (20_000, 2)), seed=0)
 
 
 def test_images_of_different_sizes_need_a_crop() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpuaug.augment.ops import color, degradation, erasing, geometry, photometric, pillow
+from gpuaug.augment.ops import color, degradation, erasing, geometry, pillow
 from gpuaug.augment.ops.entry import Entry, Normal
 from gpuaug.augment.parameters import Size, Tensors
 from gpuaug.random.keyed import normal_field
@@ -27,9 +27,7 @@ def by_class(table: Mapping[str, Any], op: Any) -> Any:
 def entry_of(op: Any) -> Entry | None:
     if isinstance(op, pillow.PillowOp):
         return pillow.ENTRIES[op.name]
-    if isinstance(op, erasing.RandomErasing):
-        return erasing.ENTRY
-    return photometric.ENTRY if isinstance(op, photometric.PhotometricDistort) else by_class(ENTRIES, op)
+    return erasing.ENTRY if isinstance(op, erasing.RandomErasing) else by_class(ENTRIES, op)
 
 
 def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:

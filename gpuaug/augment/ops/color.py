@@ -73,8 +73,7 @@ def _ordered(
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     params = factors(u[:, 1:], size)
     choice = orders[pick(u[:, order_column], len(orders))]
-    if p < 1:
-        choice[u[:, 0] >= np.float32(p)] = -1
+    choice[u[:, 0] >= np.float32(p)] = -1
     return choice, ((params,) * 4,) * 4
 
 

@@ -93,6 +93,10 @@ class RecipeOp(nn.Module):
             f'Use gpuaug.Augment(ops={{"{name.lower()}": gpuaug.{name}()}}).'
         )
 
+    def prepare(self, name: str) -> Prepared:
+        """Prepare the operation for the key ``name`` of a recipe's ``ops``."""
+        raise NotImplementedError
+
     def extra_repr(self) -> str:
         """All settings."""
         return ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k[0] != "_" and k != "training")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -92,34 +92,36 @@ class RandomErasing(RecipeOp):
             made[row, :, y : y + h, x : x + w] = value
         return made
 
+    def prepare(self, name: str) -> Prepared:
+        # one slot per box, so that each box has its own noise
+        each = 2 * _ATTEMPTS + 2 + (4 if self.mode == "rand" else 0)  # a colour takes 4 uniforms
+        modules = [copy.deepcopy(self) for _ in range(self.count)]
+        for box, module in enumerate(modules):
+            module._box = box
+        rule = partial(_drawn, op=modules[0], each=each)
+        slots = tuple((module,) for module in modules)
+        return Prepared(name, self, slots, 2 + self.count * each, rule, keyed=self.mode == "pixel")
 
-def check_place(ops: Mapping[str, Any], normalize: Normalize | None) -> None:
+
+def check_place(ops: Sequence[Prepared], normalize: Normalize | None) -> None:
     """Raise ConfigError if ``normalize`` has another mean or std, or if a later operation would clamp the noise."""
-    for place, (name, op) in enumerate(ops.items(), start=1):
-        if not isinstance(op, RandomErasing):
+    wanted = None if normalize is None else {k: tuple(v) for k, v in normalize.values().items()}
+    leaves = [op.leaves(f"augment.ops.{op.name}") for op in ops]  # per entry
+    for place, (key, leaf) in ((n, leaf) for n, entry in enumerate(leaves, start=1) for leaf in entry):
+        if not isinstance(op := leaf.op, RandomErasing):
             continue
-        wanted = None if normalize is None else {k: tuple(v) for k, v in normalize.values().items()}
         found = {"mean": op.mean, "std": op.std}
         if wanted not in (None, found):
             raise ConfigError(
-                f"`augment.ops.{name}` must have the mean and std of `augment.normalize`, {wanted}. Found: {found}. "
-                f"Set `augment.ops.{name}.mean` and `.std` too."
+                f"`{key}` must have the mean and std of `augment.normalize`, {wanted}. Found: {found}. "
+                f"Set `{key}.mean` and `.std` too."
             )
-        if op.mode != "const" and not all(isinstance(later, RandomErasing) for later in list(ops.values())[place:]):
+        later = [leaf.op for entry in leaves[place:] for _, leaf in entry]
+        if op.mode != "const" and not all(isinstance(each, RandomErasing) for each in later):
             raise ConfigError(
-                f"`augment.ops.{name}` must be the last entry of `augment.ops`, because later operations clamp its "
+                f"`{key}` must be in the last entry of `augment.ops`, because later operations clamp its "
                 f"noise to 0..1. Found: entry {place} of {len(ops)}. Move it to the end, or use mode=const."
             )
-
-
-def _prepare(name: str, op: RandomErasing) -> Prepared:
-    """One slot per box, so that each box has its own noise."""
-    each = 2 * _ATTEMPTS + 2 + (4 if op.mode == "rand" else 0)  # a colour takes 4 uniforms
-    modules = [copy.deepcopy(op) for _ in range(op.count)]
-    for box, module in enumerate(modules):
-        module._box = box
-    rule = partial(_drawn, op=modules[0], each=each)
-    return Prepared(name, op, tuple((m,) for m in modules), 2 + op.count * each, rule, keyed=op.mode == "pixel")
 
 
 def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
@@ -177,4 +179,4 @@ def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal:
     return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 
 
-ENTRY = Entry("pixels", steps=_steps, prepare=_prepare, fields=_noise)
+ENTRY = Entry("pixels", steps=_steps, fields=_noise)

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from gpuaug import checks
-from gpuaug.augment.ops.entry import Entry, RecipeOp
+from gpuaug.augment.ops.entry import RecipeOp
 from gpuaug.augment.parameters import Alternatives, Prepared, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
@@ -71,6 +71,24 @@ class PhotometricDistort(RecipeOp):
         self.p = float(checks.number("p", p, 0, 1))
         self.channels = float(checks.number("channels", (0 if added else p) if channels is None else channels, 0, 1))
 
+    def prepare(self, name: str) -> Prepared:
+        import kornia.augmentation as K
+
+        # `_drawn` replaces these ranges of 0.5. The fused program skips changes with a range of 0.
+        three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
+        if self.style == "mmseg":
+            three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
+        brightness, contrast, saturation = three
+        hue, channels = K.RandomHue((-0.5, 0.5), p=1.0), K.RandomChannelShuffle(p=1.0)
+        modules = (brightness, contrast, saturation, hue, contrast, channels)
+        rule = partial(
+            _drawn,
+            ranges=(self.brightness, self.contrast, self.saturation, self.hue),
+            gates=np.array([self.p, self.p, self.p, self.p, self.channels], dtype=np.float32),
+            shift=np.float32(self.style == "mmseg"),  # because Kornia's RandomBrightness adds `factor - 1`
+        )
+        return Prepared(name, self, tuple((module,) for module in modules), _GATES + 7, rule)
+
 
 def _range(name: str, value: Any, low: float, high: float) -> Range:
     pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
@@ -80,25 +98,6 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
     if first > last or last > 1e30:
         raise ConfigError(f"`{name}` must satisfy {low:g} <= min <= max <= {min(high, 1e30):g}. Found: {value!r}.")
     return first, last
-
-
-def _prepare(name: str, op: PhotometricDistort) -> Prepared:
-    import kornia.augmentation as K
-
-    # `_drawn` replaces these ranges of 0.5. The fused program skips changes with a range of 0.
-    three: tuple[nn.Module, ...] = tuple(K.ColorJitter(0.5, 0.5, 0.5, p=1.0, order=(k,)) for k in range(3))
-    if op.style == "mmseg":
-        three = K.RandomBrightness(p=1.0), K.RandomContrast(p=1.0), K.RandomSaturation(p=1.0)
-    brightness, contrast, saturation = three
-    hue, channels = K.RandomHue((-0.5, 0.5), p=1.0), K.RandomChannelShuffle(p=1.0)
-    modules = (brightness, contrast, saturation, hue, contrast, channels)
-    rule = partial(
-        _drawn,
-        ranges=(op.brightness, op.contrast, op.saturation, op.hue),
-        gates=np.array([op.p, op.p, op.p, op.p, op.channels], dtype=np.float32),
-        shift=np.float32(op.style == "mmseg"),  # because Kornia's RandomBrightness adds `factor - 1`
-    )
-    return Prepared(name, op, tuple((module,) for module in modules), _GATES + 7, rule)
 
 
 def _drawn(
@@ -111,6 +110,3 @@ def _drawn(
     factors = (dict(zip(_NAMES, values, strict=True)),)
     channels = ({"channels": np.argsort(u[:, _GATES + 4 :], axis=1, kind="stable")},)
     return np.stack(slots, axis=1).astype(np.int64) - 1, (factors,) * 5 + (channels,)
-
-
-ENTRY = Entry("pixels", prepare=_prepare)

@@ -31,7 +31,6 @@ from gpuaug.batch import Fault
 from gpuaug.decode.dali import choose_backend
 from gpuaug.errors import ConfigError, GpuaugError, StateError
 from gpuaug.files import format_bytes
-from gpuaug.loader.arguments import DTYPES
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
@@ -412,7 +411,7 @@ def _layout(loader: Loader, as_uint8: bool) -> dict[str, Any]:
         "version": VERSION,
         "order": repr(loader.order),
         "samples": len(source),
-        "store": "uint8" if as_uint8 else next(name for name, kind in DTYPES.items() if kind is loader.dtype),
+        "store": "uint8" if as_uint8 else str(loader.dtype).removeprefix("torch."),
         "views": [
             {"name": v.name, "copy": v.copy, "size": [*x.shape[-2:]], "backend": v.augment.backend}
             for v, x in zip(loader.augment.at(0).views, _views(shown), strict=True)
