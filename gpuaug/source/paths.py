@@ -64,7 +64,7 @@ def is_safe(key: str) -> bool:
 
 def redact(path: str) -> str:
     """Remove user name, password and signature from a URL, because messages must not show them."""
-    return re.sub(r"(?<=://)[^/@]*@", "", path.split("?", 1)[0]) if is_url(path) else path
+    return re.sub(r"(?<=://)[^/]*@", "", path.split("?", 1)[0]) if is_url(path) else path
 
 
 def expand_braces(text: str) -> list[str]:
