@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import struct
 import sys
 from pathlib import Path
@@ -581,6 +582,17 @@ DAMAGED = {
        for word in ("NaN", "Infinity", "-Infinity") for field in (b"area", b"width", b"image_id")},
     "NaN in a box": GOOD.replace(b"[1, 1, 2, 2]", b"[1, NaN, 2, 2]"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("NaN in a box", "[1, NaN, 2"), ("zip", "PK"), ("all but one", GOOD[-9:-1].decode())]
+)
+def test_the_message_shows_where_the_json_is_damaged(tmp_path, name, found):
+    pytest.importorskip("msgspec")
+    write(tmp_path, one([]))
+    write(tmp_path, DAMAGED[name])
+    with pytest.raises(SourceError, match=f"Found there: b.*{re.escape(found)}"):
+        open_coco(tmp_path)
 
 
 @pytest.mark.parametrize("name", DAMAGED)
