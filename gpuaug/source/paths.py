@@ -32,7 +32,11 @@ def absolute(path: Any, *, key: str = "source.root", below: Any = None) -> str:
     for scheme in ("file://", "local://"):
         if text.startswith(scheme):
             text = "/" + unquote(text.removeprefix(scheme), errors="surrogateescape").lstrip("/")
-    return text.rstrip("/") if is_url(text) else os.path.abspath(os.path.expanduser(text))
+    if not is_url(text):
+        return os.path.abspath(os.path.expanduser(text))
+    if not is_url(short := text.rstrip("/")):
+        raise ConfigError(f"`{key}` must name a bucket or a server. Found: {text!r}.")
+    return short
 
 
 def join(root: str, key: str) -> str:

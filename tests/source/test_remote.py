@@ -682,6 +682,9 @@ def test_messages_about_a_folder_show_no_password(folder, below, more):
 def test_places(tmp_path):
     assert absolute("s3://b/x/") == "s3://b/x"
     assert absolute("file:///a/b%20c") == "/a/b c"
+    for bare in ("s3://", "https:///"):
+        with pytest.raises(ConfigError, match=f"`source.root` must name a bucket or a server. Found: '{bare}'"):
+            FolderSource(bare)
     assert join("https://h/d", "a b/c%.jpg") == "https://h/d/a%20b/c%25.jpg"
     assert join("s3://b/d", "a b/c%.jpg") == "s3://b/d/a b/c%.jpg"
     assert split("s3://b/d/x.tar") == ("s3://b/d", "x.tar")
