@@ -347,6 +347,16 @@ def test_the_loader_reads_the_size_of_its_epoch(arrays: Path, num_workers: int) 
                 assert torch.equal(fetched.images, large.fetch(found.indices.tolist(), epoch=2).images)
 
 
+def test_an_index_that_cannot_be_written_names_the_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / ".partial").mkdir(parents=True)
+    (blocked := tmp_path / "out" / ".partial" / "index").touch()  # where the folder of the index should be
+    source = FolderSource(folder, labels="none", subset=2)
+    with pytest.raises(GpuaugError, match=r"`out` cannot be written: .*/out.*\.partial/index.*run the same command"):
+        run(source, tmp_path / "out", faults={"policy": "drop"})
+    blocked.unlink()
+    assert run(source, tmp_path / "out", faults={"policy": "drop"})["samples"]
+
+
 def test_samples_and_classes_are_chosen(arrays: Path, tmp_path: Path) -> None:
     packed = PackedSource(arrays, subset=14)
     assert packed.indices.tolist() == list(range(0, 28, 2))
