@@ -231,6 +231,8 @@ def test_labels_of_other_kinds(folder: Path, tmp_path: Path) -> None:
         want = "json" if isinstance(labels[0], list | float) else "none" if labels[0] is None else "cls"
         shards = ShardSource(str(out / "30"), labels=want)
         assert [shards[i][1] for i in range(3)] == labels
+    with pytest.raises(SourceError, match="labels must be finite. Found: nan of '1'"):
+        run(Several([0.5, float("nan"), 1.0]), tmp_path / "nan", sizes=30)
 
 
 def test_a_side_too_long_for_jpeg_is_a_fault(tmp_path: Path) -> None:
