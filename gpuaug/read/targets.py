@@ -105,15 +105,20 @@ def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) ->
         value = getattr(target, name)
         if value is None or (missing is None and name not in names):
             continue
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except ValueError:  # numpy's message names neither the column nor the shape
+            raise ValueError(f"the entries of {name} must have the same length. Found: {value!r:.200}") from None
         if not array.size:  # from an empty list, numpy makes float64 [0]
             array = np.zeros((0, *(max(n, 0) for n in shape)), dtype=kind)
         matches = array.ndim == 1 + len(shape) and all(
             n in (-1, m) for n, m in zip(shape, array.shape[1:], strict=True)
         )
-        if not matches or array.dtype.kind not in ("biu" if np.dtype(kind).kind in "biu" else "biuf"):
-            wanted = ", ".join(["n", *("K" if n < 0 else str(n) for n in shape)])
-            raise ValueError(f"{name} must be numbers of shape [{wanted}]. Found: {array.dtype} {list(array.shape)}")
+        is_whole = np.dtype(kind).kind in "biu"
+        if not matches or array.dtype.kind not in ("biu" if is_whole else "biuf"):
+            wanted = "whole numbers" if is_whole else "numbers"
+            wanted += f" of shape [{', '.join(['n', *('K' if n < 0 else str(n) for n in shape)])}]"
+            raise ValueError(f"{name} must be {wanted}. Found: {array.dtype} {list(array.shape)}")
         if name == "keypoints" and num_keypoints and len(array) and array.shape[1] != num_keypoints:
             raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
         if array.dtype == np.uint64 and array.size and array.max() >= 2**63:

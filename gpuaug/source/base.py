@@ -153,22 +153,31 @@ class ListedSource:
         return index
 
     def _set_labels(
-        self, values: Sequence[Any] | NDArray[Any], *, classes: Classes, names: Sequence[str] | None = None
+        self,
+        values: Sequence[Any] | NDArray[Any],
+        *,
+        classes: Classes,
+        names: Sequence[str] | None = None,
+        place: str | None = None,
     ) -> None:
-        """Set one label per sample. ``names``: the class names stored in the data, in the order of their labels."""
-        root = redact(self.root)
+        """Set one label per sample.
+
+        ``names``: the class names stored in the data, in the order of their labels. ``place``: where the labels are,
+        for messages; None: ``root``.
+        """
+        place = repr(redact(self.root)) if place is None else place
         mapping = None if classes is None else class_mapping(classes)
         if names is not None and mapping is None:
             mapping = {name: label for label, name in enumerate(names)}
         elif names is not None and list(mapping or ()) != list(names):
             if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
                 raise SourceError(
-                    f"`source.classes` differs from the class names in {root!r}: {some(names)}. Its labels are not one "
+                    f"`source.classes` differs from the class names in {place}: {some(names)}. Its labels are not one "
                     "class number per sample, so they cannot be converted. Remove `source.classes`."
                 )
-            encode(values, classes={name: label for label, name in enumerate(names)}, place=root)  # checks the range
+            encode(values, classes={name: label for label, name in enumerate(names)}, place=place)  # checks the range
             values = [names[i] for i in values.tolist()]  # the given mapping may number the classes differently
-        labels, known = encode(values, classes=mapping, place=root)
+        labels, known = encode(values, classes=mapping, place=place)
         tensor = share(torch.from_numpy(labels))
         if labels.dtype == np.int64:
             self.labels = tensor

@@ -96,7 +96,7 @@ def encode(
     ==================  ==================================================
 
     Without ``classes``, the names are sorted and numbered from 0. Raises SourceError if the values mix numbers, names
-    and lists, or a name is not in ``classes``.
+    and lists, or a name is not in ``classes``. ``place``: where the labels are, for messages.
     """
     kinds: set[Any] = {values.dtype.type} if isinstance(values, np.ndarray) else set(map(type, values))
     named = None if classes is None else list(classes)
@@ -107,7 +107,7 @@ def encode(
             raise _refused(values, kinds, place) from error
         if classes is not None and (beyond := outside(numbers, len(classes))):
             raise SourceError(
-                f"labels in {place!r} must be 0 .. {len(classes) - 1}, because there are {len(classes)} classes. "
+                f"labels in {place} must be 0 .. {len(classes) - 1}, because there are {len(classes)} classes. "
                 f"Found: {beyond}."
             )
         return numbers, named
@@ -127,7 +127,7 @@ def encode(
         lengths = {len(row) for row in values}
         if len(lengths) > 1:
             raise SourceError(
-                f"if labels are lists of numbers, all must have the same length. Found in {place!r}: lengths "
+                f"if labels are lists of numbers, all must have the same length. Found in {place}: lengths "
                 f"{min(lengths)} .. {max(lengths)}. For sets of classes, list class names instead of numbers."
             )
         if inside and all(issubclass(kind, int | float) for kind in inside):
@@ -138,14 +138,14 @@ def encode(
 def _finite(values: NDArray[np.float32], place: str) -> NDArray[np.float32]:
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(1)
     if bad.any():
-        raise SourceError(f"labels in {place!r} must be finite. {bad.sum()} are not; the first is row {bad.argmax()}.")
+        raise SourceError(f"labels in {place} must be finite. {bad.sum()} are not; the first is row {bad.argmax()}.")
     return values
 
 
 def _mapping(names: set[str], classes: Mapping[str, int] | None, place: str) -> Mapping[str, int]:
     if classes is None:
         return {name: label for label, name in enumerate(sorted(names))}
-    numbers_of(sorted(names), classes, f"labels of {place!r}")
+    numbers_of(sorted(names), classes, f"labels of {place}")
     return classes
 
 
@@ -153,7 +153,7 @@ def _refused(values: Sequence[Any] | NDArray[Any], kinds: set[Any], place: str) 
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     firsts = {type(value): value for value in reversed(list(values))}
     return SourceError(
-        f"labels in {place!r} must all be numbers, all be names, all be lists of numbers, or all be lists of names. "
+        f"labels in {place} must all be numbers, all be names, all be lists of numbers, or all be lists of names. "
         f"Found: {names}, such as {some(list(firsts.values()))}."
     )
 

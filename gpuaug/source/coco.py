@@ -121,7 +121,8 @@ class CocoSource(FileSource):
         self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
         columns, counts = {**parsed.columns, "labels": numbers[parsed.columns["labels"]]}, parsed.counts[kept]
         self._objects = ObjectTable(counts, **columns, sizes=parsed.sizes[kept])
-        self._damaged = Damaged(_reasons(columns, counts), len(kept), place=redact(self.root))
+        outlines = {} if self._outlines is None else self._outlines.damaged
+        self._damaged = Damaged(_reasons(columns, counts, outlines), len(kept), place=redact(self.root))
 
     def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
         item = super()._sample(index, image, mask, extra, **objects)
@@ -137,8 +138,8 @@ class CocoSource(FileSource):
         return image, replace(target, mask=runs.encode(drawn))
 
 
-def _reasons(columns: Mapping[str, Any], counts: NDArray[np.int64]) -> dict[int, str]:
-    """Why samples cannot be used, by sample number."""
+def _reasons(columns: Mapping[str, Any], counts: NDArray[np.int64], outlines: Mapping[int, str]) -> dict[int, str]:
+    """Why samples cannot be used, by sample number. ``outlines``: what is wrong with outlines, by object."""
     sample, reasons = np.repeat(np.arange(len(counts)), counts), dict[int, str]()
     number = columns["ids"]
     number = np.arange(len(sample)) - (np.cumsum(counts) - counts)[sample] if number is None else number
@@ -156,6 +157,8 @@ def _reasons(columns: Mapping[str, Any], counts: NDArray[np.int64]) -> dict[int,
         for k in np.flatnonzero(bad).tolist():
             shown = text.format(f"of annotation {number[k]}")
             reasons.setdefault(int(sample[k]), f"the {shown}. Found: {values[k].tolist()!r:.200}")
+    for k, reason in outlines.items():
+        reasons.setdefault(int(sample[k]), f"the segmentation of annotation {number[k]} {reason}")
     return reasons
 
 

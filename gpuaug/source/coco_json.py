@@ -81,7 +81,16 @@ def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotati
     except RecursionError as error:
         raise refused(place, "the lists in the file are nested too deeply") from error
     except (ValueError, OverflowError, UnicodeError) as error:
-        raise refused(place, str(error)) from error
+        raise refused(place, f"{error}{_found(data, str(error))}") from error
+
+
+def _found(data: bytes | bytearray, message: str) -> str:
+    """The bytes that msgspec's ``message`` is about; "" if it is not about the JSON's syntax."""
+    match = re.search(r"\(byte (\d+)\)$", message)
+    if match is None and message != "Input data was truncated":
+        return ""
+    at = len(data) if match is None else int(match[1]) + len(BOM) * data.startswith(BOM)
+    return f". Found there: {bytes(data[max(0, at - 20) : at + 20])!r}"
 
 
 def refused(place: str, reason: str) -> SourceError:
@@ -101,7 +110,8 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
     if not len(images_of) or not len(categories_of):
         raise ValueError(f"the file has {len(images_of)} images and {len(categories_of)} categories")
     if len(set(categories["name"])) < len(categories_of):
-        raise ValueError("two categories have the same name")
+        twice = next(name for i, name in enumerate(categories["name"]) if name in categories["name"][:i])
+        raise ValueError(f"two categories have the same name. Found twice: {twice!r:.100}")
     names = [_path(name, "images", int(i)) for name, i in zip(images["file_name"], images_of, strict=True)]
     rows, masks = _segments(document, images_of) if panoptic else (document("annotations", fields), None)
     sizes = np.array([_side(images["height"], images_of), _side(images["width"], images_of)], dtype=np.int32).T

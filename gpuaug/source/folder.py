@@ -80,16 +80,17 @@ class FolderSource(FileSource):
         self._activate(subset, exclude, began=began)
 
     def _list_classes(self, given: dict[str, int] | None, tree: LocalTree | UrlTree, endings: tuple[str, ...]) -> None:
+        place = redact(self.root)
         folders, beside = tree.classes()
         folders.sort()
         if not folders:
             remedy = "Set `source.labels=none` to read images without labels." if beside else "Check `source.root`."
-            raise SourceError(f"no class folders in {self.root!r}. Images directly in this folder: {beside}. {remedy}")
+            raise SourceError(f"no class folders in {place!r}. Images directly in this folder: {beside}. {remedy}")
         if beside:
-            log.warning("source %s: %d images are ignored, because they are not in a class folder", self.root, beside)
+            log.warning("source %s: %d images are ignored, because they are not in a class folder", place, beside)
         mapping = {name: label for label, name in enumerate(folders)} if given is None else given
         remedy = "Add them to `source.classes`, or move the folders away."
-        labels = numbers_of(folders, mapping, f"of the {len(folders)} folders in {self.root!r}", remedy=remedy)
+        labels = numbers_of(folders, mapping, f"of the {len(folders)} folders in {place!r}", remedy=remedy)
         counts = dict.fromkeys(folders, 0)
 
         def blocks() -> Iterator[list[bytes]]:
@@ -102,12 +103,12 @@ class FolderSource(FileSource):
         empty = [folder for folder, count in counts.items() if not count]
         if not len(self._names):
             raise SourceError(
-                f"no images in {self.root!r}: {len(folders)} class folders ({some(folders)}), but no file in them "
+                f"no images in {place!r}: {len(folders)} class folders ({some(folders)}), but no file in them "
                 f"ends in {', '.join(endings)}."
             )
         if empty and given is None:
             raise SourceError(
-                f"{len(empty)} of the {len(folders)} class folders in {self.root!r} have no images: {some(empty)}. "
+                f"{len(empty)} of the {len(folders)} class folders in {place!r} have no images: {some(empty)}. "
                 "Remove these folders, or set `source.classes`, which may have classes without images."
             )
         self._set_labels(np.repeat(labels, list(counts.values())), classes=mapping)

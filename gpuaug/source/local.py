@@ -26,8 +26,8 @@ _IMAGE_STARTS = (
 
 
 def open_text(path: str, *, errors: str = "strict") -> io.TextIOWrapper:
-    """Open a UTF-8 text file, with the limits and errors of :func:`read_file`."""
-    return io.TextIOWrapper(io.BytesIO(read_file(path)), encoding="utf-8", errors=errors)
+    """Open a UTF-8 text file, with or without a BOM, with the limits and errors of :func:`read_file`."""
+    return io.TextIOWrapper(io.BytesIO(read_file(path)), encoding="utf-8-sig", errors=errors)
 
 
 def read_file(path: bytes | str, *, image: bool = False, limit: int | None = None) -> bytes:

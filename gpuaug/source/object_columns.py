@@ -52,7 +52,7 @@ def _read_objects(
     if "labels" not in fields:
         values["labels"] = np.zeros(len(fields["boxes"].values), dtype=np.int64)
     elif _is_text((labels := fields["labels"].values).type):
-        values["labels"], found = encode(labels.to_pylist(), classes=classes, place=place)
+        values["labels"], found = encode(labels.to_pylist(), classes=classes, place=repr(place))
         known = found if known is None else known
     else:
         values["labels"] = _whole(labels)
@@ -75,9 +75,10 @@ class RowSource(SampleSource):
         """Read labels and objects from an Arrow table with the :func:`early_columns` of all rows."""
         place = redact(self.root)
         if label is not None:
-            values = column_values(table.column(label), place, name=self.key)
+            where = f"the column {label!r} of {place!r}"
+            values = column_values(table.column(label), where, name=self.key)
             names = class_names(table.schema, label)
-            self._set_labels(values, classes=classes if objects is None else None, names=names)
+            self._set_labels(values, classes=classes if objects is None else None, names=names, place=where)
         if objects is not None:
             mapping = None if classes is None else class_mapping(classes)
             self._objects, self._damaged, names = _read_objects(
@@ -116,18 +117,21 @@ def early_columns(schema: Any, label: str | None, objects: str | None) -> list[s
 
 
 def column_values(column: Any, place: str, *, name: Callable[[int], str] = str) -> Any:
-    """Values of an Arrow column: an array of int64 or float32, or a list. ``name(i)`` is the name of row ``i``."""
+    """Values of an Arrow column: an array of int64 or float32, or a list.
+
+    ``place`` and ``name(i)`` name the column and row ``i`` in messages.
+    """
     types = import_pyarrow().types
     if column.null_count:
         row = name(column.is_null().index(True).as_py())
         raise SourceError(
-            f"{column.null_count} labels in {place!r} are null, the first in row {row}. Fill in the values."
+            f"{column.null_count} labels in {place} are null, the first in row {row}. Fill in the values."
         )
     if types.is_integer(column.type) or types.is_boolean(column.type):
         try:
             return np.array(column.cast("int64").to_numpy())
         except import_pyarrow().ArrowInvalid as error:  # a uint64 that is too large
-            raise SourceError(f"labels in {place!r} must be below 2**63: {error}.") from error
+            raise SourceError(f"labels in {place} must be below 2**63: {error}.") from error
     return np.array(column.to_numpy(), np.float32) if types.is_floating(column.type) else column.to_pylist()
 
 

@@ -110,7 +110,7 @@ class ParquetSource(RowSource):
         column = _label_column(schema, label, place, objects=objects, optional=optional)
         early = early_columns(schema, column, _objects_column(schema, objects, place))
         for file, meta in zip(files, metadata, strict=True):
-            _check(file, meta, schema, [*(name.split(".")[0] for name in images), *more, *early])
+            _check(file, meta, schema, [*images, *more, *early])
         self._columns = [*images, *more]
         self._set_rows(metadata, names)
         if not early and classes is not None:
@@ -289,7 +289,8 @@ def _metadata(file: FileInfo, storage: Storage) -> Any:
 
 def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
     own = meta.schema.to_arrow_schema()
-    for name in columns:
+    for path in columns:
+        name = path if path in schema.names else path.removesuffix(".bytes")
         if name not in own.names or not own.field(name).type.equals(schema.field(name).type):
             raise SourceError(
                 f"{redact(file.path)!r} must have the columns of the first file, such as {name!r}: "

@@ -32,7 +32,11 @@ def absolute(path: Any, *, key: str = "source.root", below: Any = None) -> str:
     for scheme in ("file://", "local://"):
         if text.startswith(scheme):
             text = "/" + unquote(text.removeprefix(scheme), errors="surrogateescape").lstrip("/")
-    return text.rstrip("/") if is_url(text) else os.path.abspath(os.path.expanduser(text))
+    if not is_url(text):
+        return os.path.abspath(os.path.expanduser(text))
+    if not is_url(short := text.rstrip("/")):
+        raise ConfigError(f"`{key}` must name a bucket or a server. Found: {text!r}.")
+    return short
 
 
 def join(root: str, key: str) -> str:
@@ -64,7 +68,7 @@ def is_safe(key: str) -> bool:
 
 def redact(path: str) -> str:
     """Remove user name, password and signature from a URL, because messages must not show them."""
-    return re.sub(r"(?<=://)[^/@]*@", "", path.split("?", 1)[0]) if is_url(path) else path
+    return re.sub(r"(?<=://)[^/]*@", "", path.split("?", 1)[0]) if is_url(path) else path
 
 
 def expand_braces(text: str) -> list[str]:

@@ -36,10 +36,23 @@ class Segmentations:
 
     ``values`` are parsed JSON: polygons [x, y, x, y, ...], run lengths ``{"size": [height, width], "counts": ...}``, or
     None. A value of another form raises ValueError.
+
+    Attributes:
+        damaged: what is wrong with outlines that are missing or have too few points, by position of the object.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        packed = map(_pack, values)
+        self.damaged: dict[int, str] = {}
+
+        def pack(item: tuple[int, Any]) -> bytes:
+            number, value = item
+            packed = _pack(value)
+            rings = value if isinstance(value, list) else ()
+            if reason := _wrong_lengths(map(len, rings)) if packed else "is missing":
+                self.damaged[number] = reason
+            return packed
+
+        packed = map(pack, enumerate(values))
         self._packed = Names.of(iter(lambda: list(islice(packed, BLOCK)), []))
 
     def draw(
@@ -96,6 +109,12 @@ def _pack_runs(value: dict[str, Any]) -> bytes:
     raise ValueError("has `counts` that are neither text nor a list of numbers")
 
 
+def _wrong_lengths(lengths: Iterable[int]) -> str:
+    """Why polygons of these numbers of coordinates cannot be drawn; "" if they can."""
+    bad = next((length for length in lengths if length < 6 or length % 2), None)
+    return "" if bad is None else f"must have polygons of at least 3 points, as x, y pairs. Found: {bad} numbers"
+
+
 def _is_numbers(values: Any) -> bool:
     return isinstance(values, list) and set(map(type, values)) <= {int, float}
 
@@ -125,8 +144,8 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
     """Run lengths of the pixels inside any of the polygons, as COCO's text."""
     lengths = np.frombuffer(packed, dtype="<u4", count=rings, offset=4)
     points = np.frombuffer(packed, dtype="<f4", offset=4 + 4 * rings).astype(np.float64)
-    if (bad := lengths[(lengths < 6) | (lengths % 2 == 1)]).size:
-        raise ValueError(f"must have polygons of at least 3 points, as x, y pairs. Found: {bad[0]} numbers")
+    if reason := _wrong_lengths(lengths.tolist()):
+        raise ValueError(reason)
     far = 2 * max(height, width)  # pycocotools takes memory in proportion to a polygon's extent
     if not (np.abs(points) <= far).all():  # also refuses NaN
         raise ValueError(f"has a point far outside the image of {height} x {width} pixels")

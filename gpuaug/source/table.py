@@ -101,12 +101,13 @@ class TableSource(FileSource):
             self.target_kinds = frozenset({"masks"})
             self._mask_files = Files(self.root, _names(columns[masks[0]], place), self._storage)
         self._extras = ExtraTable(map(_list, map(columns.get, extras)))
-        values = [_numbers(columns[name], name, place) for name in labels]
+        places = [f"the column {name!r} of {place!r}" for name in labels]
+        values = [_numbers(columns[name], where) for name, where in zip(labels, places, strict=True)]
         if several:
-            self._set_labels(_matrix(values, labels, place), classes=None)
+            self._set_labels(_matrix(values, places), classes=None, place=repr(place))
             self._set_classes(labels)
         elif labels:
-            self._set_labels(values[0], classes=classes)
+            self._set_labels(values[0], classes=classes, place=places[0])
         self._activate(subset, exclude, began=began)
 
     def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
@@ -152,6 +153,11 @@ def _csv(
         csv.field_size_limit(max(len(text), usual))
         try:
             head = [name.strip() for name in next(lines, [])]
+            if len(head) < len({*names}) or any("\0" in name for name in head):
+                raise SourceError(
+                    f"the first line of {place!r} must name the columns, in UTF-8 and with {delimiter!r} between them. "
+                    f"Found: {','.join(head)!r:.200}. Save the table in this form."
+                )
             check(head)
             known = {name: head.index(name) for name in (*names, *extras)}
             extra_columns = {name: known[name] for name in extras}
@@ -187,14 +193,16 @@ def _list(column: Any) -> Sequence[Any]:
     return column if isinstance(column, tuple) else column.to_pylist()
 
 
-def _numbers(column: Any, name: str, place: str) -> Any:
+def _numbers(column: Any, place: str) -> Any:
     """The labels in a column. Text of a CSV column becomes whole numbers or floats, if possible."""
     if not isinstance(column, tuple):
         return column_values(column, place)
     if "" in column:
-        raise SourceError(f"sample {column.index('')} in {place!r} has no {name!r}. Add a value, or remove the row.")
+        raise SourceError(f"sample {column.index('')} has no label in {place}. Add a value, or remove the row.")
     if all(map(_WHOLE_NUMBER.fullmatch, column)):
         return [int(value) for value in column]
+    if any("_" in value for value in column):  # Python's float accepts 1_0
+        return column
     try:
         return [float(value) for value in column]
     except ValueError:
@@ -215,10 +223,8 @@ def _names(paths: Any, place: str) -> Names:
     return Names.of([names])
 
 
-def _matrix(columns: list[Any], names: list[str], place: str) -> Any:
-    for name, column in zip(names, columns, strict=True):
+def _matrix(columns: list[Any], places: list[str]) -> Any:
+    for place, column in zip(places, columns, strict=True):
         if not isinstance(column[0], int | float | np.number):
-            raise SourceError(
-                f"several label columns must all hold numbers. Found in {place!r}, column {name!r}: {column[0]!r}."
-            )
+            raise SourceError(f"several label columns must all hold numbers. Found in {place}: {column[0]!r}.")
     return np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1)

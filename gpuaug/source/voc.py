@@ -26,6 +26,7 @@ CLASSES = (
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog",
     "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
+MOST_MARKS = 1 << 20  # tags and attributes of an XML file; so many take 0.2 GB of memory
 LARGEST_PIXEL = 1 << 24  # above this number, float32 cannot represent every whole number
 
 
@@ -128,6 +129,8 @@ def _parse(
     data: bytes, mapping: Mapping[str, int], *, drop: bool
 ) -> tuple[tuple[int, int], list[tuple[tuple[float, ...], int]]]:
     """Return (height, width) of the image, and (box, class) of each object. An unknown height or width is 0."""
+    if (marks := data.count(b"<") + data.count(b"=")) > MOST_MARKS:
+        raise ValueError(f"must have at most {MOST_MARKS} tags and attributes. Found: {marks}")
     try:
         root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_Builder()))
     except (ElementTree.ParseError, LookupError) as error:  # LookupError: an encoding that is not known

@@ -82,13 +82,14 @@ def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[f
     seen = values[6::3] if rules.points is not None and rules.points[1] == 3 else []
     coordinates = [*values[:4], *values[4::3], *values[5::3]] if seen else values
     if min(coordinates) < -BORDER or max(coordinates) > 1 + BORDER:
-        raise ValueError("must hold coordinates 0 .. 1, in units of the image's size")
+        found = f"Found: {min(coordinates):g} .. {max(coordinates):g}"
+        raise ValueError(f"must hold coordinates 0 .. 1, in units of the image's size. {found}")
     if not is_box:
         xs, ys = values[::2], values[1::2]
         return int(label), (min(xs), min(ys), max(xs), max(ys)), ()
     x, y, width, height = values[:4]
     if width < 0 or height < 0:
-        raise ValueError("must have a width and a height of at least 0")
+        raise ValueError(f"must have a width and a height of at least 0. Found: {width:g}, {height:g}")
     if not {0, 1, 2}.issuperset(seen):
         raise ValueError("must have visibilities 0, 1 or 2")
     box = x - width / 2, y - height / 2, x + width / 2, y + height / 2

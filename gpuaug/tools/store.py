@@ -74,7 +74,7 @@ def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError
 def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
     """Create a folder, lock it while the block runs, and remove temporary files of a killed run.
 
-    Raises ConfigError if another run has the lock.
+    Raises ConfigError if another run has the lock, and GpuaugError if the block raises an OSError, such as a full disk.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,6 +91,8 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
         for part in folder.rglob("*.part"):
             part.unlink()
         yield
+    except OSError as error:
+        raise GpuaugError(f"`out` cannot be written: {str(out)!r} ({error}). Remove the cause. {GO_ON}") from error
     finally:
         os.close(descriptor)
 

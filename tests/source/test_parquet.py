@@ -15,7 +15,7 @@ from test_remote import read_all
 
 import gpuaug
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source import FolderSource, ParquetSource, adapt
+from gpuaug.source import DatasetSource, FolderSource, ParquetSource, adapt
 
 
 def images(first, count):
@@ -123,6 +123,14 @@ def test_every_type_of_bytes(tmp_path, kind, struct):
     assert [x[0] for x in ParquetSource(tmp_path / "x.parquet")] == data
 
 
+@pytest.mark.parametrize("struct", [False, True])
+def test_a_column_with_a_dot_in_its_name(tmp_path, struct):
+    data = images(0, 4)
+    pq.write_table(table(data, struct=struct).rename_columns(["left.image"]), tmp_path / "X.PARQUET")
+    assert [x[0] for x in ParquetSource(tmp_path / "X.PARQUET")] == data
+    assert [x[0] for x in ParquetSource(tmp_path, image="left.image")] == data
+
+
 def test_files_may_differ_in_whether_a_column_may_be_null(tmp_path):
     for name, nullable in (("a", False), ("b", True)):
         rows = table(images(0, 3), label=[1, 2, 3])
@@ -152,7 +160,7 @@ def test_columns(tmp_path, caplog):
     assert [x[1] for x in tags] == [[1, 0], [1, 1], [0, 0], [0, 1]]
     assert ParquetSource(path, label="many")[0] == (data[0], [1, 0])
     assert ParquetSource(path, label="none")[0] == (data[0], None)
-    with pytest.raises(SourceError, match="are null, the first in row x.parquet/2"):
+    with pytest.raises(SourceError, match="the column 'day' of .* are null, the first in row x.parquet/2"):
         ParquetSource(path, label="day")
     large = table(data, label=pa.array([1 << 63, 0, 1, 2], pa.uint64()))
     pq.write_table(large, tmp_path / "large.parquet")
@@ -262,6 +270,11 @@ def test_datasets_of_hugging_face(tmp_path, caplog):
     )
     rows = {"image": [{"bytes": x[0], "path": None} for x in local], "label": [x[1] for x in local]}
     dataset = datasets.Dataset.from_dict(rows, features=features)
+    unknown = dataset.remove_columns("label").add_column("kind", [None, *rows["label"][1:]])
+    with pytest.raises(
+        SourceError, match="labels in the column 'kind' of 'datasets.Dataset' are null, the first in row 0"
+    ):
+        DatasetSource(unknown, label="kind")
     source = adapt(dataset)
     assert list(source) == list(local)
     assert source.classes == local.classes
@@ -297,8 +310,6 @@ def test_datasets_of_hugging_face(tmp_path, caplog):
 
 def test_labels_of_another_name_are_asked_for(tmp_path):
     import datasets
-
-    from gpuaug.source import DatasetSource
 
     names = datasets.ClassLabel(names=["a", "b"])
     image, rows = datasets.Image(decode=False), [{"bytes": b"x", "path": None}] * 3

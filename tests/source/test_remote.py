@@ -279,6 +279,32 @@ def test_ranges_of_a_server_that_has_none(folder):
         assert Storage().read([Range(f"http://127.0.0.1:{port}/train/ant/notes.txt")]) == [b"no image"]
 
 
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([500, None], ""),
+        ([404, 404], "no such object"),
+        ([403, 403], "HTTP status 403"),
+        ([500, 500], "HTTP status 500"),
+    ],
+)
+def test_the_size_of_a_file_over_http(folder, answers, said):
+    """The error says what the server answered, and shows no password. What may pass is tried again."""
+
+    def trouble(path, count):
+        return answers[min(count, 1)]
+
+    with files(folder.parent) as port, proxied(port, trouble=trouble) as (_, url):
+        storage = Storage(Remote(tries=2))
+        place = f"{url.replace('://', '://me:secret@')}/train/ant/notes.txt?sig=secret"
+        if not said:
+            assert storage.stat([place])[0].size == 8
+            return
+        with pytest.raises(SourceError, match=said) as error:
+            storage.stat([place])
+        assert "secret" not in str(error.value)
+
+
 @pytest.mark.usefixtures("either")
 def test_redirections_and_headers(folder):
     """As a hub sends those who may read to where its files are."""
@@ -646,13 +672,24 @@ def test_listings_that_lead_outside_are_left_out(store, tmp_path, caplog):
     assert "left out" in caplog.text
 
 
+@pytest.mark.parametrize(("below", "more"), [("/train/ant/more", {}), ("/train", {"classes": ["x"]})])
+def test_messages_about_a_folder_show_no_password(folder, below, more):
+    with files(folder.parent) as port, pytest.raises(SourceError, match=f"127.0.0.1:{port}") as error:
+        FolderSource(f"http://me:secret@127.0.0.1:{port}{below}", **more)
+    assert "secret" not in str(error.value)
+
+
 def test_places(tmp_path):
     assert absolute("s3://b/x/") == "s3://b/x"
     assert absolute("file:///a/b%20c") == "/a/b c"
+    for bare in ("s3://", "https:///"):
+        with pytest.raises(ConfigError, match=f"`source.root` must name a bucket or a server. Found: '{bare}'"):
+            FolderSource(bare)
     assert join("https://h/d", "a b/c%.jpg") == "https://h/d/a%20b/c%25.jpg"
     assert join("s3://b/d", "a b/c%.jpg") == "s3://b/d/a b/c%.jpg"
     assert split("s3://b/d/x.tar") == ("s3://b/d", "x.tar")
     assert redact("https://me:secret@host/x?sig=secret") == "https://host/x"
+    assert redact("https://me:se@cret@host/a@b") == "https://host/a@b"
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "x.jpg").write_bytes(b"x")
     assert FolderSource(f"file://{tmp_path}")[0] == (b"x", 0)

@@ -282,6 +282,16 @@ def test_names_that_are_not_utf8(tmp_path, tree):
     assert FolderSource(tree, classes=names).class_to_idx == source.class_to_idx
 
 
+def test_text_files_may_begin_with_a_bom(tree, tmp_path):
+    names, numbers, record = tmp_path / "classes.txt", tmp_path / "subset.txt", tmp_path / "bad.jsonl"
+    names.write_text("ant\ncat\ndog\n", encoding="utf-8-sig")
+    numbers.write_text("0\n2\n", encoding="utf-8-sig")
+    record.write_text(json.dumps({"key": FolderSource(tree).key(2)}) + "\n", encoding="utf-8-sig")
+    source = FolderSource(tree, classes=names, subset=numbers, exclude=record)
+    assert source.classes == ["ant", "cat", "dog"]
+    assert source.indices.tolist() == [0]
+
+
 def test_given_classes(tree, tmp_path):
     order = ["dog", "bird", "cat", "ant"]
     for given_classes in (order, tuple(order), {name: i for i, name in enumerate(order)}):

@@ -148,20 +148,21 @@ def test_tables_that_cannot_be_used(place):
             TableSource(table, path="file")
     with pytest.raises(SourceError, match="no rows"):
         TableSource(write(place, path=[], label=[]))
-    with pytest.raises(SourceError, match="sample 1 .* has no 'label'"):
+    with pytest.raises(SourceError, match="sample 1 has no label in the column 'label' of .*t.csv"):
         TableSource(write(place, path=NAMES[:2], label=[1, ""]))
-    with pytest.raises(SourceError, match="are null"):
+    with pytest.raises(SourceError, match="the column 'label' of .*n.parquet' are null"):
         TableSource(write(place, "n.parquet", path=NAMES[:2], label=[1, None]))
-    with pytest.raises(SourceError, match="must be finite"):
+    with pytest.raises(SourceError, match="the column 'label' of .*t.csv' must be finite"):
         TableSource(write(place, path=NAMES[:2], label=[0.5, "nan"]))
     for text, message in (
-        ("", "one column"),
+        ("", "must name the columns"),
         ("path,label\na.jpg\n", "line 2 of .* has 1 fields.* 2"),
         ('path,label\n"a.jpg,1', "cannot be read"),
         ("path,path,label\na,b,1\n", "one column 'path'"),
-        ("path;label\na.jpg;1\nb,c.jpg;2\n", "one column 'path'"),
+        ("path;label\na.jpg;1\nb,c.jpg;2\n", "with ',' between them. Found: 'path;label'"),
+        ("path,label\na.jpg,1\n".encode("utf-16"), "must name the columns, in UTF-8"),
     ):
-        (place / "bad.csv").write_text(text)
+        (place / "bad.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(SourceError, match=message):
             TableSource(place / "bad.csv")
     (place / "bad.parquet").write_bytes(b"PAR1")
@@ -182,6 +183,12 @@ def test_tables_that_cannot_be_used(place):
     ):
         with pytest.raises(ConfigError, match=r"source\."):
             TableSource(place / "t.csv", **more)
+
+
+def test_names_that_python_would_read_as_numbers(place):
+    source = TableSource(write(place, path=NAMES[:3], label=["1_0", "2_1", "1_0"]))
+    assert source.classes == ["1_0", "2_1"]
+    assert source.labels.tolist() == [0, 1, 0]
 
 
 def test_text_as_spreadsheets_write_it(place):

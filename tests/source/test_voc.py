@@ -129,6 +129,7 @@ BAD = {
     "outer": (OUTER + WHOLE, "<!DOCTYPE>"),
     "entities in UTF-16": (LAUGHS.decode()[21:].encode("utf-16"), "<!DOCTYPE>"),
     "deep": (b"<annotation>" + b"<a>" * 100_000, "is not valid XML"),
+    "many tags": (b"<annotation>" + b"<a/>" * 1_100_000 + b"</annotation>", "must have at most 1048576 tags"),
     "no box": (replaced(b"<bndbox>.*?</bndbox>", b""), "has no <xmin>"),
     "no corner": (replaced(b"<ymax>9</ymax>", b""), "has no <ymax>"),
     "no name": (replaced(b"<name>cat</name>", b""), "an object without a name"),

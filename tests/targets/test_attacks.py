@@ -67,6 +67,19 @@ def test_what_a_call_cannot_use_is_named(given, found) -> None:
     assert found in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ({"boxes": [[1, 2, 3, 4], [1, 2]], "labels": [0, 1]}, r"entries of boxes .* same length. Found: .*\[1, 2\]\]"),
+        ({"boxes": BOX, "labels": [1.0]}, r"labels must be whole numbers of shape \[n\]. Found: float64"),
+        ({"boxes": BOX[0], "labels": [1]}, r"boxes must be numbers of shape \[n, 4\]. Found: float64 \[4\]"),
+    ],
+)
+def test_what_a_sample_of_a_user_has_wrong_is_named(target, text) -> None:
+    with pytest.raises(DataError, match=text):
+        first([(png(np.zeros((40, 60, 3), dtype=np.uint8)), target)], gpuaug.Targets(boxes=gpuaug.Boxes()))
+
+
 def test_a_crop_that_needs_boxes_says_so() -> None:
     recipe = gpuaug.Augment(crop=gpuaug.RandomIoUCrop(32), normalize=None)
     with pytest.raises(ConfigError, match="needs boxes. Found: masks"):

@@ -231,6 +231,8 @@ def test_labels_of_other_kinds(folder: Path, tmp_path: Path) -> None:
         want = "json" if isinstance(labels[0], list | float) else "none" if labels[0] is None else "cls"
         shards = ShardSource(str(out / "30"), labels=want)
         assert [shards[i][1] for i in range(3)] == labels
+    with pytest.raises(SourceError, match="labels must be finite. Found: nan of '1'"):
+        run(Several([0.5, float("nan"), 1.0]), tmp_path / "nan", sizes=30)
 
 
 def test_a_side_too_long_for_jpeg_is_a_fault(tmp_path: Path) -> None:
@@ -345,6 +347,16 @@ def test_the_loader_reads_the_size_of_its_epoch(arrays: Path, num_workers: int) 
                 assert torch.equal(found.labels, want.labels)
                 fetched = planned.fetch(found.indices.tolist(), epoch=2)
                 assert torch.equal(fetched.images, large.fetch(found.indices.tolist(), epoch=2).images)
+
+
+def test_an_index_that_cannot_be_written_names_the_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / ".partial").mkdir(parents=True)
+    (blocked := tmp_path / "out" / ".partial" / "index").touch()  # where the folder of the index should be
+    source = FolderSource(folder, labels="none", subset=2)
+    with pytest.raises(GpuaugError, match=r"`out` cannot be written: .*/out.*\.partial/index.*run the same command"):
+        run(source, tmp_path / "out", faults={"policy": "drop"})
+    blocked.unlink()
+    assert run(source, tmp_path / "out", faults={"policy": "drop"})["samples"]
 
 
 def test_samples_and_classes_are_chosen(arrays: Path, tmp_path: Path) -> None:

@@ -175,7 +175,15 @@ def check_size(data: Any, part: Range) -> bytes | OSError:
 
 async def info(system: Any, threads: Executor, part: Range) -> tuple[int, str]:
     """Size and version of a file, as in :func:`list_folder`."""
-    return _size_and_version(await _call(system, threads, "info", system._strip_protocol(part.path)))
+    try:
+        return _size_and_version(await _call(system, threads, "info", system._strip_protocol(part.path)))
+    except FileNotFoundError as error:
+        cause = error.__cause__
+        if not part.path.startswith(("http://", "https://")) or not isinstance(cause, Exception):
+            raise
+        # fsspec's HTTP client raises FileNotFoundError with the full URL after any failure
+        status = 404 if isinstance(cause, FileNotFoundError) else getattr(cause, "status", 0)
+        raise status_error(status, part) or cause from None
 
 
 async def list_folder(system: Any, threads: Executor, part: Range) -> list[tuple[str, bool, int, str]]:

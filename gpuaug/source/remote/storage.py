@@ -239,18 +239,18 @@ class Storage:
             path, pattern = split(path)
             if "*" in path:
                 raise ConfigError(f"`source.root` may contain * only in its last part. Found: {redact(path)!r}.")
-        elif path.split("?", 1)[0].endswith(ending) and (is_url(path) or not os.path.isdir(path)):
+        elif path.split("?", 1)[0].lower().endswith(ending) and (is_url(path) or not os.path.isdir(path)):
             return {path: None}
         if is_url(path):
             return {
                 join(path, key): None if size < 0 else FileInfo(join(path, key), size, version)
                 for key, size, version in self.find(path)  # an HTML listing has no sizes
-                if (key.endswith(ending) if pattern is None else fnmatchcase(key, pattern) and "/" not in key)
+                if (key.lower().endswith(ending) if pattern is None else fnmatchcase(key, pattern) and "/" not in key)
             }
         if pattern is not None:
             return dict.fromkeys(glob.iglob(os.path.join(glob.escape(path), pattern)))
         return dict.fromkeys(
-            os.path.join(above, x) for above, _, names in os.walk(path) for x in names if x.endswith(ending)
+            os.path.join(above, x) for above, _, names in os.walk(path) for x in names if x.lower().endswith(ending)
         )
 
     def _reset(self) -> None:

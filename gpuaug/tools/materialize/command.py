@@ -55,7 +55,6 @@ from gpuaug.source.materialized import (
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.store import (
-    GO_ON,
     check_out,
     damaged,
     digest,
@@ -234,12 +233,7 @@ class Materialize:
             self._prepare()
             done, title = self.samples - self.samples_missing, f"materialize {self.plan['epochs']} epochs"
             with tqdm(total=self.samples, initial=done, desc=title, unit="image", smoothing=0.05) as bar:
-                try:
-                    self._write(bar.update)
-                except OSError as error:
-                    raise GpuaugError(
-                        f"the epochs cannot be written to {str(self.out)!r}: {error}. Remove the cause. {GO_ON}"
-                    ) from error
+                self._write(bar.update)
             return self._finish()
 
     def verify(self) -> list[str]:

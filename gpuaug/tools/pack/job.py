@@ -269,8 +269,10 @@ class Packer:
             kept.append(row)
             number, label = int(numbers[row]), None if batch.labels is None else batch.labels[row].tolist()
             masks = None if targets is None else targets.masks.get(row)
-            _write_sample(outs, columns, f"{number:09d}", encoded, masks, label)
             key, extra = self.job.source.key(number), None if batch.extra is None else batch.extra[row]
+            if label is not None and not np.isfinite(label).all():  # a packed source would refuse it
+                raise SourceError(f"labels must be finite. Found: {label!r:.100} of {key!r}. Replace this label.")
+            _write_sample(outs, columns, f"{number:09d}", encoded, masks, label)
             for name, value in {"numbers": number, "keys": key, "labels": label, "extra": _json(extra, key)}.items():
                 columns[name].append(value)
         for name, column in {} if targets is None else targets.columns(kept, [*outs]).items():
