@@ -36,24 +36,28 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
 
     ``name``: start of the file name. ``without``: what a failure means. The warning is ``NAME on cpu WITHOUT: REASON``.
     """
-    given = os.environ.get("CXX", "").split()[:1]
+    given = os.environ.get("CXX", "").strip()  # a path, or several words, such as `ccache g++`
+    choices = [[given], given.split()] if given else [["g++"], ["clang++"], ["c++"]]
     with _lock:
-        compiler = next(filter(None, map(shutil.which, given or ["g++", "clang++", "c++"])), None)
+        compiler = next((words for words in choices if shutil.which(words[0])), None)
         if compiler is None:
             logger.warning(
-                "%s on cpu %s: no C++ compiler found. Install g++ or clang++, or set CXX to one.", name, without
+                "%s on cpu %s: no C++ compiler found. Looked for: %s. Install g++ or clang++, or set CXX to one.",
+                *(name, without, given or "g++, clang++, c++"),
             )
             return None
         try:
             text = _THREADS.read_text() + source.read_text()
-            stem = f"{name}-{_fingerprint(text, compiler, flags)}"
             kept = cache()
             with nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:
-                path = _kept(Path(folder), stem) or _build(compiler, flags, text, Path(folder), stem)
+                try:
+                    path = _library(compiler, (*flags, "-march=native"), text, Path(folder), name)
+                except subprocess.CalledProcessError:  # some compilers do not support it on some machines
+                    path = _library(compiler, flags, text, Path(folder), name)
                 return ctypes.CDLL(str(path))
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error
-            logger.warning("%s on cpu %s: %s failed: %s", name, without, compiler, detail)
+            logger.warning("%s on cpu %s: %s failed: %s", name, without, " ".join(compiler), detail)
             return None
 
 
@@ -97,26 +101,29 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
-def _fingerprint(source: str, compiler: str, flags: Sequence[str]) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+def _library(compiler: list[str], flags: Sequence[str], source: str, folder: Path, name: str) -> Path:
+    """Find or build the library. A build with other flags has another file name."""
+    stem = f"{name}-{_fingerprint(source, compiler, flags)}"
+    return _kept(folder, stem) or _build(compiler, flags, source, folder, stem)
+
+
+def _fingerprint(source: str, compiler: list[str], flags: Sequence[str]) -> str:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     lines = (machine.read("/proc/cpuinfo") or "").splitlines()
     processor = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return _digest("\0".join((source, version, platform.machine(), *sorted(processor), *flags)).encode())
+    return _digest("\0".join((source, version, platform.machine(), *sorted(processor), *compiler, *flags)).encode())
 
 
-def _build(compiler: str, flags: Sequence[str], source: str, folder: Path, stem: str) -> Path:
+def _build(compiler: list[str], flags: Sequence[str], source: str, folder: Path, stem: str) -> Path:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         text, built = Path(inside, "source.cpp"), Path(inside, "built.so")
         text.write_text(source)
-        command = [compiler, *flags, str(text), "-o", str(built)]
-        try:
-            subprocess.run([*command, "-march=native"], capture_output=True, text=True, check=True, timeout=300)
-        except subprocess.CalledProcessError:  # some compilers do not support -march=native on some machines
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        command = [*compiler, *flags, str(text), "-o", str(built)]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         built.chmod(0o700)  # because with some umasks the group could write
         path = folder / f"{stem}-{_digest(built.read_bytes())}.so"
         os.replace(built, path)  # atomic, because several ranks may build at the same time
     seconds = time.perf_counter() - start
-    logger.info("%s on cpu: compiled %s in %.1f s with %s", stem.split("-")[0], path.name, seconds, compiler)
+    logger.info("%s on cpu: compiled %s in %.1f s with %s", stem.split("-")[0], path.name, seconds, " ".join(compiler))
     return path

@@ -610,6 +610,43 @@ def test_a_broken_compiler_is_named(
         native.library.cache_clear()
 
 
+@pytest.mark.parametrize("words", ["env {}", "{}"])
+def test_the_compiler_may_be_several_words_or_a_path_with_spaces(
+    words: str, one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one.parent / "my tools").mkdir()
+    link = one.parent / ("my tools/c++" if words == "{}" else "c++")
+    link.symlink_to(shutil.which("g++") or shutil.which("clang++") or "")
+    monkeypatch.setenv("CXX", words.format(link))
+    assert load(one) == 42
+
+
+def test_a_compiler_that_is_not_there_is_named(
+    one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "g++-0.1")
+    assert compiled.load(one, name="one", without="is missing") is None
+    assert "Looked for: g++-0.1." in caplog.text
+
+
+def test_a_build_without_native_instructions_does_not_replace_one_with_them(
+    one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler may have been killed once, because memory was short."""
+    compiler, short = one.parent / "c++", one.parent / "short"
+    real = shutil.which("g++") or shutil.which("clang++")
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *=native*) test -e "{short}" && exit 1;; esac\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    short.touch()
+    assert load(one) == 42
+    (slow,) = (one.parent / "gpuaug").glob("*.so")
+    short.unlink()
+    assert load(one) == 42
+    assert len(list((one.parent / "gpuaug").glob("*.so"))) == 2
+    assert slow.exists()
+
+
 def test_groups_are_what_the_rows_need() -> None:
     args = np.zeros((4, 12), dtype=np.float32)
     args[:, :4] = [[5, 5, 1, 1], [7, 7, 1, 1], [0, 0, 0, 0], [9, 9, 9, 9]]
