@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -351,13 +350,6 @@ def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> N
     assert torch.equal(found, plain.to(dtype))  # one cast, rounded as torch rounds
 
 
-def rows(chosen: Chosen, at: Any) -> Chosen:
-    params = tuple(tuple({k: v[at] for k, v in a.items()} for a in slot) for slot in chosen.params)
-    return replace(
-        chosen, choice=chosen.choice[at], params=params, keys=None if chosen.keys is None else chosen.keys[at]
-    )
-
-
 def test_a_sample_does_not_depend_on_its_batch() -> None:
     ops = {
         **{k: POINTWISE[k]() for k in ("hflip", "jitter", "gray", "noise")},
@@ -370,7 +362,7 @@ def test_a_sample_does_not_depend_on_its_batch() -> None:
     fused = FusedBackend(prepared, NORMALIZE)
     whole = fused(images, chosen)
     for index in (np.arange(1), np.arange(3, 10), np.arange(len(images))[::-1].copy()):
-        part = fused(images[index], [rows(c, index) for c in chosen])
+        part = fused(images[index], [c.rows(index) for c in chosen])
         assert torch.equal(part, whole[index])
 
 
