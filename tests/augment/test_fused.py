@@ -585,6 +585,15 @@ def test_a_build_that_cannot_be_kept_leaves_nothing_behind(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+def test_a_build_that_cannot_be_written_to_the_cache_still_runs(one: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """For example, on a full disk; here the file name is too long."""
+    library = compiled.load(one, name="one" * 80, without="is missing")
+    assert library is not None
+    assert library.gpuaug_test_one() == 42
+    assert "cannot write" in caplog.text
+    assert list((one.parent / "gpuaug").iterdir()) == []
+
+
 def test_a_broken_compiler_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
