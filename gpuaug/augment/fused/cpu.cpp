@@ -154,8 +154,8 @@ struct Block {  // position of a block in its image: `rows` whole rows, or a par
     int64_t y, x, rows, width;
 };
 
-void clamp_block(float* __restrict p, int n) {
-    for (int i = 0; i < n; ++i) p[i] = unit(p[i]);
+void clamp_block(float* __restrict p, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) p[i] = unit(p[i]);
 }
 
 // Has one division, not five as in Kornia; results differ by at most 1e-6. Colours stay in 0..1: delta <= top <= 1.
@@ -1379,7 +1379,7 @@ struct Worker {
                 rain(next, first);
             } else {
                 if (outside && !keeps_outside(next)) {
-                    clamp_block(first.data(), static_cast<int>(3 * apart));
+                    clamp_block(first.data(), 3 * apart);
                     outside = false;
                 }
                 second.resize(3 * apart);
