@@ -99,10 +99,13 @@ def _digest(content: bytes) -> str:
 
 
 def _fingerprint(source: str, compiler: list[str], flags: Sequence[str]) -> str:
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=60
+    ).stdout
     lines = (machine.read("/proc/cpuinfo") or "").splitlines()
     processor = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return _digest("\0".join((source, version, platform.machine(), *sorted(processor), *compiler, *flags)).encode())
+    parts = (source, version, platform.machine(), *sorted(processor), *compiler, *flags)
+    return _digest("\0".join(parts).encode(errors="surrogateescape"))
 
 
 def _library(compiler: list[str], flags: Sequence[str], source: str, folder: Path | None, name: str) -> ctypes.CDLL:
@@ -115,7 +118,7 @@ def _library(compiler: list[str], flags: Sequence[str], source: str, folder: Pat
         text, path = Path(inside, "source.cpp"), Path(inside, "built.so")
         text.write_text(source)
         command = [*compiler, *flags, str(text), "-o", str(path)]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=300)
         seconds = time.perf_counter() - start
         logger.info("%s on cpu: compiled %s in %.1f s with %s", name, stem, seconds, " ".join(compiler))
         if folder:

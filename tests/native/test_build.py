@@ -127,6 +127,14 @@ def test_a_compiler_that_is_not_there_is_named(
     assert "Looked for: g++-0.1." in caplog.text
 
 
+def test_a_compiler_may_write_in_another_encoding(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, real = one.parent / "c++", shutil.which("g++") or shutil.which("clang++")
+    compiler.write_text(f"#!/bin/sh\nprintf 'keine Gew\\344hr'\nexec {real} \"$@\"\n")  # German, in Latin-1
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load(one) == 42
+
+
 def test_a_build_without_native_instructions_does_not_replace_one_with_them(
     one: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
