@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,10 @@ def check_regular(
 
 def cache_folder() -> Path:
     """Return this user's cache folder, ``$XDG_CACHE_HOME/gpuaug``. The folder may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpuaug")
+    root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if root.startswith("~"):  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir(), f"gpuaug-{os.getuid()}")
+    return Path(root, "gpuaug")
 
 
 @contextlib.contextmanager

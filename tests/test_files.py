@@ -34,6 +34,23 @@ def test_the_cache_folder_follows_xdg(tmp_path, monkeypatch):
     assert files.cache_folder() == tmp_path / ".cache" / "gpuaug"
 
 
+def test_a_user_without_a_home_has_no_cache_folder_called_tilde(monkeypatch):
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for given in ("", "~/cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert files.cache_folder().is_absolute()
+
+
+def test_a_tilde_in_xdg_is_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")
+    assert files.cache_folder() == tmp_path / "cache" / "gpuaug"
+
+
 @pytest.mark.parametrize("value", [("2GiB", 2 << 30), ("1.5 M", 3 << 19), (7, 7), ("10MB", 10_000_000), ("9b", 9),
                                    ("4096", 4096), (2.0, 2)])  # fmt: skip
 def test_sizes_are_read_as_people_write_them(value):

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from gpuaug import files, machine
@@ -36,24 +35,26 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
 
     ``name``: start of the file name. ``without``: what a failure means. The warning is ``NAME on cpu WITHOUT: REASON``.
     """
-    given = os.environ.get("CXX", "").split()[:1]
+    given = os.environ.get("CXX", "").strip()  # a path, or several words, such as `ccache g++`
+    choices = [[given], given.split()] if given else [["g++"], ["clang++"], ["c++"]]
     with _lock:
-        compiler = next(filter(None, map(shutil.which, given or ["g++", "clang++", "c++"])), None)
+        compiler = next((words for words in choices if shutil.which(words[0])), None)
         if compiler is None:
             logger.warning(
-                "%s on cpu %s: no C++ compiler found. Install g++ or clang++, or set CXX to one.", name, without
+                "%s on cpu %s: no C++ compiler found. Looked for: %s. Install g++ or clang++, or set CXX to one.",
+                *(name, without, given or "g++, clang++, c++"),
             )
             return None
         try:
             text = _THREADS.read_text() + source.read_text()
-            stem = f"{name}-{_fingerprint(text, compiler, flags)}"
-            kept = cache()
-            with nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="gpuaug-") as folder:
-                path = _kept(Path(folder), stem) or _build(compiler, flags, text, Path(folder), stem)
-                return ctypes.CDLL(str(path))
+            folder = cache()
+            try:
+                return _library(compiler, (*flags, "-march=native"), text, folder, name)
+            except subprocess.CalledProcessError:  # some compilers do not support it on some machines
+                return _library(compiler, flags, text, folder, name)
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error
-            logger.warning("%s on cpu %s: %s failed: %s", name, without, compiler, detail)
+            logger.warning("%s on cpu %s: %s failed: %s", name, without, " ".join(compiler), detail)
             return None
 
 
@@ -97,26 +98,39 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
-def _fingerprint(source: str, compiler: str, flags: Sequence[str]) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+def _fingerprint(source: str, compiler: list[str], flags: Sequence[str]) -> str:
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=60
+    ).stdout
     lines = (machine.read("/proc/cpuinfo") or "").splitlines()
     processor = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return _digest("\0".join((source, version, platform.machine(), *sorted(processor), *flags)).encode())
+    parts = (source, version, platform.machine(), *sorted(processor), *compiler, *flags)
+    return _digest("\0".join(parts).encode(errors="surrogateescape"))
 
 
-def _build(compiler: str, flags: Sequence[str], source: str, folder: Path, stem: str) -> Path:
+def _library(compiler: list[str], flags: Sequence[str], source: str, folder: Path | None, name: str) -> ctypes.CDLL:
+    """Load or build the library. ``folder``: the cache; None: nothing is kept."""
+    stem = f"{name}-{_fingerprint(source, compiler, flags)}"
+    if folder and (kept := _kept(folder, stem)):
+        return ctypes.CDLL(str(kept))
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=folder) as inside:
-        text, built = Path(inside, "source.cpp"), Path(inside, "built.so")
+    with tempfile.TemporaryDirectory(prefix="gpuaug-") as inside:
+        text, path = Path(inside, "source.cpp"), Path(inside, "built.so")
         text.write_text(source)
-        command = [compiler, *flags, str(text), "-o", str(built)]
-        try:
-            subprocess.run([*command, "-march=native"], capture_output=True, text=True, check=True, timeout=300)
-        except subprocess.CalledProcessError:  # some compilers do not support -march=native on some machines
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        built.chmod(0o700)  # because with some umasks the group could write
-        path = folder / f"{stem}-{_digest(built.read_bytes())}.so"
-        os.replace(built, path)  # atomic, because several ranks may build at the same time
-    seconds = time.perf_counter() - start
-    logger.info("%s on cpu: compiled %s in %.1f s with %s", stem.split("-")[0], path.name, seconds, compiler)
-    return path
+        command = [*compiler, *flags, str(text), "-o", str(path)]
+        subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=300)
+        seconds = time.perf_counter() - start
+        logger.info("%s on cpu: compiled %s in %.1f s with %s", name, stem, seconds, " ".join(compiler))
+        if folder:
+            content = path.read_bytes()
+            kept = folder / f"{stem}-{_digest(content)}.so"
+            try:
+                with files.replacing(kept) as file:  # atomic, because several ranks may build at the same time
+                    os.fchmod(file.fileno(), 0o700)  # because with some umasks the group could write
+                    file.write(content)
+                path = kept
+            except OSError as error:  # for example, the disk is full
+                logger.warning(
+                    "%s on cpu: each process compiles again, because it cannot write %s: %s", name, kept, error
+                )
+        return ctypes.CDLL(str(path))

@@ -292,7 +292,7 @@ def _index(
     if not all(version in known for version in versions):
         with ExitStack() as stack:
             try:  # other ranks wait here, then read the index file
-                os.makedirs(cache, exist_ok=True)
+                os.makedirs(cache, 0o700, exist_ok=True)  # compiled code is stored here, too
                 stack.enter_context(locked(os.path.join(cache, "index.lock")))
             except OSError as error:
                 log.debug("index: its lock file cannot be used, so every process builds the index: %s", error)

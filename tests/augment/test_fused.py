@@ -9,8 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -351,13 +349,6 @@ def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> N
     assert torch.equal(found, plain.to(dtype))  # one cast, rounded as torch rounds
 
 
-def rows(chosen: Chosen, at: Any) -> Chosen:
-    params = tuple(tuple({k: v[at] for k, v in a.items()} for a in slot) for slot in chosen.params)
-    return replace(
-        chosen, choice=chosen.choice[at], params=params, keys=None if chosen.keys is None else chosen.keys[at]
-    )
-
-
 def test_a_sample_does_not_depend_on_its_batch() -> None:
     ops = {
         **{k: POINTWISE[k]() for k in ("hflip", "jitter", "gray", "noise")},
@@ -370,7 +361,7 @@ def test_a_sample_does_not_depend_on_its_batch() -> None:
     fused = FusedBackend(prepared, NORMALIZE)
     whole = fused(images, chosen)
     for index in (np.arange(1), np.arange(3, 10), np.arange(len(images))[::-1].copy()):
-        part = fused(images[index], [rows(c, index) for c in chosen])
+        part = fused(images[index], [c.rows(index) for c in chosen])
         assert torch.equal(part, whole[index])
 
 
@@ -522,92 +513,6 @@ def test_a_triton_that_cannot_be_imported_is_done_without(tmp_path: Path) -> Non
     said = [line for line in done.stderr.splitlines() if "operation by operation" in line]
     assert len(said) == 3
     assert all(error.split("'")[1] in line for error, line in zip(errors, said, strict=True))
-
-
-@pytest.fixture
-def one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A file to compile, and an empty folder for what is built."""
-    if native.library() is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = tmp_path / "one.cpp"
-    source.write_text('extern "C" int gpuaug_test_one() { return 41 + 1; }\n')
-    return source
-
-
-def load(source: Path) -> int:
-    library = compiled.load(source, name="one", without="is missing")
-    assert library is not None
-    return library.gpuaug_test_one()
-
-
-def test_the_build_is_kept_and_its_time_shown(one: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="gpuaug"):
-        assert [load(one), load(one)] == [42, 42]
-    assert len([r for r in caplog.records if "compiled" in r.message and " s with " in r.message]) == 1
-    assert len(list((one.parent / "gpuaug").glob("*.so"))) == 1
-
-
-@pytest.mark.parametrize("damage", ["empty", "cut", "link", "group"])
-def test_a_build_that_is_damaged_or_not_ones_own_is_built_anew(
-    damage: str, one: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert load(one) == 42
-    (file,) = (one.parent / "gpuaug").glob("*.so")
-    whole = file.read_bytes()
-    file.unlink()  # a library that is loaded must not be written into
-    if damage == "link":
-        (one.parent / "elsewhere.so").write_bytes(whole)
-        file.symlink_to(one.parent / "elsewhere.so")
-    else:
-        file.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "group": whole}[damage])
-        file.chmod(0o770 if damage == "group" else 0o700)
-    with caplog.at_level(logging.INFO, logger="gpuaug"):
-        assert load(one) == 42
-    assert str(file) in caplog.text
-    assert file.stat().st_size == len(whole)
-    assert not file.is_symlink()
-    assert file.stat().st_mode & 0o022 == 0
-
-
-def test_the_build_is_not_kept_behind_a_link(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    (tmp_path / "other").mkdir(mode=0o700)
-    (tmp_path / "gpuaug").symlink_to(tmp_path / "other")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with caplog.at_level(logging.INFO, logger="gpuaug"):
-        found = compiled.cache()
-    assert found is None
-    assert str(tmp_path / "gpuaug") in caplog.text
-
-
-def test_a_build_that_cannot_be_kept_leaves_nothing_behind(
-    one: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "cache").write_text("a file, so that no folder can be made")
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    assert load(one) == 42
-    assert list((tmp_path / "temporary").iterdir()) == []
-
-
-def test_a_broken_compiler_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/sh\ntest "$1" = --version && exit 0\necho no space left >&2\nexit 1\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, logger="gpuaug"):
-            assert native.library() is None
-        assert "no space left" in caplog.text
-    finally:
-        native.library.cache_clear()
 
 
 def test_groups_are_what_the_rows_need() -> None:

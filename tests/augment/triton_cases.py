@@ -217,6 +217,25 @@ def test_noise_is_the_hosts(count: int) -> None:
     assert torch.equal(triton_kernels.normal_field(keys[1:2].to(DEVICE), count), found[1:2])
 
 
+def test_a_batch_larger_than_a_grid_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids, queue = [], triton_kernels._queue
+
+    def recorded(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        grids.append(grid)
+        queue(kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(triton_kernels, "_queue", recorded)
+    monkeypatch.setattr(fused.native, "library", lambda: None)
+    monkeypatch.setattr(fused, "_triton_kernels", lambda device: triton_kernels)
+    monkeypatch.setattr(fused, "_LARGEST_GRID", 5)
+    prepared = [prepare(name, POINTWISE[name]()) for name in ("jitter", "noise")]
+    images = adversarial(3, 5)
+    chosen = [draw(p, len(images), (3, 5), k) for k, p in enumerate(prepared)]
+    found = fused.FusedBackend(prepared, NORMALIZE)(images.to(DEVICE), chosen)
+    assert max(samples for _, samples in grids) == 5
+    assert far(found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), POINT) == 0
+
+
 def test_no_operations() -> None:
     images = photographs(8)
     code, args = np.zeros((6, 0), dtype=np.int32), np.zeros((6, 0, 12), dtype=np.float32)

@@ -231,6 +231,16 @@ def test_the_index_is_made_once_and_again_for_changed_shards(shards, caplog, hom
     assert len(list((tmp_path / "elsewhere").iterdir())) == 1
 
 
+def test_the_cache_folder_is_private_whatever_the_umask(shards, home):
+    """Compiled code is kept only in a folder that no other user can write to."""
+    before = os.umask(0o002)
+    try:
+        ShardSource(shards)
+    finally:
+        os.umask(before)
+    assert home.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_damaged_index_is_made_again(shards, caplog):
     source = ShardSource(shards)
     (path,) = shards.glob(".gpuaug-*.index")

@@ -154,8 +154,8 @@ struct Block {  // position of a block in its image: `rows` whole rows, or a par
     int64_t y, x, rows, width;
 };
 
-void clamp_block(float* __restrict p, int n) {
-    for (int i = 0; i < n; ++i) p[i] = unit(p[i]);
+void clamp_block(float* __restrict p, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) p[i] = unit(p[i]);
 }
 
 // Has one division, not five as in Kornia; results differ by at most 1e-6. Colours stay in 0..1: delta <= top <= 1.
@@ -577,18 +577,30 @@ void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restr
     }
 }
 
+// A register of 16 or 8 floats.
+#if defined(__AVX512F__)
+typedef __m512 Wide;
+inline Wide wide(float x) { return _mm512_set1_ps(x); }
+inline Wide wide(const float* p) { return _mm512_loadu_ps(p); }
+inline Wide wide_fma(Wide a, Wide b, Wide c) { return _mm512_fmadd_ps(a, b, c); }
+inline void wide_store(float* p, Wide x) { _mm512_storeu_ps(p, x); }
+inline void wide_stream(float* p, Wide x) { _mm512_stream_ps(p, x); }
+#elif defined(__AVX2__) && defined(__FMA__)
+typedef __m256 Wide;
+inline Wide wide(float x) { return _mm256_set1_ps(x); }
+inline Wide wide(const float* p) { return _mm256_loadu_ps(p); }
+inline Wide wide_fma(Wide a, Wide b, Wide c) { return _mm256_fmadd_ps(a, b, c); }
+inline void wide_store(float* p, Wide x) { _mm256_storeu_ps(p, x); }
+inline void wide_stream(float* p, Wide x) { _mm256_stream_ps(p, x); }
+#endif
+
 // Writes x * scale + shift. Bypasses the caches, because the output is not read again here.
 void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift) {
     int i = 0;
-#if defined(__AVX512F__)
-    if (reinterpret_cast<uintptr_t>(o) % 64 == 0)
-        for (; i + 16 <= n; i += 16)
-            _mm512_stream_ps(o + i, _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(p + i), _mm512_set1_ps(scale)), _mm512_set1_ps(shift)));
-#elif defined(__AVX2__)
+#if defined(__AVX2__) && defined(__FMA__)
     if (reinterpret_cast<uintptr_t>(o) % 64 == 0)
         for (; i + 16 <= n; i += 16)  // whole cache lines
-            for (int h = i; h < i + 16; h += 8)
-                _mm256_stream_ps(o + h, _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(p + h), _mm256_set1_ps(scale)), _mm256_set1_ps(shift)));
+            for (int h = i; h < i + 16; h += sizeof(Wide) / 4) wide_stream(o + h, wide(p + h) * wide(scale) + wide(shift));
 #endif
     for (; i < n; ++i) o[i] = p[i] * scale + shift;
 }
@@ -625,37 +637,15 @@ int64_t border_index(int64_t i, int64_t size, int border) {
 template <typename Row>
 void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) {
     int64_t x = 0;
-#if defined(__AVX512F__)
-    for (; x + 64 <= n; x += 64) {
-        __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+#if defined(__AVX2__) && defined(__FMA__)
+    constexpr int64_t lanes = sizeof(Wide) / 4;
+    for (; x + 4 * lanes <= n; x += 4 * lanes) {
+        Wide sum[4] = {};
         for (int t = 0; t < taps; ++t) {
             const float* s = row(t) + x;
-            const __m512 w = _mm512_set1_ps(k[t]);
-            s0 = _mm512_fmadd_ps(w, _mm512_loadu_ps(s), s0);
-            s1 = _mm512_fmadd_ps(w, _mm512_loadu_ps(s + 16), s1);
-            s2 = _mm512_fmadd_ps(w, _mm512_loadu_ps(s + 32), s2);
-            s3 = _mm512_fmadd_ps(w, _mm512_loadu_ps(s + 48), s3);
+            for (int j = 0; j < 4; ++j) sum[j] = wide_fma(wide(k[t]), wide(s + j * lanes), sum[j]);
         }
-        _mm512_storeu_ps(out + x, s0);
-        _mm512_storeu_ps(out + x + 16, s1);
-        _mm512_storeu_ps(out + x + 32, s2);
-        _mm512_storeu_ps(out + x + 48, s3);
-    }
-#elif defined(__AVX2__) && defined(__FMA__)
-    for (; x + 32 <= n; x += 32) {
-        __m256 s0 = _mm256_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
-        for (int t = 0; t < taps; ++t) {
-            const float* s = row(t) + x;
-            const __m256 w = _mm256_set1_ps(k[t]);
-            s0 = _mm256_fmadd_ps(w, _mm256_loadu_ps(s), s0);
-            s1 = _mm256_fmadd_ps(w, _mm256_loadu_ps(s + 8), s1);
-            s2 = _mm256_fmadd_ps(w, _mm256_loadu_ps(s + 16), s2);
-            s3 = _mm256_fmadd_ps(w, _mm256_loadu_ps(s + 24), s3);
-        }
-        _mm256_storeu_ps(out + x, s0);
-        _mm256_storeu_ps(out + x + 8, s1);
-        _mm256_storeu_ps(out + x + 16, s2);
-        _mm256_storeu_ps(out + x + 24, s3);
+        for (int j = 0; j < 4; ++j) wide_store(out + x + j * lanes, sum[j]);
     }
 #endif
     for (; x + LANES <= n; x += LANES) {
@@ -1379,7 +1369,7 @@ struct Worker {
                 rain(next, first);
             } else {
                 if (outside && !keeps_outside(next)) {
-                    clamp_block(first.data(), static_cast<int>(3 * apart));
+                    clamp_block(first.data(), 3 * apart);
                     outside = false;
                 }
                 second.resize(3 * apart);

@@ -1,0 +1,153 @@
+"""Compiling C++: the cache, damaged and unsafe libraries, compilers that are missing, broken or several words."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from gpuaug.augment.fused import cpu as native
+from gpuaug.native import build as compiled
+
+
+@pytest.fixture
+def one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file to compile, and an empty folder for what is built."""
+    if native.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int gpuaug_test_one() { return 41 + 1; }\n')
+    return source
+
+
+def load(source: Path) -> int:
+    library = compiled.load(source, name="one", without="is missing")
+    assert library is not None
+    return library.gpuaug_test_one()
+
+
+def test_the_build_is_kept_and_its_time_shown(one: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        assert [load(one), load(one)] == [42, 42]
+    assert len([r for r in caplog.records if "compiled" in r.message and " s with " in r.message]) == 1
+    assert len(list((one.parent / "gpuaug").glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "link", "group"])
+def test_a_build_that_is_damaged_or_not_ones_own_is_built_anew(
+    damage: str, one: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(one) == 42
+    (file,) = (one.parent / "gpuaug").glob("*.so")
+    whole = file.read_bytes()
+    file.unlink()  # a library that is loaded must not be written into
+    if damage == "link":
+        (one.parent / "elsewhere.so").write_bytes(whole)
+        file.symlink_to(one.parent / "elsewhere.so")
+    else:
+        file.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "group": whole}[damage])
+        file.chmod(0o770 if damage == "group" else 0o700)
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        assert load(one) == 42
+    assert str(file) in caplog.text
+    assert file.stat().st_size == len(whole)
+    assert not file.is_symlink()
+    assert file.stat().st_mode & 0o022 == 0
+
+
+def test_the_build_is_not_kept_behind_a_link(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir(mode=0o700)
+    (tmp_path / "gpuaug").symlink_to(tmp_path / "other")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        found = compiled.cache()
+    assert found is None
+    assert str(tmp_path / "gpuaug") in caplog.text
+
+
+def test_a_build_that_cannot_be_kept_leaves_nothing_behind(
+    one: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file, so that no folder can be made")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert load(one) == 42
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_build_that_cannot_be_written_to_the_cache_still_runs(one: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """For example, on a full disk; here the file name is too long."""
+    library = compiled.load(one, name="one" * 80, without="is missing")
+    assert library is not None
+    assert library.gpuaug_test_one() == 42
+    assert "cannot write" in caplog.text
+    assert list((one.parent / "gpuaug").iterdir()) == []
+
+
+def test_a_broken_compiler_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ntest "$1" = --version && exit 0\necho no space left >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="gpuaug"):
+            assert native.library() is None
+        assert "no space left" in caplog.text
+    finally:
+        native.library.cache_clear()
+
+
+@pytest.mark.parametrize("words", ["env {}", "{}"])
+def test_the_compiler_may_be_several_words_or_a_path_with_spaces(
+    words: str, one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one.parent / "my tools").mkdir()
+    link = one.parent / ("my tools/c++" if words == "{}" else "c++")
+    link.symlink_to(shutil.which("g++") or shutil.which("clang++") or "")
+    monkeypatch.setenv("CXX", words.format(link))
+    assert load(one) == 42
+
+
+def test_a_compiler_that_is_not_there_is_named(
+    one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "g++-0.1")
+    assert compiled.load(one, name="one", without="is missing") is None
+    assert "Looked for: g++-0.1." in caplog.text
+
+
+def test_a_compiler_may_write_in_another_encoding(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, real = one.parent / "c++", shutil.which("g++") or shutil.which("clang++")
+    compiler.write_text(f"#!/bin/sh\nprintf 'keine Gew\\344hr'\nexec {real} \"$@\"\n")  # German, in Latin-1
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load(one) == 42
+
+
+def test_a_build_without_native_instructions_does_not_replace_one_with_them(
+    one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler may have been killed once, because memory was short."""
+    compiler, short = one.parent / "c++", one.parent / "short"
+    real = shutil.which("g++") or shutil.which("clang++")
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *=native*) test -e "{short}" && exit 1;; esac\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    short.touch()
+    assert load(one) == 42
+    (slow,) = (one.parent / "gpuaug").glob("*.so")
+    short.unlink()
+    assert load(one) == 42
+    assert len(list((one.parent / "gpuaug").glob("*.so"))) == 2
+    assert slow.exists()
