@@ -5,6 +5,7 @@ The pipelines do not apply EXIF orientation.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -26,6 +27,7 @@ from gpuaug.batch import CropWindows
 from gpuaug.decode.header import Header
 from gpuaug.decode.plan import Pixels, Plan, to_stored
 from gpuaug.errors import ConfigError
+from gpuaug.read.workers import end_all
 
 log = logging.getLogger("gpuaug")
 
@@ -45,9 +47,7 @@ def choose_backend(wanted: Backend) -> str:
     if wanted == "pillow":
         return wanted
     try:
-        import nvidia.dali  # noqa: F401
-
-        _code_stream()
+        _import_dali()
     except (ImportError, OSError) as e:
         if wanted == "dali":
             raise ConfigError(
@@ -223,6 +223,15 @@ def release_memory() -> None:
     from nvidia.dali import backend
 
     cast(Any, backend).ReleaseUnusedMemory()
+
+
+@lru_cache(maxsize=1)
+def _import_dali() -> None:
+    import nvidia.dali  # noqa: F401
+
+    _code_stream()
+    # At exit, DALI stops pipelines also while a thread runs them. atexit calls the newest function first.
+    atexit.register(end_all)
 
 
 @lru_cache(maxsize=1)

@@ -218,6 +218,17 @@ def test_interrupted(photos, how, nothing_left):
     assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
 
 
+def test_a_script_that_ends_while_threads_decode(photos, nothing_left):
+    code = """
+        passes = [iter(build(sys.argv[1], num_workers=0, prefetch=99)) for _ in range(3)]
+        for batches in passes:
+            next(batches)
+        1 / 0
+    """
+    _, error = start(code, photos).communicate(timeout=100)
+    assert error.endswith("ZeroDivisionError: division by zero\n")
+
+
 def test_few_descriptors(photos, nothing_left):
     """In forks of a process that has only imported."""
     code = """
