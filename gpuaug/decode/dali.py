@@ -47,7 +47,9 @@ def choose_backend(wanted: Backend) -> str:
     if wanted == "pillow":
         return wanted
     try:
-        _import_dali()
+        import nvidia.dali  # noqa: F401
+
+        _code_stream()
     except (ImportError, OSError) as e:
         if wanted == "dali":
             raise ConfigError(
@@ -55,6 +57,7 @@ def choose_backend(wanted: Backend) -> str:
             ) from e
         log.info("decode with pillow: DALI cannot be imported (%s)", e)
         return "pillow"
+    _register()
     return "dali"
 
 
@@ -226,10 +229,7 @@ def release_memory() -> None:
 
 
 @lru_cache(maxsize=1)
-def _import_dali() -> None:
-    import nvidia.dali  # noqa: F401
-
-    _code_stream()
+def _register() -> None:
     # At exit, DALI stops pipelines also while a thread runs them. atexit calls the newest function first.
     atexit.register(end_all)
 
