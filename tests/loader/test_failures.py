@@ -229,6 +229,19 @@ def test_a_script_that_ends_while_threads_decode(photos, nothing_left):
     assert error.endswith("ZeroDivisionError: division by zero\n")
 
 
+def test_a_thread_that_trains_after_the_main_thread_has_ended(photos, nothing_left):
+    code = """
+        import threading
+
+        def train():
+            print(sum(len(batch.images) for batch in loader))
+
+        loader = build(sys.argv[1], decode=gpuaug.Decode(backend="pillow", num_threads=2))
+        threading.Thread(target=train).start()
+    """
+    assert start(code, photos).communicate(timeout=100) == ("65\n", "")
+
+
 def test_few_descriptors(photos, nothing_left):
     """In forks of a process that has only imported."""
     code = """
