@@ -6,6 +6,7 @@ The pipelines do not apply EXIF orientation.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import re
@@ -232,6 +233,18 @@ def release_memory() -> None:
 def _register() -> None:
     # At exit, DALI stops pipelines also while a thread runs them. atexit calls the newest function first.
     atexit.register(end_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: never free the parent's pipelines. DALI would wait for their threads, which only it has."""
+    from nvidia.dali import Pipeline
+
+    for known in [*cast(Any, Pipeline)._pipes]:
+        if (pipeline := known()) is not None and pipeline._pipe:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
+            pipeline._pipe = None
 
 
 @lru_cache(maxsize=1)

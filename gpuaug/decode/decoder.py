@@ -213,7 +213,8 @@ class Decoder:
     def close(self) -> None:
         """Free DALI's threads and memory."""
         self._closed = True
-        free = self._lock.acquire(timeout=5.0)  # wait for a thread that is still decoding, but not for ever
+        # wait for a thread that is still decoding, but not for ever; in a forked child, leave all to the parent
+        free = self._pid == os.getpid() and self._lock.acquire(timeout=5.0)
         try:
             if self._dali is not None and free:
                 self._dali = None

@@ -321,6 +321,21 @@ def test_forked_ranks_use_the_loader_of_their_parent_if_no_batch_was_made_before
     assert lines == [count, count, "True", "True", count]
 
 
+@pytest.mark.parametrize("how", ["del batches, loader", "loader.close()", "sys.exit()"])
+def test_a_forked_child_that_drops_the_loader_of_its_parent_ends(photos, how):
+    code = f"""
+        loader = build(sys.argv[1], num_workers=0)
+        batches = iter(loader)
+        next(batches)
+        if not (child := os.fork()):
+            signal.alarm(20)
+            {how}
+            sys.exit()
+        print(os.waitpid(child, 0)[1], sum(1 for batch in batches))
+    """
+    assert start(code, photos).communicate(timeout=100) == ("0 16\n", "")
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_end_with_a_killed_process(photos, method):
     """Also those that a forkserver made, whose parent lives as long as they do."""
