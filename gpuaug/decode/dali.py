@@ -5,6 +5,8 @@ The pipelines do not apply EXIF orientation.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import re
@@ -26,6 +28,7 @@ from gpuaug.batch import CropWindows
 from gpuaug.decode.header import Header
 from gpuaug.decode.plan import Pixels, Plan, to_stored
 from gpuaug.errors import ConfigError
+from gpuaug.read.workers import end_all
 
 log = logging.getLogger("gpuaug")
 
@@ -55,6 +58,7 @@ def choose_backend(wanted: Backend) -> str:
             ) from e
         log.info("decode with pillow: DALI cannot be imported (%s)", e)
         return "pillow"
+    _register()
     return "dali"
 
 
@@ -223,6 +227,24 @@ def release_memory() -> None:
     from nvidia.dali import backend
 
     cast(Any, backend).ReleaseUnusedMemory()
+
+
+@lru_cache(maxsize=1)
+def _register() -> None:
+    # At exit, DALI stops pipelines also while a thread runs them. atexit calls the newest function first.
+    atexit.register(end_all)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: never free the parent's pipelines. DALI would wait for their threads, which only it has."""
+    from nvidia.dali import Pipeline
+
+    for known in [*cast(Any, Pipeline)._pipes]:
+        if (pipeline := known()) is not None and pipeline._pipe:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
+            pipeline._pipe = None
 
 
 @lru_cache(maxsize=1)

@@ -10,9 +10,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -133,7 +133,6 @@ class Decoder:
         self.rescued = self.truncated = 0
         self._closed, self._pid = False, os.getpid()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
         self._dali = self._new_pipeline()
         self._deep_logged = False
         if settings.hardware_load and device.type == "cuda" and self.backend == "dali":
@@ -212,11 +211,11 @@ class Decoder:
         return images
 
     def close(self) -> None:
-        """Free threads and DALI's memory."""
+        """Free DALI's threads and memory."""
         self._closed = True
-        free = self._lock.acquire(timeout=5.0)  # wait for a thread that is still decoding, but not for ever
+        # wait for a thread that is still decoding, but not for ever; in a forked child, leave all to the parent
+        free = self._pid == os.getpid() and self._lock.acquire(timeout=5.0)
         try:
-            self._pool.shutdown(wait=free)
             if self._dali is not None and free:
                 self._dali = None
                 dali.release_memory()
@@ -440,15 +439,27 @@ class Decoder:
         return [fault for fault in faults if fault is not None]
 
     def each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
-        """Call ``work(k)`` for every k of ``rows``, with one task per thread, because a task costs 30 µs."""
+        """Call ``work(k)`` for every k of ``rows``, in `num_threads` threads, of which the calling one is the first.
+
+        The threads are new: those of a ThreadPoolExecutor end with the main thread, although other threads go on.
+        """
+        count, errors = max(1, min(self.num_threads, len(rows))), list[BaseException]()
 
         def share(first: int) -> None:
-            resize.one_by_one(rows[first :: self.num_threads], work)
+            try:
+                resize.one_by_one(rows[first::count], work)
+            except BaseException as error:
+                errors.append(error)
 
-        if len(rows) < 2 or self.num_threads == 1:
-            resize.one_by_one(rows, work)
-        else:
-            list(self._pool.map(share, range(min(self.num_threads, len(rows)))))
+        new = partial(threading.Thread, target=share, name="gpuaug-decode", daemon=True)
+        threads = [new(args=(first,)) for first in range(1, count)]
+        for thread in threads:
+            thread.start()
+        share(0)
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
 
 def _without_broken_engine(settings: Decode) -> Decode:

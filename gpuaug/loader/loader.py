@@ -330,7 +330,7 @@ class Loader(AsItIs):
         if cache is not None and cache.settings.fill == "ahead":
             of_task = (lambda indices, *_: indices) if numbers is None else numbers(self._epoch)
             shown = [of_task(*task) for task in self._plan(0)]
-            cache.fill(self.pipeline.reader, torch.cat([torch.zeros(0, dtype=torch.int64), *shown]))
+            cache.fill(self.pipeline.reader, torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *shown]))
         return _Epoch(self, plan)
 
     def set_epoch(self, epoch: int) -> None:

@@ -7,6 +7,7 @@ that announces the batch is so short that a dying worker cannot send half of the
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import multiprocessing
 import os
@@ -94,8 +95,11 @@ class Reader:
     def _own(self) -> None:
         """Make what only this process may change. A forked child must not end its parent's iterator or workers."""
         self._pid = os.getpid()
-        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))  # number of the current iterator
-        self._lock = threading.RLock()  # held while waiting for a batch; `_advance` needs no lock
+        self._numbers = itertools.count(1)  # of the iterators; two threads cannot get the same number
+        self._generation = share(
+            torch.from_numpy(np.zeros(1, dtype=np.int64))
+        )  # number of the current iterator; 0: none
+        self._lock = threading.RLock()  # held while waiting for a batch; `_end` needs no lock
         self._encode = _Encode(self.source, self._generation, self.targets)
         workers, self._workers = self._workers, None
         if workers is not None:
@@ -127,14 +131,14 @@ class Reader:
         """
         if self._pid != os.getpid():
             self._own()
-        _advance(self._generation)
+        generation = self._generation.numpy()[0] = next(self._numbers)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
-        return self._batches(int(self._generation.numpy()[0]), tasks, numbers, zero_copy)
+        return self._batches(generation, tasks, numbers, zero_copy)
 
     def close(self) -> None:
         """End the workers and the current iterator. The next call of ``batches`` starts new workers."""
         if self._pid == os.getpid():
-            _advance(self._generation)
+            _end(self._generation)
             with self._lock:
                 self._stop()
 
@@ -180,7 +184,7 @@ class Reader:
         finally:
             todo.close()  # to free the tasks: the workers keep `todo`
             if not ended() and pid == os.getpid():
-                _advance(self._generation)  # the workers then skip the batches that were requested ahead
+                _end(self._generation)  # the workers then skip the batches that were requested ahead
 
     def _next(
         self, todo: Iterator[Request], ended: Callable[[], bool], asked: Sequence[Task], *, begin: bool
@@ -230,8 +234,8 @@ class Reader:
             workers.stop(kill=kill)
 
 
-def _advance(generation: Tensor) -> None:
-    generation.numpy()[0] += 1  # torch may refuse the change, depending on torch.inference_mode
+def _end(generation: Tensor) -> None:
+    generation.numpy()[0] = 0  # torch may refuse the change, depending on torch.inference_mode
 
 
 def _leave(generation: Tensor, lock: threading.RLock) -> None:
@@ -240,7 +244,7 @@ def _leave(generation: Tensor, lock: threading.RLock) -> None:
     At exit, this runs before multiprocessing ends the workers. torch releases the GIL, and a daemon thread that
     reacquires it while Python ends aborts the process.
     """
-    _advance(generation)
+    _end(generation)
     lock.acquire(timeout=TIMEOUT_S)  # kept, so that no thread begins again
 
 

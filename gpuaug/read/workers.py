@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -28,6 +29,9 @@ from gpuaug.errors import ReadError, SourceError
 Request = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
 TIMEOUT_S = 2.0  # for a worker to end, before it is killed
+
+_calls: dict[int, weakref.finalize[..., Any]] = {}  # of `finalize`, not yet made
+_numbers = itertools.count()
 
 
 class EndedError(BaseException):
@@ -145,13 +149,21 @@ def finalize(owner: Any, function: Callable[..., None], *args: Any) -> weakref.f
 
     A forked child does not call it. The threads and workers are the parent's, and locks that they held stay locked.
     """
-    pid = os.getpid()
+    pid, number = os.getpid(), next(_numbers)
 
     def call() -> None:
+        _calls.pop(number, None)
         if os.getpid() == pid:
             function(*args)
 
-    return weakref.finalize(owner, call)
+    _calls[number] = made = weakref.finalize(owner, call)
+    return made
+
+
+def end_all() -> None:
+    """Make all calls of :func:`finalize` now, the newest first."""
+    for call in [*_calls.values()][::-1]:
+        call()
 
 
 def remedy(error: Exception) -> str:

@@ -140,7 +140,7 @@ class CachedSource(SourceView):
         self._filled = True
         # in ascending order, which most storage reads fastest
         chunks = [c for c in torch.unique(numbers).split(FILL_BATCH) if not bool((memory.index[c.numpy()] > 0).all())]
-        tasks = ((c, torch.zeros_like(c), torch.ones(len(c), dtype=torch.bool)) for c in chunks)
+        tasks = ((c, torch.zeros_like(c), torch.ones(len(c), dtype=torch.bool, device="cpu")) for c in chunks)
         encoded = reader.batches(tasks)
         hidden = None if machine.local_rank() == 0 else True
         with tqdm(total=sum(map(len, chunks)), desc="cache=ram", unit="image", disable=hidden, leave=False) as bar:

@@ -218,6 +218,30 @@ def test_interrupted(photos, how, nothing_left):
     assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
 
 
+def test_a_script_that_ends_while_threads_decode(photos, nothing_left):
+    code = """
+        passes = [iter(build(sys.argv[1], num_workers=0, prefetch=99)) for _ in range(3)]
+        for batches in passes:
+            next(batches)
+        1 / 0
+    """
+    _, error = start(code, photos).communicate(timeout=100)
+    assert error.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_thread_that_trains_after_the_main_thread_has_ended(photos, nothing_left):
+    code = """
+        import threading
+
+        def train():
+            print(sum(len(batch.images) for batch in loader))
+
+        loader = build(sys.argv[1], decode=gpuaug.Decode(backend="pillow", num_threads=2))
+        threading.Thread(target=train).start()
+    """
+    assert start(code, photos).communicate(timeout=100) == ("65\n", "")
+
+
 def test_few_descriptors(photos, nothing_left):
     """In forks of a process that has only imported."""
     code = """
@@ -295,6 +319,21 @@ def test_forked_ranks_use_the_loader_of_their_parent_if_no_batch_was_made_before
     lines = start(code, photos).communicate(timeout=120)[0].splitlines()
     count = str(len(gpuaug.FolderSource(photos)))
     assert lines == [count, count, "True", "True", count]
+
+
+@pytest.mark.parametrize("how", ["del batches, loader", "loader.close()", "sys.exit()"])
+def test_a_forked_child_that_drops_the_loader_of_its_parent_ends(photos, how):
+    code = f"""
+        loader = build(sys.argv[1], num_workers=0)
+        batches = iter(loader)
+        next(batches)
+        if not (child := os.fork()):
+            signal.alarm(20)
+            {how}
+            sys.exit()
+        print(os.waitpid(child, 0)[1], sum(1 for batch in batches))
+    """
+    assert start(code, photos).communicate(timeout=100) == ("0 16\n", "")
 
 
 @pytest.mark.parametrize("method", METHODS)

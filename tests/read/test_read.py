@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import forked
 import numpy as np
@@ -608,6 +609,22 @@ def test_a_reader_that_is_dropped_leaves_no_process():
     del batches
     gc.collect()
     assert not set(multiprocessing.active_children()) - others
+
+
+def test_iterators_that_threads_begin_at_once_differ_in_number():
+    """With the same number, both would go on, and get each other's batches."""
+    reader, before = Reader(Bytes(9)), sys.getswitchinterval()
+
+    def begin(_):
+        return [reader.batches(()).gi_frame.f_locals["generation"] for _ in range(2000)]
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            numbers = [number for some in pool.map(begin, range(4)) for number in some]
+    finally:
+        sys.setswitchinterval(before)
+    assert len(set(numbers)) == 8000
 
 
 def test_a_process_that_ends_while_a_thread_reads():

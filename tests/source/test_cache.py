@@ -330,6 +330,11 @@ def test_filled_ahead_the_files_may_go(photos, tmp_path):
         assert len(loader.fetch([3, 60])) == 2
 
 
+def test_filled_ahead_under_another_default_device(photos):
+    with built(photos, "cache=ram", "cache.fill=ahead", "num_workers=0") as loader, torch.device("meta"):
+        assert sum(len(batch) for batch in loader) == 65
+
+
 def test_ahead_is_the_share_of_this_machine_and_later_shares_stay(photos):
     """The first of two machines with one rank each: other samples in every epoch, each of them read once."""
     words = ["source.root=" + str(photos), "augment=flip", "augment.crop.size=32", "batch_size=8", "device=cpu"]
