@@ -5,11 +5,13 @@ The pipelines do not apply EXIF orientation.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -38,6 +40,7 @@ CODECS = frozenset({"jpeg", "webp", "bmp"})
 DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 _loading = threading.Lock()  # held while codecs load: an environment variable selects the codecs
+_pipelines = weakref.WeakSet[Any]()  # those of this process
 
 
 def choose_backend(wanted: Backend) -> str:
@@ -215,7 +218,18 @@ def _pipeline(capacity: int, num_threads: int, device: int | None, graph: Callab
         pipeline.set_outputs(*graph(fn, types, fed))
     with _host_codecs() if device is None else _loading:
         pipeline.build()
+    _pipelines.add(pipeline)
     return pipeline
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: never free the pipelines. DALI would wait for their threads, which a fork does not copy."""
+    for pipeline in _pipelines:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
+        pipeline._pipe = None  # DALI shuts this object down when the pipeline is freed or Python ends
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def release_memory() -> None:

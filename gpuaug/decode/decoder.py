@@ -140,16 +140,7 @@ class Decoder:
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
 
     def read_headers(self, batch: EncodedBatch) -> HeaderInfo:
-        """Read sizes, orientations and faults from the headers.
-
-        Raises:
-            GpuaugError: in a forked child of the process that opened this decoder, because threads do not survive it.
-        """
-        if self._pid != os.getpid():
-            raise GpuaugError(
-                f"This decoder was opened in process {self._pid}, which then forked process {os.getpid()}. A fork does "
-                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
-            )
+        """Read sizes, orientations and faults from the headers."""
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
@@ -185,6 +176,9 @@ class Decoder:
 
         Returns:
             The views and the faults. A view is uint8 [B, H, W, 3] on the device. Rows that cannot be decoded are zero.
+
+        Raises:
+            GpuaugError: in a forked child of the process that opened this decoder, because threads do not survive it.
         """
         if not windows:
             return [], []
@@ -212,8 +206,10 @@ class Decoder:
         return images
 
     def close(self) -> None:
-        """Free threads and DALI's memory."""
+        """Free threads and DALI's memory. A forked child leaves them to its parent."""
         self._closed = True
+        if self._pid != os.getpid():
+            return
         free = self._lock.acquire(timeout=5.0)  # wait for a thread that is still decoding, but not for ever
         try:
             self._pool.shutdown(wait=free)
@@ -277,6 +273,11 @@ class Decoder:
 
     def _decode(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
         """Make the views and faults of a batch of ``count`` rows. Rows that are not in the plan are zero."""
+        if self._pid != os.getpid():
+            raise GpuaugError(
+                f"This decoder was opened in process {self._pid}, which then forked process {os.getpid()}. A fork does "
+                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
+            )
         # DALI uses the current device, not the stream's device
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -1124,6 +1125,19 @@ def test_a_closed_decoder_says_so():
     closed.close()
     with pytest.raises(GpuaugError, match="closed"):
         views(closed, [KINDS["png"]()], Resize((8, 8)))
+
+
+def test_a_forked_child_of_the_process_that_opened_the_decoder_is_told_so(decoder):
+    batch = pack([KINDS["jpeg 4:2:0"]()])
+    headers = decoder.read_headers(batch)
+    if not (child := os.fork()):
+        signal.alarm(20)
+        try:
+            decoder.full(batch, headers)
+        except GpuaugError as error:
+            os._exit("which then forked" not in str(error))
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_nothing_global_is_touched(decoder):

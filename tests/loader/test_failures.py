@@ -297,6 +297,21 @@ def test_forked_ranks_use_the_loader_of_their_parent_if_no_batch_was_made_before
     assert lines == [count, count, "True", "True", count]
 
 
+@pytest.mark.parametrize("end", ["loader.close()", "del loader", "sys.exit()"])
+def test_a_forked_child_ends_although_its_parent_has_threads_of_dali(photos, end):
+    code = f"""
+    loader = build(sys.argv[1], num_workers=0)
+    list(loader)
+    if child := os.fork():
+        print(os.waitpid(child, 0)[1], len(list(loader)) > 0)
+    else:
+        signal.alarm(20)
+        {end}
+        sys.exit()
+    """
+    assert start(code, photos).communicate(timeout=120)[0] == "0 True\n"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_end_with_a_killed_process(photos, method):
     """Also those that a forkserver made, whose parent lives as long as they do."""
