@@ -137,7 +137,7 @@ def _oriented(exif: bytes | None, xmp: bytes | None) -> int:
 
 def _jpeg(data: bytes) -> Header:
     exif = xmp = frame = None
-    at, junk, height_at = 2, 0, 0
+    at, junk, height_at, adobe = 2, 0, 0, False
     while True:
         following = data.find(b"\xff", at)  # decoders skip bytes between segments
         if following < 0:
@@ -165,6 +165,8 @@ def _jpeg(data: bytes) -> Header:
                 exif = segment
             elif segment.startswith(_XMP) and xmp is None:
                 xmp = segment
+        elif marker == 0xEE:
+            adobe |= length > 13 and data.startswith(b"Adobe", at + 2)
         elif marker == 0xDA:
             break
         at += max(length, 2)
@@ -182,7 +184,8 @@ def _jpeg(data: bytes) -> Header:
             raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
         if marker > 0xC8:  # arithmetic coding takes twice the time per scan
             scans *= 2
-    dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8
+    # Pillow takes all CMYK values as inverted; DALI only those of Adobe
+    dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8 and (parts < 4 or adobe)
     if marker not in (0xC0, 0xC1) or scans > 1:
         height_at = 0
     return Header("jpeg", height, width, _oriented(exif, xmp), dali_safe, scans, bits, height_at=height_at)

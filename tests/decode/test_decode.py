@@ -201,7 +201,9 @@ def test_full_image_is_pillows(decoder, kind):
 @pytest.mark.parametrize("progressive", [False, True])
 def test_cmyk_is_pillows_within_one(decoder, progressive):
     data = encode(photograph().convert("CMYK"), progressive=progressive)
-    assert np.abs(whole(decoder, data).astype(int) - by_pillow(data)).max() <= 1
+    at = data.index(b"\xff\xee\0\x0eAdobe")
+    for each in (data, data[:at] + data[at + 16 :]):  # programs that remove metadata remove Adobe's segment too
+        assert np.abs(whole(decoder, each).astype(int) - by_pillow(each)).max() <= 1
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
