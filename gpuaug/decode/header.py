@@ -84,7 +84,8 @@ def read(data: bytes) -> Header:
         raise HeaderError("empty: 0 bytes")
     codec = sniff(data)
     if codec is None:
-        raise HeaderError(f"not an image of a known codec: {len(data)} bytes, which begin with {data[:8]!r}")
+        known = ", ".join(CODECS)
+        raise HeaderError(f"not an image of a known codec ({known}): {len(data)} bytes, which begin with {data[:12]!r}")
     parser = _PARSERS.get(codec)
     try:
         return parser(data) if parser else Header(codec, 0, 0)
