@@ -468,8 +468,11 @@ def _threads() -> int:
 
 
 def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
-    """The rows that DALI decodes, bool [n]. DALI decodes only at full size."""
-    return (route == Route.DALI) & (plan.scale == 1)
+    """The rows that DALI decodes, bool [n]. DALI decodes only at full size.
+
+    If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
+    """
+    return (route == Route.DALI) & (plan.scale == 1) & (plan.union[:, 3] > 1)
 
 
 def _left(plan: Plan, failed: list[int]) -> Plan:

@@ -478,6 +478,16 @@ def test_no_pixel_outside_the_box_is_read(decoder):
             assert (view == 255).all()
 
 
+def test_a_column_alone_has_the_pixels_of_its_image(decoder):
+    data = encode(photograph().resize((7, 9)))
+    for column in range(7):
+        box, corner = np.array([[0, column, 9, 1]], dtype=np.int32), np.zeros((1, 2), dtype=np.int32)
+        windows = CropWindows(box, box[:, 2:], corner, (9, 1))
+        batch = pack([data])
+        (found,), _ = decoder.pixels(batch, decoder.read_headers(batch), [windows])
+        assert (found[0].numpy() == by_pillow(data)[:, column : column + 1]).all()
+
+
 def test_same_size_is_a_copy(decoder):
     data = encode(photograph())
     (view,), _, (box,) = views(decoder, [data] * 4, RandomCrop((100, 120)))
