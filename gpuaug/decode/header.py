@@ -211,7 +211,7 @@ def _png(data: bytes) -> Header:
     bits = data[24]
     exif = xmp = profile = None
     ancillary = 0
-    for kind, at, length, _ in _chunks(data, "png", 8):
+    for kind, at, length, _ in chunks(data, "png", 8):
         if kind == b"eXIf":
             exif = data[at : at + length]
         elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at):
@@ -228,7 +228,7 @@ def _png(data: bytes) -> Header:
     return Header("png", height, width, _oriented(exif, xmp), bits=bits, effort=effort, ancillary=ancillary)
 
 
-def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
+def chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
     """Yield (kind, content start, content length, chunk end) for each chunk of a PNG or WebP."""
     for _ in range(_CHUNKS):
         if at + 8 > len(data):
@@ -248,7 +248,7 @@ def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int,
 
 def png_pixels(data: bytes) -> bytes:
     """Remove PNG chunks that do not affect pixels, because readers may inflate texts to 1,000 times their size."""
-    pieces = (data[at - 8 : end] for kind, at, _, end in _chunks(data, "png", 8) if kind in _PIECES)
+    pieces = (data[at - 8 : end] for kind, at, _, end in chunks(data, "png", 8) if kind in _PIECES)
     return data[:8] + b"".join(pieces)
 
 
@@ -287,7 +287,7 @@ def _webp(data: bytes) -> Header:
     height = int.from_bytes(data[27:30], "little") + 1
     exif = xmp = None
     dali_safe = not flags & 0x02
-    for kind, at, length, end in _chunks(data, "webp", 12):  # EXIF and XMP follow the pixels
+    for kind, at, length, end in chunks(data, "webp", 12):  # EXIF and XMP follow the pixels
         if kind == b"EXIF" and flags & 0x08:
             exif = data[at : at + length]
         elif kind == b"XMP " and flags & 0x04:
