@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -41,6 +42,7 @@ CODECS = frozenset({"jpeg", "webp", "bmp"})
 DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 _FAILED_SAMPLE = re.compile(r"Failed to decode sample #(\d+)")
 _loading = threading.Lock()  # held while codecs load: an environment variable selects the codecs
+_pipelines = weakref.WeakSet[Any]()  # those of this process
 
 
 def choose_backend(wanted: Backend) -> str:
@@ -58,7 +60,7 @@ def choose_backend(wanted: Backend) -> str:
             ) from e
         log.info("decode with pillow: DALI cannot be imported (%s)", e)
         return "pillow"
-    _register()
+    _end_before_dali()
     return "dali"
 
 
@@ -219,7 +221,19 @@ def _pipeline(capacity: int, num_threads: int, device: int | None, graph: Callab
         pipeline.set_outputs(*graph(fn, types, fed))
     with _host_codecs() if device is None else _loading:
         pipeline.build()
+    _pipelines.add(pipeline)
     return pipeline
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: never free the pipelines. DALI would wait for their threads, which a fork does not copy."""
+    for pipeline in _pipelines:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
+        pipeline._pipe = None  # DALI shuts this object down when the pipeline is freed or Python ends
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def release_memory() -> None:
@@ -230,21 +244,9 @@ def release_memory() -> None:
 
 
 @lru_cache(maxsize=1)
-def _register() -> None:
+def _end_before_dali() -> None:
     # At exit, DALI stops pipelines also while a thread runs them. atexit calls the newest function first.
     atexit.register(end_all)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _leave_to_parent() -> None:
-    """In a forked child: never free the parent's pipelines. DALI would wait for their threads, which only it has."""
-    from nvidia.dali import Pipeline
-
-    for known in [*cast(Any, Pipeline)._pipes]:
-        if (pipeline := known()) is not None and pipeline._pipe:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pipeline._pipe))
-            pipeline._pipe = None
 
 
 @lru_cache(maxsize=1)

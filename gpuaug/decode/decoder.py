@@ -139,16 +139,7 @@ class Decoder:
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
 
     def read_headers(self, batch: EncodedBatch) -> HeaderInfo:
-        """Read sizes, orientations and faults from the headers.
-
-        Raises:
-            GpuaugError: in a forked child of the process that opened this decoder, because threads do not survive it.
-        """
-        if self._pid != os.getpid():
-            raise GpuaugError(
-                f"This decoder was opened in process {self._pid}, which then forked process {os.getpid()}. A fork does "
-                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
-            )
+        """Read sizes, orientations and faults from the headers."""
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
@@ -184,6 +175,9 @@ class Decoder:
 
         Returns:
             The views and the faults. A view is uint8 [B, H, W, 3] on the device. Rows that cannot be decoded are zero.
+
+        Raises:
+            GpuaugError: in a forked child of the process that opened this decoder, because threads do not survive it.
         """
         if not windows:
             return [], []
@@ -211,10 +205,11 @@ class Decoder:
         return images
 
     def close(self) -> None:
-        """Free DALI's threads and memory."""
+        """Free threads and DALI's memory. A forked child leaves them to its parent."""
         self._closed = True
-        # wait for a thread that is still decoding, but not for ever; in a forked child, leave all to the parent
-        free = self._pid == os.getpid() and self._lock.acquire(timeout=5.0)
+        if self._pid != os.getpid():
+            return
+        free = self._lock.acquire(timeout=5.0)  # wait for a thread that is still decoding, but not for ever
         try:
             if self._dali is not None and free:
                 self._dali = None
@@ -276,6 +271,11 @@ class Decoder:
 
     def _decode(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
         """Make the views and faults of a batch of ``count`` rows. Rows that are not in the plan are zero."""
+        if self._pid != os.getpid():
+            raise GpuaugError(
+                f"This decoder was opened in process {self._pid}, which then forked process {os.getpid()}. A fork does "
+                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
+            )
         # DALI uses the current device, not the stream's device
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:
@@ -478,8 +478,11 @@ def _threads() -> int:
 
 
 def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
-    """The rows that DALI decodes, bool [n]. DALI decodes only at full size."""
-    return (route == Route.DALI) & (plan.scale == 1)
+    """The rows that DALI decodes, bool [n]. DALI decodes only at full size.
+
+    If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
+    """
+    return (route == Route.DALI) & (plan.scale == 1) & (plan.union[:, 3] > 1)
 
 
 def _left(plan: Plan, failed: list[int]) -> Plan:

@@ -84,7 +84,8 @@ def read(data: bytes) -> Header:
         raise HeaderError("empty: 0 bytes")
     codec = sniff(data)
     if codec is None:
-        raise HeaderError(f"not an image of a known codec: {len(data)} bytes, which begin with {data[:8]!r}")
+        known = ", ".join(CODECS)
+        raise HeaderError(f"not an image of a known codec ({known}): {len(data)} bytes, which begin with {data[:12]!r}")
     parser = _PARSERS.get(codec)
     try:
         return parser(data) if parser else Header(codec, 0, 0)
@@ -137,7 +138,7 @@ def _oriented(exif: bytes | None, xmp: bytes | None) -> int:
 
 def _jpeg(data: bytes) -> Header:
     exif = xmp = frame = None
-    at, junk, height_at = 2, 0, 0
+    at, junk, height_at, adobe = 2, 0, 0, False
     while True:
         following = data.find(b"\xff", at)  # decoders skip bytes between segments
         if following < 0:
@@ -165,6 +166,8 @@ def _jpeg(data: bytes) -> Header:
                 exif = segment
             elif segment.startswith(_XMP) and xmp is None:
                 xmp = segment
+        elif marker == 0xEE:
+            adobe |= length > 13 and data.startswith(b"Adobe", at + 2)
         elif marker == 0xDA:
             break
         at += max(length, 2)
@@ -182,7 +185,8 @@ def _jpeg(data: bytes) -> Header:
             raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
         if marker > 0xC8:  # arithmetic coding takes twice the time per scan
             scans *= 2
-    dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8
+    # Pillow takes all CMYK values as inverted; DALI only those of Adobe
+    dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8 and (parts < 4 or adobe)
     if marker not in (0xC0, 0xC1) or scans > 1:
         height_at = 0
     return Header("jpeg", height, width, _oriented(exif, xmp), dali_safe, scans, bits, height_at=height_at)
@@ -207,7 +211,7 @@ def _png(data: bytes) -> Header:
     bits = data[24]
     exif = xmp = profile = None
     ancillary = 0
-    for kind, at, length, _ in _chunks(data, "png", 8):
+    for kind, at, length, _ in chunks(data, "png", 8):
         if kind == b"eXIf":
             exif = data[at : at + length]
         elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at):
@@ -224,7 +228,7 @@ def _png(data: bytes) -> Header:
     return Header("png", height, width, _oriented(exif, xmp), bits=bits, effort=effort, ancillary=ancillary)
 
 
-def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
+def chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
     """Yield (kind, content start, content length, chunk end) for each chunk of a PNG or WebP."""
     for _ in range(_CHUNKS):
         if at + 8 > len(data):
@@ -244,7 +248,7 @@ def _chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int,
 
 def png_pixels(data: bytes) -> bytes:
     """Remove PNG chunks that do not affect pixels, because readers may inflate texts to 1,000 times their size."""
-    pieces = (data[at - 8 : end] for kind, at, _, end in _chunks(data, "png", 8) if kind in _PIECES)
+    pieces = (data[at - 8 : end] for kind, at, _, end in chunks(data, "png", 8) if kind in _PIECES)
     return data[:8] + b"".join(pieces)
 
 
@@ -283,7 +287,7 @@ def _webp(data: bytes) -> Header:
     height = int.from_bytes(data[27:30], "little") + 1
     exif = xmp = None
     dali_safe = not flags & 0x02
-    for kind, at, length, end in _chunks(data, "webp", 12):  # EXIF and XMP follow the pixels
+    for kind, at, length, end in chunks(data, "webp", 12):  # EXIF and XMP follow the pixels
         if kind == b"EXIF" and flags & 0x08:
             exif = data[at : at + length]
         elif kind == b"XMP " and flags & 0x04:

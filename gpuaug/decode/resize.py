@@ -12,12 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gpuaug.batch import CropWindows, Int64, Interpolation
+from gpuaug.decode.plan import Pixels
 from gpuaug.native import build
-
-Pixels = NDArray[np.uint8]
 
 _TORCH = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,  # F.interpolate(antialias=True) calls this op

@@ -114,7 +114,7 @@ class Style:
         return [*chips[:LEGEND], *more, *rest]
 
     def _numbered(self, label: int) -> str:
-        name = str(self.classes[label]) if self.classes is not None and label < len(self.classes) else str(label)
+        name = str(self.classes[label]) if self.classes is not None and 0 <= label < len(self.classes) else str(label)
         return name if name == str(label) else f"{label}: {name}"
 
 
@@ -169,7 +169,7 @@ def class_name(number: int, classes: Sequence[str] | None, other: str) -> str:
 
 def color_of(number: int) -> Color:
     """The color of an object or of a class of boxes. The first 18 colors differ clearly."""
-    if number < len(PALETTE):
+    if 0 <= number < len(PALETTE):
         return PALETTE[number]
     hue = number * 0.6180339887 % 1  # the golden ratio spreads any number of hues evenly
     red, green, blue = colorsys.hsv_to_rgb(hue, 0.5 + 0.25 * (number % 3), 1 - 0.2 * (number // 3 % 3))

@@ -96,9 +96,8 @@ class Reader:
         """Make what only this process may change. A forked child must not end its parent's iterator or workers."""
         self._pid = os.getpid()
         self._numbers = itertools.count(1)  # of the iterators; two threads cannot get the same number
-        self._generation = share(
-            torch.from_numpy(np.zeros(1, dtype=np.int64))
-        )  # number of the current iterator; 0: none
+        # the number of the current iterator; 0: none
+        self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))
         self._lock = threading.RLock()  # held while waiting for a batch; `_end` needs no lock
         self._encode = _Encode(self.source, self._generation, self.targets)
         workers, self._workers = self._workers, None

@@ -190,18 +190,15 @@ def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mas
 
 def _checked(png: bytes) -> bytes:
     """Keep and check only the chunks that pixels need. Texts and profiles may inflate to 1,000 times their size."""
-    pieces, at, kind = [png[:8]], 8, b""
-    while kind != b"IEND":
-        length, kind = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
-        end = at + 12 + length
-        if end > len(png):
-            raise HeaderError(f"png truncated: {len(png)} bytes")
-        if kind in (b"PLTE", b"IDAT", b"IEND") or at == 8:
+    pieces, kind, end = [png[:8]], b"", 8
+    for kind, at, _, end in header.chunks(png, "png", 8):
+        if end <= len(png) and (kind in (b"PLTE", b"IDAT", b"IEND") or at == 16):
             # Pillow does not check the checksums of pixels, and a damaged mask can look like a valid mask
-            if zlib.crc32(memoryview(png)[at + 4 : end - 4]) != int.from_bytes(png[end - 4 : end], "big"):
+            if zlib.crc32(memoryview(png)[at - 4 : end - 4]) != int.from_bytes(png[end - 4 : end], "big"):
                 raise HeaderError(f"png is damaged: the checksum of its {kind.decode()} chunk is wrong")
-            pieces.append(png[at:end])
-        at = end
+            pieces.append(png[at - 8 : end])
+    if kind != b"IEND" or end > len(png):
+        raise HeaderError(f"png truncated: {len(png)} bytes")
     return b"".join(pieces)
 
 

@@ -95,6 +95,7 @@ def test_orientation_of_files(form, orientation):
     [
         (b"", "empty"),
         (b"GIF", "known codec"),
+        (b"\0\0\0\x1cftypavif\0\0\0\0", r"jpeg, png, .*: 16 bytes, which begin with .*ftypavif"),
         (b"\xff\xd8\xff", "truncated"),
         (b"\xff\xd8\xff\xe0\x00\x10", "truncated"),
         (b"\xff\xd8\xff\xd9", "ends before its first scan"),

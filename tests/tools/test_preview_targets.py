@@ -227,6 +227,16 @@ def test_the_legend_names_the_classes_that_are_shown() -> None:
     assert "dotted" in text
 
 
+def test_negative_labels_are_drawn_as_numbers() -> None:
+    labels = np.array([-1, -100])
+    boxes = np.array([[2, 2, 90, 60], [2, 64, 90, 98]], dtype=np.float32)
+    shown = Annotations(None, boxes, None, labels, labels > 0, labels)
+    style = Style(POSE, ["road", "car"])
+    assert style.legend([shown]) == [(color_of(-100), "-100"), (color_of(-1), "-1")]
+    pixels = np.asarray(Annotated(Image.new("RGB", (100, 100)), shown).drawn(1, style))
+    assert all((pixels == color_of(label)).all(axis=2).any() for label in labels.tolist())
+
+
 COMMANDS = {
     "segmentation": ("source=masks", "targets=segmentation"),
     "detection": ("source=coco", "targets=detection", "augment.crop._target_=gpuaug.RandomIoUCrop",
