@@ -13,7 +13,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from common import METHODS
+from common import METHODS, ended
 from conftest import ROOT
 
 import gpuaug
@@ -215,7 +215,7 @@ def test_interrupted(photos, how, nothing_left):
     _, error = process.communicate(timeout=100)
     if how == signal.SIGINT:
         assert "KeyboardInterrupt" in error
-    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert ended(workers)
 
 
 def test_a_script_that_ends_while_threads_decode(photos, nothing_left):
@@ -354,4 +354,4 @@ def test_workers_end_with_a_killed_process(photos, method):
     process.kill()
     process.communicate()
     assert len(workers) == 2
-    assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert ended(workers)

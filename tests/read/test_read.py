@@ -651,7 +651,7 @@ def consume():
     for batch in reader.batches((torch.tensor([k]), torch.zeros(1).long(), torch.ones(1).bool()) for k in range(100)):
         seen.append(batch)
 
-reader, seen = Reader(Source(), num_workers=2), []
+reader, seen = Reader(Source(), num_workers=1), []
 threading.Thread(target=consume, daemon=True).start()
 while len(seen) < 9:
     time.sleep(0.01)

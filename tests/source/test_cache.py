@@ -16,6 +16,7 @@ import forked
 import numpy as np
 import pytest
 import torch
+from common import ended
 
 import gpuaug
 from gpuaug import machine
@@ -182,9 +183,9 @@ def test_a_writer_that_died_leaves_a_sample_that_is_not_there():
     source = Counted()
     cached = RamCache(max_bytes="1MiB").open(adapt(source))
     memory = cached._memory
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    memory.index[6] = -ended.pid  # it took room, and was killed while it wrote
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    memory.index[6] = -gone.pid  # it took room, and was killed while it wrote
     memory.head[0] += 4096
     assert status(cached)[6] == -1
     assert memory.get(6) is None
@@ -431,10 +432,7 @@ def test_three_ranks_with_two_workers_hold_the_bytes_once(method):
             process.kill()
             process.wait()
             assert not left_behind([pid for r in reports for pid in r["pids"]]), rank
-        deadline = time.monotonic() + 60  # workers notice that their parent is gone
-        while any(os.path.exists(f"/proc/{pid}") for r in reports for pid in r["pids"]) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert not [pid for r in reports for pid in r["pids"] if os.path.exists(f"/proc/{pid}")]
+        assert ended([pid for r in reports for pid in r["pids"]])  # workers notice that their parent is gone
         assert not names & set(sockets().values())
     finally:
         for process in processes:
