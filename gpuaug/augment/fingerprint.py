@@ -117,10 +117,10 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
 
 
 def _array(value: Tensor | np.ndarray[Any, Any]) -> Any:
-    tensor = torch.as_tensor(value).detach()
+    tensor = torch.as_tensor(value, device="cpu").detach()
     if tensor.numel() <= _LARGEST_LIST:
         return settings(tensor.tolist())
-    data = tensor.cpu().contiguous().view(torch.uint8).numpy()
+    data = tensor.contiguous().view(torch.uint8).numpy()
     return [str(tensor.dtype), list(tensor.shape), _digest(data.tobytes())]
 
 

@@ -44,7 +44,7 @@ class Normalize(nn.Module):
                     f"`augment.normalize.{name}` must be given for pixel values in 0..1. Found: {given!r}. "
                     "If the values are for 0..255, divide by 255."
                 )
-            self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32, device="cpu"), persistent=False)
         self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def values(self) -> dict[str, list[float]]:

@@ -249,7 +249,7 @@ def _magnitude(op: Any, operation: Any) -> Any:
     if operation.magnitude_range is None:
         return None
     low, high = operation.magnitude_range
-    m = torch.tensor([op.m / 30], dtype=torch.float32)
+    m = torch.tensor([op.m / 30], dtype=torch.float32, device="cpu")
     if policy_parameter(operation)[0] == "bits_factor":  # a larger magnitude means fewer bits
         m = 1 - m
     return np.float32((m * float(high - low) + low).item())

@@ -241,7 +241,7 @@ class TargetStage:
                 inverse = geometry.inverse(move[moved])
                 made = made.index_copy(0, at, masks.gather(made.index_select(0, at), inverse, self.fill))
         if len(bad):
-            made = made.index_fill(0, buffers.to_device(torch.tensor(list(bad)), device), self.fill)
+            made = made.index_fill(0, buffers.to_device(torch.from_numpy(np.array(bad)), device), self.fill)
         if len(rows) < len(made):
             made = made.index_select(0, buffers.to_device(torch.from_numpy(rows), device))
         if made.dtype != self._dtype and device.type == "cpu":  # reused memory, because new memory takes longer

@@ -33,7 +33,7 @@ class Outputs:
         size = dtype.itemsize * math.prod(shape)
         if size < _SMALL:
             memory_format = torch.channels_last if channels_last else torch.contiguous_format
-            return torch.empty(shape, dtype=dtype, memory_format=memory_format)
+            return torch.empty(shape, dtype=dtype, device="cpu", memory_format=memory_format)
         self._taken += 1
         memory, kept, room = None, list[tuple[int, Tensor]](), self.most
         while self._free:

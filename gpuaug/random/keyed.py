@@ -175,7 +175,7 @@ _AT_ONCE = 2**21  # values per call; each value needs about 40 bytes of temporar
 def field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1], float32 [B, count], on the device of ``keys``. :func:`sample_keys` makes ``keys``."""
     if keys.device.type == "cpu" and (native := library()) is not None:
-        keys, values = keys.contiguous(), torch.empty((len(keys), count), dtype=torch.float32)
+        keys, values = keys.contiguous(), torch.empty((len(keys), count), dtype=torch.float32, device="cpu")
         threads = torch.get_num_threads() if values.numel() >= 100_000 else 1
         native.gpuaug_field(keys.data_ptr(), *values.shape, threads, values.data_ptr())
         return values

@@ -134,7 +134,7 @@ class Producer(Iterator[T]):
 def private_copy(batch: EncodedBatch) -> EncodedBatch:
     """Copy a batch to private memory, because the workers' shared memory is small in most containers."""
     size = batch.data.nbytes
-    data = mapped(size) if size else torch.empty(0).byte()
+    data = mapped(size) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
     data.copy_(batch.data)
     labels = None if batch.labels is None else batch.labels.clone()
     return replace(batch, data=data, offsets=batch.offsets.clone(), labels=labels)

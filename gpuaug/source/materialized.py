@@ -242,7 +242,7 @@ class Rows:
         good = self._has_pixels(batch)
         if good.all():
             return batch.data.view(len(batch), self.size)
-        flat = torch.zeros((len(batch), self.size), dtype=torch.uint8)
+        flat = torch.zeros((len(batch), self.size), dtype=torch.uint8, device="cpu")
         for row in np.flatnonzero(good).tolist():
             flat[row] = batch.encoded(row)
         return flat

@@ -121,14 +121,15 @@ class BatchTargets:
         images = self._split(class_labels=self.labels, boxes=self._centred())
         for row, image in enumerate(images):
             image["image_id"] = self.indices[row : row + 1]
-            image["size"], image["orig_size"] = torch.tensor(self.size), self.sizes[row]
+            image["size"], image["orig_size"] = torch.tensor(self.size, device="cpu"), self.sizes[row]
         return images
 
     def pixel_mask(self) -> Tensor:
         """Return DETR's pixel mask, int64 ``[B, H, W]`` on the CPU: 1 in ``covered``, 0 in the padding."""
-        rows, columns = torch.arange(self.size[0])[None, :, None], torch.arange(self.size[1])[None, None]
+        y, x = (torch.arange(side, device="cpu") for side in self.size)
+        y = y[:, None]
         top, left, bottom, right = self.covered.T[:, :, None, None]
-        return ((rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)).long()
+        return ((y >= top) & (y < bottom) & (x >= left) & (x < right)).long()
 
     def _split(self, **columns: Tensor | None) -> list[dict[str, Any]]:
         """Split the columns by image. Add ``iscrowd``, ``area`` and bool ``masks`` [n, H, W]."""

@@ -902,3 +902,19 @@ def test_module_arguments_are_not_rounded(settings):
     with pytest.raises(gpuaug.ConfigError, match=next(iter(settings))):
         augment(torch.zeros((2, 8, 8, 3), dtype=torch.uint8), **settings)
     assert augment(torch.zeros((2, 8, 8, 3), dtype=torch.uint8), dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_torchs_default_device_changes_nothing():
+    """What numpy and compiled code read stays on the CPU."""
+    ops = {
+        "jitter": K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=1.0),
+        "auto": gpuaug.RandAugment(),
+        "drop": K.RandomChannelDropout(p=1.0),
+        "noise": K.RandomGaussianNoise(p=1.0),
+    }
+    images = torch.arange(2 * 3 * 40 * 30).mul(7).remainder(251).to(torch.uint8).view(2, 3, 40, 30)
+    recipe = Augment(crop=RandomResizedCrop(24), ops=ops, normalize=Normalize(MEAN, STD))
+    expected = recipe(images, seed=1)
+    with torch.device("meta"):
+        recipe = Augment(crop=RandomResizedCrop(24), ops=ops, normalize=Normalize(MEAN, STD))
+        assert torch.equal(recipe(images, seed=1), expected)

@@ -165,7 +165,7 @@ def _check_dropped(op: Any, key: str) -> None:
 
 
 def _own_row(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    return {"batch_idx": torch.arange(len(keys))[:, None]}
+    return {"batch_idx": torch.arange(len(keys), device="cpu")[:, None]}
 
 
 def _drop(op: Any) -> Steps:
