@@ -29,7 +29,7 @@ from gpuaug.batch import CropWindows
 from gpuaug.decode.header import Header
 from gpuaug.decode.plan import Pixels, Plan, to_stored
 from gpuaug.errors import ConfigError
-from gpuaug.read.workers import end_all
+from gpuaug.read.ends import end_all
 
 log = logging.getLogger("gpuaug")
 

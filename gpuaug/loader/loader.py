@@ -28,9 +28,9 @@ from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
 from gpuaug.loader.state import VERSION, check_state, compare, locate, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
+from gpuaug.read.ends import finalize
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
-from gpuaug.read.workers import finalize
 from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,10 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.stages import Stage, StagedBatch
 from gpuaug.native.buffers import to_device
+from gpuaug.read.ends import finalize
 from gpuaug.read.order import Task as Task
 from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
-from gpuaug.read.workers import finalize
 from gpuaug.source.cache import CachedSource
 
 TIMEOUT_S = 5.0  # longest wait for the threads of a pass to end
@@ -239,7 +240,7 @@ class Pass(Iterator[Batch]):
     ) -> None:
         self._pipeline, self._epoch = pipeline, epoch
         self.done, self.waited = 0, 0.0
-        self._exhausted = False
+        self._exhausted, self._pid = False, os.getpid()
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
         # Without copies, a buffer would hold mapped files, which the system reads only when their bytes are used.
@@ -272,10 +273,10 @@ class Pass(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         while not self._exhausted:
-            if not self._end.alive:
+            if not self._end.alive or self._pid != os.getpid():
                 raise PassEndedError(
-                    "this iterator has ended: an error occurred, or its loader was closed or started another pass. "
-                    "Use the newest iterator, or build a second loader."
+                    "this iterator has ended: an error occurred, its loader was closed or started another pass, or a "
+                    "fork left its threads in the parent. Use the newest iterator, or build a second loader."
                 )
             began = time.perf_counter()
             try:

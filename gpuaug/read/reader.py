@@ -29,8 +29,9 @@ from torch.utils.data import get_worker_info
 from gpuaug import checks
 from gpuaug.batch import EncodedBatch, EncodedTargets, Fault, Target
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
+from gpuaug.read.ends import finalize
 from gpuaug.read.order import Task
-from gpuaug.read.workers import TIMEOUT_S, EndedError, Request, Workers, finalize, remedy
+from gpuaug.read.workers import TIMEOUT_S, EndedError, Request, Workers, remedy
 from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.index import share
 from gpuaug.source.local import FINAL, LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
 import signal
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any
@@ -29,9 +27,6 @@ from gpuaug.errors import ReadError, SourceError
 Request = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
 TIMEOUT_S = 2.0  # for a worker to end, before it is killed
-
-_calls: dict[int, weakref.finalize[..., Any]] = {}  # of `finalize`, not yet made
-_numbers = itertools.count()
 
 
 class EndedError(BaseException):
@@ -142,28 +137,6 @@ class Workers(_MultiProcessingDataLoaderIter):
         for queue in [*self._index_queues, self._worker_result_queue]:
             queue.cancel_join_thread()
             queue.close()
-
-
-def finalize(owner: Any, function: Callable[..., None], *args: Any) -> weakref.finalize[..., Any]:
-    """Call ``function(*args)`` when ``owner`` is freed or Python ends.
-
-    A forked child does not call it. The threads and workers are the parent's, and locks that they held stay locked.
-    """
-    pid, number = os.getpid(), next(_numbers)
-
-    def call() -> None:
-        _calls.pop(number, None)
-        if os.getpid() == pid:
-            function(*args)
-
-    _calls[number] = made = weakref.finalize(owner, call)
-    return made
-
-
-def end_all() -> None:
-    """Make all calls of :func:`finalize` now, the newest first."""
-    for call in [*_calls.values()][::-1]:
-        call()
 
 
 def remedy(error: Exception) -> str:

@@ -321,6 +321,22 @@ def test_forked_ranks_use_the_loader_of_their_parent_if_no_batch_was_made_before
     assert lines == [count, count, "True", "True", count]
 
 
+def test_a_forked_child_cannot_go_on_with_an_iterator_of_its_parent(photos):
+    code = """
+    batches = iter(build(sys.argv[1], num_workers=0))
+    next(batches)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sum(1 for batch in batches))
+    else:
+        signal.alarm(20)
+        try:
+            next(batches)
+        except gpuaug.GpuaugError as error:
+            os._exit(7 if "fork" in str(error) else 8)
+    """
+    assert start(code, photos).communicate(timeout=100) == ("7 16\n", "")
+
+
 @pytest.mark.parametrize("how", ["del batches, loader", "loader.close()", "sys.exit()"])
 def test_a_forked_child_that_drops_the_loader_of_its_parent_ends(photos, how):
     code = f"""
