@@ -660,6 +660,13 @@ while len(seen) < 9:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_worker_of_another_loader_cannot_have_workers(reading, monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    source = Bytes(8)
+    with pytest.raises(ReadError, match=r"could not be started: daemonic.*; 0 reads in this process"):
+        next(reading(source, num_workers=1).batches(plan(source)))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_forked_processes_do_not_disturb_each_other(num_workers):
     code = f"""
