@@ -74,7 +74,7 @@ class Workers(_MultiProcessingDataLoaderIter):
                 f"the source cannot be sent to worker processes: {error}. Define its class in a module. Keep no open "
                 "file or function in the source. Or set `num_workers=0`, or `start_method=fork` if the system has fork."
             ) from error
-        except (OSError, AssertionError) as error:  # AssertionError: a worker of another DataLoader may not have workers
+        except (OSError, AssertionError) as error:  # AssertionError: inside a worker of another DataLoader
             raise ReadError(f"{num_workers} worker processes could not be started: {error}. {remedy(error)}") from error
         _remove_worker_pids(id(self))  # DataLoader's signal handler then ignores these workers
         self._worker_pids_set = False
