@@ -33,7 +33,8 @@ class Normalize(nn.Module):
         for name, given in (("mean", mean), ("std", std)):
             values = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
             numbers = isinstance(values, Sequence) and all(
-                isinstance(v, int | float | np.number) and not isinstance(v, bool) and math.isfinite(v) for v in values
+                isinstance(v, int | float | np.integer | np.floating) and not isinstance(v, bool) and math.isfinite(v)
+                for v in values
             )
             if not numbers or len(values) != 3:
                 raise ConfigError(f"`augment.normalize.{name}` must be three numbers, for R, G, B. Found: {given!r}.")

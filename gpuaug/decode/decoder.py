@@ -301,7 +301,7 @@ class Decoder:
         """Decode and resize on the CPU, then copy the views to the device."""
         shapes = [(count, *b.size, 3) for b in plan.windows]
         if self.device.type == "cuda":
-            images = [torch.empty(shape, dtype=torch.uint8, pin_memory=True) for shape in shapes]
+            images = [torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True) for shape in shapes]
         else:
             images = [buffers.outputs.take(shape, torch.uint8, channels_last=False) for shape in shapes]
         canvases = [x.numpy() for x in images]

@@ -123,6 +123,7 @@ class CocoSource(FileSource):
         self._objects = ObjectTable(counts, **columns, sizes=parsed.sizes[kept])
         outlines = {} if self._outlines is None else self._outlines.damaged
         self._damaged = Damaged(_reasons(columns, counts, outlines), len(kept), place=redact(self.root))
+        outlines.clear()  # spawned workers get a copy of the source
 
     def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
         item = super()._sample(index, image, mask, extra, **objects)

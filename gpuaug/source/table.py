@@ -153,7 +153,8 @@ def _csv(
         csv.field_size_limit(max(len(text), usual))
         try:
             head = [name.strip() for name in next(lines, [])]
-            if len(head) < len({*names}) or any("\0" in name for name in head):
+            other = len(head) == 1 and head[0] not in names and re.search(r"[,;|\t]", head[0])
+            if not head or other or "\0" in head[0]:
                 raise SourceError(
                     f"the first line of {place!r} must name the columns, in UTF-8 and with {delimiter!r} between them. "
                     f"Found: {','.join(head)!r:.200}. Save the table in this form."
@@ -226,5 +227,6 @@ def _names(paths: Any, place: str) -> Names:
 def _matrix(columns: list[Any], places: list[str]) -> Any:
     for place, column in zip(places, columns, strict=True):
         if not isinstance(column[0], int | float | np.number):
-            raise SourceError(f"several label columns must all hold numbers. Found in {place}: {column[0]!r}.")
+            bad = next((value for value in column if not re.fullmatch(r"[-+.eE\d]+", value)), column[0])
+            raise SourceError(f"several label columns must all hold numbers. Found in {place}: {bad!r}.")
     return np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1)

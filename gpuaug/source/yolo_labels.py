@@ -82,7 +82,7 @@ def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[f
     seen = values[6::3] if rules.points is not None and rules.points[1] == 3 else []
     coordinates = [*values[:4], *values[4::3], *values[5::3]] if seen else values
     if min(coordinates) < -BORDER or max(coordinates) > 1 + BORDER:
-        found = f"Found: {min(coordinates):g} .. {max(coordinates):g}"
+        found = f"Found: {min(coordinates)} .. {max(coordinates)}"
         raise ValueError(f"must hold coordinates 0 .. 1, in units of the image's size. {found}")
     if not is_box:
         xs, ys = values[::2], values[1::2]

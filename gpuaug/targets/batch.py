@@ -159,7 +159,7 @@ def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[
     if device.type == "cpu":
         return [None if array is None else torch.from_numpy(array) for array in arrays]
     sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes; parts must be aligned
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
     for array, part in zip(arrays, packed.split(sizes), strict=True):
         if array is not None and array.size:
             part[: array.nbytes].numpy()[:] = array.reshape(-1).view(np.uint8)

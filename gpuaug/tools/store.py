@@ -92,7 +92,9 @@ def only_writer(folder: Path, *, out: Path) -> Iterator[None]:
             part.unlink()
         yield
     except OSError as error:
-        raise GpuaugError(f"`out` cannot be written: {str(out)!r} ({error}). Remove the cause. {GO_ON}") from error
+        raise GpuaugError(
+            f"the run that writes {str(out)!r} has stopped: {error}. Remove the cause. {GO_ON}"
+        ) from error
     finally:
         os.close(descriptor)
 

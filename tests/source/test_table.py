@@ -159,6 +159,7 @@ def test_tables_that_cannot_be_used(place):
         ("path,label\na.jpg\n", "line 2 of .* has 1 fields.* 2"),
         ('path,label\n"a.jpg,1', "cannot be read"),
         ("path,path,label\na,b,1\n", "one column 'path'"),
+        ("path\na.jpg\n", "label=none"),
         ("path;label\na.jpg;1\nb,c.jpg;2\n", "with ',' between them. Found: 'path;label'"),
         ("path,label\na.jpg,1\n".encode("utf-16"), "must name the columns, in UTF-8"),
     ):

@@ -151,7 +151,7 @@ BAD = {
     "-1 .5 .5 .5 .5": "Found: -1",
     "0.5 .5 .5 .5 .5": "Found: 0.5",
     "1e20 .5 .5 .5 .5": "Found: 1e[+]20",
-    "0 120 80 30 40": "must hold coordinates 0 .. 1, .* Found: 30 .. 120",
+    "0 120 80 30 40": "must hold coordinates 0 .. 1, .* Found: 30.0 .. 120.0",
     "0 -.5 .5 .5 .5": "must hold coordinates 0 .. 1",
     "0 .5 .5 -.001 .5": "width and a height of at least 0",
     "0 .5 .5 .5 .5\0": "must hold only numbers",

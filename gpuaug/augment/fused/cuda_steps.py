@@ -149,7 +149,7 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
     # Each array starts at a multiple of 16 bytes. Otherwise its alignment would depend on the batch, and Triton would
     # compile a kernel again for each alignment.
     sizes = [-(-a.size // 4) * 4 for a in arrays]
-    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    packed = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     for a, part in zip(arrays, packed.split(sizes), strict=True):
         part.numpy()[: a.size] = np.ascontiguousarray(a).reshape(-1).view(np.int32)
     parts = packed.to(device, non_blocking=True).split(sizes)  # torch reuses `packed` only after the copy
@@ -248,7 +248,8 @@ def motion_kernels(a: Tensor, static: tuple[float, ...]) -> Tensor:
 
     size, mode = int(static[0]), Resample(int(static[1])).name.lower()
     two = a.repeat(2, 1) if len(a) == 1 else a  # a single row would give other last bits
-    return get_motion_kernel2d(size, two[:, 1], two[:, 2], mode)[: len(a)]
+    with a.device:
+        return get_motion_kernel2d(size, two[:, 1], two[:, 2], mode)[: len(a)]
 
 
 def _rain(x: Tensor, a: Tensor, coordinates: Tensor, longest: int) -> Tensor:

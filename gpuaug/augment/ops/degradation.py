@@ -250,7 +250,8 @@ def _divisors(values: Tensors) -> Tensor:
     """Kornia's JPEG quantization tables for luma and chroma, float32 [n, 128]."""
     from kornia.enhance import JPEGCodecDifferentiable
 
-    codec = JPEGCodecDifferentiable()
+    with torch.device("cpu"):
+        codec = JPEGCodecDifferentiable()
     tables = torch.cat([codec.get_buffer(f"quantization_table_{name}").flatten() for name in "yc"]).float()
     quality = values["jpeg_quality"][:, None]
     x = (tables * _floor(torch.where(quality < 50, 5000 / quality, 200 - 2 * quality)) + 50) / 100
