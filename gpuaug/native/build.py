@@ -50,7 +50,8 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             folder = cache()
             try:
                 return _library(compiler, (*flags, "-march=native"), text, folder, name)
-            except subprocess.CalledProcessError:  # some compilers do not support it on some machines
+            except subprocess.CalledProcessError as error:  # some compilers do not support it on some machines
+                logger.warning("%s on cpu is slower: %s fails with -march=native: %s", name, compiler[-1], error.stderr)
                 return _library(compiler, flags, text, folder, name)
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error

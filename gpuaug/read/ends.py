@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,4 +32,7 @@ def finalize(owner: Any, function: Callable[..., None], *args: Any) -> weakref.f
 def end_all() -> None:
     """Make all calls of :func:`finalize` now, the newest first."""
     for call in [*_calls.values()][::-1]:
-        call()
+        try:
+            call()
+        except Exception:  # the others are still called, as in weakref's own function
+            sys.excepthook(*sys.exc_info())

@@ -90,21 +90,18 @@ class Reader:
         self.num_workers, self.timeout = num_workers, timeout
         self.prefetch_factor, self.start_method = prefetch_factor, start_method
         self.targets = tuple(targets)
-        self._workers: Workers | None = None
         self._own()
 
     def _own(self) -> None:
         """Make what only this process may change. A forked child must not end its parent's iterator or workers."""
-        self._pid = os.getpid()
         self._numbers = itertools.count(1)  # of the iterators; two threads cannot get the same number
         # the number of the current iterator; 0: none
         self._generation = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))
         self._lock = threading.RLock()  # held while waiting for a batch; `_end` needs no lock
         self._encode = _Encode(self.source, self._generation, self.targets)
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.disown()
+        self._workers: Workers | None = None
         finalize(self, _leave, self._generation, self._lock)
+        self._pid = os.getpid()  # at the end, because other threads look here
 
     @property
     def pids(self) -> list[int]:
@@ -165,7 +162,7 @@ class Reader:
 
         # `ended` must not refer to self: the workers hold `ended`, and the reader holds the workers (a cycle).
         ended = partial(_is_over, self._generation, generation)
-        todo, begun, pid = requests(), False, os.getpid()
+        todo, begun, pid = requests(), False, self._pid
         try:
             while not ended():
                 if self.num_workers == 0:

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any
@@ -27,6 +28,9 @@ from gpuaug.errors import ReadError, SourceError
 Request = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
 
 TIMEOUT_S = 2.0  # for a worker to end, before it is killed
+
+
+_owned = weakref.WeakSet["Workers"]()  # those of this process
 
 
 class EndedError(BaseException):
@@ -76,6 +80,7 @@ class Workers(_MultiProcessingDataLoaderIter):
             ) from error
         except (OSError, AssertionError) as error:  # AssertionError: inside a worker of another DataLoader
             raise ReadError(f"{num_workers} worker processes could not be started: {error}. {remedy(error)}") from error
+        _owned.add(self)
         _remove_worker_pids(id(self))  # DataLoader's signal handler then ignores these workers
         self._worker_pids_set = False
 
@@ -116,10 +121,6 @@ class Workers(_MultiProcessingDataLoaderIter):
                     "raise `timeout` or `num_workers`."
                 )
 
-    def disown(self) -> None:
-        """In a forked child: leave the workers to the parent. DataLoader would end them when this object is freed."""
-        self._shutdown = True
-
     def stop(self, *, kill: bool) -> None:
         """End all workers within seconds."""
         self._shutdown = True  # DataLoader's own shutdown then does nothing
@@ -137,6 +138,18 @@ class Workers(_MultiProcessingDataLoaderIter):
         for queue in [*self._index_queues, self._worker_result_queue]:
             queue.cancel_join_thread()
             queue.close()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: end no workers of the parent. DataLoader and Python's exit function would do so."""
+    for workers in _owned:
+        workers._shutdown = True
+        multiprocessing.process._children.difference_update(workers._workers)  # type: ignore[attr-defined]
+    _owned.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def remedy(error: Exception) -> str:

@@ -913,6 +913,8 @@ def test_torchs_default_device_changes_nothing():
         "noise": K.RandomGaussianNoise(p=1.0),
         "motion": K.RandomMotionBlur(3, 35.0, 0.5, p=1.0),
         "jpeg": K.RandomJPEG(p=1.0),
+        "affine": K.RandomAffine(30.0, p=1.0),
+        "perspective": K.RandomPerspective(p=1.0),
     }
     images = torch.arange(2 * 3 * 40 * 30).mul(7).remainder(251).to(torch.uint8).view(2, 3, 40, 30)
     recipe = Augment(crop=RandomResizedCrop(24), ops=ops, normalize=Normalize(MEAN, STD))

@@ -337,10 +337,11 @@ def test_a_forked_child_cannot_go_on_with_an_iterator_of_its_parent(photos):
     assert start(code, photos).communicate(timeout=100) == ("7 16\n", "")
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("how", ["del batches, loader", "loader.close()", "sys.exit()"])
-def test_a_forked_child_that_drops_the_loader_of_its_parent_ends(photos, how):
+def test_a_forked_child_that_drops_the_loader_of_its_parent_ends(photos, how, num_workers):
     code = f"""
-        loader = build(sys.argv[1], num_workers=0)
+        loader = build(sys.argv[1], num_workers={num_workers}, prefetch=0)
         batches = iter(loader)
         next(batches)
         if not (child := os.fork()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,7 +107,7 @@ def _normalized(size: Size, corners: bool) -> tuple[Tensor, Tensor]:
     """Matrices float32 [1, 3, 3] from pixel indices to -1..1 and back."""
     from kornia.geometry.conversions import normal_transform_pixel
 
-    to = normal_transform_pixel(*size, dtype=torch.float32, align_corners=corners)
+    to = normal_transform_pixel(*size, device=torch.device("cpu"), dtype=torch.float32, align_corners=corners)
     return to, _inverse(to)
 
 
@@ -119,13 +119,14 @@ def warp_ramps(size: Size) -> Float:
     """
     from kornia.geometry.grid import create_meshgrid
 
+    kind: Any = {"device": torch.device("cpu"), "dtype": torch.float32}
     ramps = np.zeros((2, 2, size[1] + size[0]), dtype=np.float32)
     for corners in (False, True):
         for start, n in ((0, size[1]), (size[1], size[0])):
             end = 1.0 if corners else 1.0 - 1.0 / n
             if n > 1:
-                ramps[0, int(corners), start : start + n] = torch.linspace(-end, end, n, dtype=torch.float32)
-        grid = create_meshgrid(*size, normalized_coordinates=True, dtype=torch.float32, align_corners=corners)
+                ramps[0, int(corners), start : start + n] = torch.linspace(-end, end, n, **kind)
+        grid = create_meshgrid(*size, normalized_coordinates=True, align_corners=corners, **kind)
         ramps[1, int(corners)] = torch.cat([grid[0, 0, :, 0], grid[0, :, 0, 1]])
     return ramps
 
