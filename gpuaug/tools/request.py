@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from gpuaug import checks, config
 from gpuaug.config import conf_folder
@@ -86,7 +87,11 @@ class Request:
             composed = config.compose(f"command/{self.command}", [text for _, text in self._overrides["command"]])
         except ConfigError as error:
             raise ConfigError(str(error).replace("command.", "")) from error
-        return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
+        try:
+            return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
+        except OmegaConfBaseException as error:
+            key, reason = str(error.full_key).removeprefix("command."), str(error).partition("\n")[0]
+            raise ConfigError(f"`{key}` cannot be resolved: {reason}. Give `{key}` a value.") from error
 
     def loader(self, *, at: str | None = None) -> DictConfig:
         """The part of the configuration at the path ``at`` or ``--at``. Without a path: the whole configuration."""

@@ -89,6 +89,8 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["train", "epochs=0"], "`epochs` must be a whole number >= 1. Found: 0."),
         (["train", "lr=high"], "`lr` must be a number in [0, inf]. Found: 'high'."),
         (["train", "model.widht=3"], "`model.widht`"),
+        (["train", "lr=${oc.env:NO_SUCH_NAME}"], "`lr` cannot be resolved: KeyError"),
+        (["preview", "out=${seed}"], "`out` cannot be resolved: Interpolation key 'seed' not found."),
         (["train", "oops"], "`oops` is not an override"),
         (["train", "--at", "train_data"], "--config-name"),
         (["train"], "source.root"),
