@@ -178,13 +178,17 @@ class Training:
         if self.settings.amp == "auto":
             log.info("amp=auto: %s, because the device is %s", str(self.amp).removeprefix("torch."), self.device.type)
         with logging_redirect_tqdm(loggers=[log]):
-            while self.loader.epoch < self.settings.epochs:
+            number = self.loader.epoch
+            # the run that wrote the checkpoint may have ended before the held-out accuracy was known
+            ended = self._hold_out() if self._lacks_accuracy() else True
+            while ended and self.loader.epoch < self.settings.epochs:
                 number = self.loader.epoch + 1
                 ended = self._epoch()
                 self.save(file)
-                if not (ended and self._hold_out()):
-                    log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", number, file)
-                    return TERMINATED
+                ended = ended and self._hold_out()
+            if not ended:
+                log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", number, file)
+                return TERMINATED
         self.save(file)  # now with the last held-out accuracy
         self._report(report, file)
         return 0
@@ -351,6 +355,11 @@ class Training:
         loss, _, samples = self.sums.tolist()
         speed, waiting = pace.images / pace.seconds, pace.waited / pace.seconds
         return f"{speed:.0f} images/s, loss {loss / max(1.0, samples):.3f}, waiting {waiting:.0%}"
+
+    def _lacks_accuracy(self) -> bool:
+        """Whether the weights are those of the end of an epoch whose held-out accuracy is not in the history."""
+        ended = bool(self.history) and self.loader.state_dict()["position"] == 0
+        return self.val is not None and ended and self.history[-1].get("held_out_accuracy") is None
 
     def _hold_out(self) -> bool:
         """Add the held-out accuracy to the history. Returns False if SIGTERM came before the end of the evaluation."""
