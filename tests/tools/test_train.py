@@ -133,6 +133,17 @@ def test_stop_during_held_out_images_keeps_the_epoch(
         assert all(entry["held_out_accuracy"] is not None for entry in history)
 
 
+def test_sigterm_does_not_replace_good_weights_by_nan(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(photos, tmp_path, "limit_batches=2", "epochs=1")) == 0
+    monkeypatch.setattr(train, "Stop", StopAfter)
+    StopAfter.left = 4
+    assert main(words(photos, tmp_path, "epochs=2", "resume=auto", "lr=1e30")) == 2
+    assert "the loss of epoch 2 is nan. Lower `lr`" in capsys.readouterr().err
+    assert all(value.isfinite().all() for value in weights(tmp_path).values())
+
+
 def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
     command = [*PROGRAM, *words(photos, tmp_path, "epochs=100000", "num_workers=1")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

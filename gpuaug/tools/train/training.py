@@ -216,14 +216,14 @@ class Training:
             ended = self._steps(bar)
             self.pace.stop()
             bar.set_postfix_str(self._postfix(), refresh=True)
-        if not ended:
-            return False
-        loss, right, samples = _sum(self.sums.tolist())
-        self.sums.zero_()
-        if not math.isfinite(loss):
+        loss, right, samples = _sum(self.sums.tolist()) if ended else self.sums.tolist()
+        if not math.isfinite(loss):  # also after SIGTERM, so that the last good checkpoint stays
             raise GpuaugError(
                 f"the loss of epoch {epoch + 1} is {loss}. Lower `lr`, now {self.settings.lr:g}, or set `amp=float32`."
             )
+        if not ended:
+            return False
+        self.sums.zero_()
         loss, right = loss / max(1.0, samples), right / max(1.0, samples)
         self.history.append({"epoch": epoch, "loss": loss, "train_accuracy": right, "held_out_accuracy": None})
         return True
