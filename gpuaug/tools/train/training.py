@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -448,7 +449,11 @@ class Training:
             if parts["scaler"]:
                 self.scaler.load_state_dict(parts["scaler"])
         except Exception as error:  # torch raises many types
-            raise StateError(f"{file} belongs to another model or optimizer: {error}") from error
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
+            raise StateError(
+                f"{file} belongs to another model or optimizer ({reason}). Set `model` and `optimizer` as in that run, "
+                "or start again with resume=null."
+            ) from error
         self.loader.load_state_dict(parts["loader"])
         if self.first:  # a checkpoint has the sums of all ranks, so only one rank adds them
             self.sums += torch.tensor(parts["sums"], dtype=torch.float64, device=self.device)
