@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpuaug import checks, config
 from gpuaug.config import conf_folder
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, SourceError
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
 # keys that the held-out loader (`val.`) takes from the training loader if overrides do not set them
@@ -138,6 +138,14 @@ class Request:
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
         """Build the held-out loader. If its source sets no classes, the source gets ``classes``."""
+        try:
+            return self._build_held_out(part, classes)
+        except (ConfigError, SourceError) as error:
+            if part._get_full_key(None):
+                raise  # the message has the full key of the user's configuration
+            raise ConfigError(f"In the overrides that begin with `val.`: {error}") from error
+
+    def _build_held_out(self, part: DictConfig, classes: Sequence[str] | None) -> Any:
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)

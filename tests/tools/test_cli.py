@@ -118,6 +118,8 @@ def test_errors_are_one_clean_message(
 def test_held_out_overrides_are_named_as_the_user_wrote_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", f"source.root={folder}", "val.bach=3", "num_workers=0"]) == 2
     assert "`val.`: `bach`" in capsys.readouterr().err
+    assert main(["train", f"source.root={folder}", "val.source.root=/no/such", "num_workers=0"]) == 2
+    assert "`val.`: `source.root` does not exist: '/no/such'" in capsys.readouterr().err
     assert main(["train", f"source.root={folder}", "val=held_out", "num_workers=0"]) == 2
     assert "val.source.root=DIR" in capsys.readouterr().err
 
