@@ -164,9 +164,11 @@ class Request:
 
     def _check_roots(self) -> None:
         """Raise ConfigError for an override without `=`, or for an unknown key similar to a key of the command."""
-        for _, text in self.others():
-            if "=" not in text and not text.startswith("~"):
+        for root, text in self.others():
+            if not root or ("=" not in text and not text.startswith("~")):
                 raise ConfigError(f"`{text}` is not an override. Write overrides as key=value, and options with --.")
+            if re.match(r"\+*hydra[./](?!searchpath)", text):
+                raise ConfigError(f"`{text}` has no effect here, only in Hydra applications. Leave it out.")
         if self.config_name is not None:
             return  # compose checks the user's own keys
         for root, text in self.others():
