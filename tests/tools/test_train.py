@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -404,6 +405,21 @@ def test_a_checkpoint_is_whole_or_not_there(photos: Path, tmp_path: Path, monkey
     with pytest.raises(GpuaugError, match="No space left"):
         train.main(Request(command="train", overrides=tuple(words(photos, tmp_path, "epochs=1")[1:])))
     assert (tmp_path / "last.pt").read_bytes() == before
+
+
+def test_a_checkpoint_for_which_there_is_no_space_says_so(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words(photos, tmp_path, "epochs=1", "limit_batches=1", "+model.width=32")
+    given.remove("+model.width=8")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # bytes; the checkpoint has 2.5 MB
+    try:
+        assert main(given) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "last.pt cannot be written: [Errno 27] File too large. Free space" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 DDP_NET = (

@@ -415,8 +415,12 @@ class Training:
         try:
             with files.replacing(file, sync=True) as stream:
                 torch.save(parts, stream)
-        except (OSError, RuntimeError) as error:  # on a full disk torch raises RuntimeError
-            raise GpuaugError(f"the checkpoint {file} cannot be written: {error}. Set another `out`.") from error
+        except (OSError, RuntimeError) as error:
+            # on a full disk torch raises RuntimeError, which hides the reason
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise GpuaugError(
+                f"the checkpoint {file} cannot be written: {reason}. Free space, or set another `out`."
+            ) from error
 
     def load(self, file: Path) -> None:
         """Load a checkpoint, so that training continues with the next sample."""
