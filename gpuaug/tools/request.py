@@ -143,7 +143,7 @@ class Request:
         except (ConfigError, SourceError) as error:
             if part._get_full_key(None):
                 raise  # the message has the full key of the user's configuration
-            raise ConfigError(f"In the overrides that begin with `val.`: {error}") from error
+            raise type(error)(f"In the overrides that begin with `val.`: {error}") from error
 
     def _build_held_out(self, part: DictConfig, classes: Sequence[str] | None) -> Any:
         source = part.get("source")
