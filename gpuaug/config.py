@@ -268,7 +268,7 @@ def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (
     """
     trusted = [trust] if isinstance(trust, str) else list(trust)
     for prefix in trusted:
-        if not isinstance(prefix, str) or not prefix.strip("."):
+        if not isinstance(prefix, str) or not all(map(str.isidentifier, prefix.rstrip(".").split("."))):
             raise ConfigError(f"`trust` must hold module prefixes, such as 'my_pkg.'. Found: {prefix!r}.")
     prefixes = TRUSTED + tuple(p.rstrip(".") + "." for p in trusted)
     tree, root = _plain(cfg, leave_out=objects)

@@ -322,6 +322,16 @@ def test_an_option_of_hydra_applications_is_named(words: str, remedy: str, capsy
     assert remedy in said
 
 
+def test_a_key_with_dashes_is_told_how_to_write_it(capsys: Any) -> None:
+    from gpuaug.tools.main import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--batch-size", "64"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "there is no option `--batch-size`. Keys are written without dashes: batch_size=VALUE." in said
+
+
 def test_what_the_advice_for_cfg_prints() -> None:
     from gpuaug.tools.main import HYDRAS
 

@@ -58,6 +58,9 @@ class _Parser(argparse.ArgumentParser):
         for word in (word.partition("=")[0] for word in message.partition("arguments: ")[2].split()):
             if word in HYDRAS:
                 self.exit(2, f"gpuaug: `{word}` belongs to Hydra applications. {HYDRAS[word]}.\n")
+            if word.startswith("--"):
+                key = word[2:].replace("-", "_")
+                self.exit(2, f"gpuaug: there is no option `{word}`. Keys are written without dashes: {key}=VALUE.\n")
         super().error(message)
 
 

@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from gpuaug import checks, config
 from gpuaug.config import conf_folder
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, SourceError
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
 # keys that the held-out loader (`val.`) takes from the training loader if overrides do not set them
@@ -86,7 +87,11 @@ class Request:
             composed = config.compose(f"command/{self.command}", [text for _, text in self._overrides["command"]])
         except ConfigError as error:
             raise ConfigError(str(error).replace("command.", "")) from error
-        return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
+        try:
+            return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
+        except OmegaConfBaseException as error:
+            key, reason = str(error.full_key).removeprefix("command."), str(error).partition("\n")[0]
+            raise ConfigError(f"`{key}` cannot be resolved: {reason}. Give `{key}` a value.") from error
 
     def loader(self, *, at: str | None = None) -> DictConfig:
         """The part of the configuration at the path ``at`` or ``--at``. Without a path: the whole configuration."""
@@ -133,6 +138,14 @@ class Request:
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
         """Build the held-out loader. If its source sets no classes, the source gets ``classes``."""
+        try:
+            return self._build_held_out(part, classes)
+        except (ConfigError, SourceError) as error:
+            if part._get_full_key(None):
+                raise  # the message has the full key of the user's configuration
+            raise type(error)(f"In the overrides that begin with `val.`: {error}") from error
+
+    def _build_held_out(self, part: DictConfig, classes: Sequence[str] | None) -> Any:
         source = part.get("source")
         if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
             return self.build(part)
@@ -151,9 +164,11 @@ class Request:
 
     def _check_roots(self) -> None:
         """Raise ConfigError for an override without `=`, or for an unknown key similar to a key of the command."""
-        for _, text in self.others():
-            if "=" not in text and not text.startswith("~"):
+        for root, text in self.others():
+            if not root or ("=" not in text and not text.startswith("~")):
                 raise ConfigError(f"`{text}` is not an override. Write overrides as key=value, and options with --.")
+            if re.match(r"\+*hydra[./](?!searchpath)", text):
+                raise ConfigError(f"`{text}` has no effect here, only in Hydra applications. Leave it out.")
         if self.config_name is not None:
             return  # compose checks the user's own keys
         for root, text in self.others():

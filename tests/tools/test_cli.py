@@ -89,7 +89,14 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["train", "epochs=0"], "`epochs` must be a whole number >= 1. Found: 0."),
         (["train", "lr=high"], "`lr` must be a number in [0, inf]. Found: 'high'."),
         (["train", "model.widht=3"], "`model.widht`"),
+        (["train", "lr=${oc.env:NO_SUCH_NAME}"], "`lr` cannot be resolved: KeyError"),
+        (["preview", "out=${seed}"], "`out` cannot be resolved: Interpolation key 'seed' not found."),
         (["train", "oops"], "`oops` is not an override"),
+        (["train", "=3"], "`=3` is not an override"),
+        (["train", "~"], "`~` is not an override"),
+        (["train", "hydra.run.dir=x"], "`hydra.run.dir=x` has no effect here"),
+        (["train", "+hydra/launcher=basic"], "`+hydra/launcher=basic` has no effect here"),
+        (["train", "--trust", "./my_net.py"], "`trust` must hold module prefixes, such as 'my_pkg.'. Found: './my"),
         (["train", "--at", "train_data"], "--config-name"),
         (["train"], "source.root"),
         (["train", "source.root=/no/such/folder"], "/no/such/folder"),
@@ -116,6 +123,8 @@ def test_errors_are_one_clean_message(
 def test_held_out_overrides_are_named_as_the_user_wrote_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", f"source.root={folder}", "val.bach=3", "num_workers=0"]) == 2
     assert "`val.`: `bach`" in capsys.readouterr().err
+    assert main(["train", f"source.root={folder}", "val.source.root=/no/such", "num_workers=0"]) == 2
+    assert "`val.`: `source.root` does not exist: '/no/such'" in capsys.readouterr().err
     assert main(["train", f"source.root={folder}", "val=held_out", "num_workers=0"]) == 2
     assert "val.source.root=DIR" in capsys.readouterr().err
 

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -126,8 +127,22 @@ def test_stop_during_held_out_images_keeps_the_epoch(
     assert (found["loader"]["epoch"], found["loader"]["position"]) == (1, 0)
     assert len(found["history"]) == 1
     StopAfter.left = 10**6
-    assert main(words(photos, tmp_path, *more, "resume=auto")) == 0
-    assert [entry["epoch"] for entry in checkpoint(tmp_path)["history"]] == [0, 1]
+    for epochs in (1, 2):  # the stopped evaluation comes again, also after the last epoch
+        assert main(words(photos, tmp_path, *more, "resume=auto", f"epochs={epochs}")) == 0
+        history = checkpoint(tmp_path)["history"]
+        assert [entry["epoch"] for entry in history] == list(range(epochs))
+        assert all(entry["held_out_accuracy"] is not None for entry in history)
+
+
+def test_sigterm_does_not_replace_good_weights_by_nan(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(photos, tmp_path, "limit_batches=2", "epochs=1")) == 0
+    monkeypatch.setattr(train, "Stop", StopAfter)
+    StopAfter.left = 4
+    assert main(words(photos, tmp_path, "epochs=2", "resume=auto", "lr=1e30")) == 2
+    assert "the loss of epoch 2 is nan. Lower `lr`" in capsys.readouterr().err
+    assert all(value.isfinite().all() for value in weights(tmp_path).values())
 
 
 def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
@@ -390,6 +405,21 @@ def test_a_checkpoint_is_whole_or_not_there(photos: Path, tmp_path: Path, monkey
     with pytest.raises(GpuaugError, match="No space left"):
         train.main(Request(command="train", overrides=tuple(words(photos, tmp_path, "epochs=1")[1:])))
     assert (tmp_path / "last.pt").read_bytes() == before
+
+
+def test_a_checkpoint_for_which_there_is_no_space_says_so(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words(photos, tmp_path, "epochs=1", "limit_batches=1", "+model.width=32")
+    given.remove("+model.width=8")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # bytes; the checkpoint has 2.5 MB
+    try:
+        assert main(given) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "last.pt cannot be written: [Errno 27] File too large. Free space" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 DDP_NET = (

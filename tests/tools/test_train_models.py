@@ -354,7 +354,9 @@ def test_resuming_takes_the_settings_of_the_new_run(
 ) -> None:
     new = ["limit_batches=1", "epochs=2", f"resume={tmp_path}/last.pt"]
     assert main(words(photos, tmp_path, "train_nets.Flat", "limit_batches=1", "optimizer=adamw")) == 0
-    assert "belongs to another model or optimizer" in error_of(words(photos, tmp_path, "train_nets.Flat", *new), capsys)
+    said = error_of(words(photos, tmp_path, "train_nets.Flat", *new), capsys)
+    assert "belongs to another model or optimizer (ValueError: the optimizer of the checkpoint has" in said
+    assert "Set `model` and `optimizer` as in that run" in said
     more = (*new, "optimizer=adamw", "weight_decay=0.25")
     assert main(words(photos, tmp_path / "more", "train_nets.Flat", *more)) == 0
     groups = checkpoint(tmp_path / "more")["optimizer"]["param_groups"]

@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -178,13 +179,17 @@ class Training:
         if self.settings.amp == "auto":
             log.info("amp=auto: %s, because the device is %s", str(self.amp).removeprefix("torch."), self.device.type)
         with logging_redirect_tqdm(loggers=[log]):
-            while self.loader.epoch < self.settings.epochs:
+            number = self.loader.epoch
+            # the run that wrote the checkpoint may have ended before the held-out accuracy was known
+            ended = self._hold_out() if self._lacks_accuracy() else True
+            while ended and self.loader.epoch < self.settings.epochs:
                 number = self.loader.epoch + 1
                 ended = self._epoch()
                 self.save(file)
-                if not (ended and self._hold_out()):
-                    log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", number, file)
-                    return TERMINATED
+                ended = ended and self._hold_out()
+            if not ended:
+                log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", number, file)
+                return TERMINATED
         self.save(file)  # now with the last held-out accuracy
         self._report(report, file)
         return 0
@@ -212,14 +217,14 @@ class Training:
             ended = self._steps(bar)
             self.pace.stop()
             bar.set_postfix_str(self._postfix(), refresh=True)
-        if not ended:
-            return False
-        loss, right, samples = _sum(self.sums.tolist())
-        self.sums.zero_()
-        if not math.isfinite(loss):
+        loss, right, samples = _sum(self.sums.tolist()) if ended else self.sums.tolist()
+        if not math.isfinite(loss):  # also after SIGTERM, so that the last good checkpoint stays
             raise GpuaugError(
                 f"the loss of epoch {epoch + 1} is {loss}. Lower `lr`, now {self.settings.lr:g}, or set `amp=float32`."
             )
+        if not ended:
+            return False
+        self.sums.zero_()
         loss, right = loss / max(1.0, samples), right / max(1.0, samples)
         self.history.append({"epoch": epoch, "loss": loss, "train_accuracy": right, "held_out_accuracy": None})
         return True
@@ -352,6 +357,11 @@ class Training:
         speed, waiting = pace.images / pace.seconds, pace.waited / pace.seconds
         return f"{speed:.0f} images/s, loss {loss / max(1.0, samples):.3f}, waiting {waiting:.0%}"
 
+    def _lacks_accuracy(self) -> bool:
+        """Whether the weights are those of the end of an epoch whose held-out accuracy is not in the history."""
+        ended = bool(self.history) and self.loader.state_dict()["position"] == 0
+        return self.val is not None and ended and self.history[-1].get("held_out_accuracy") is None
+
     def _hold_out(self) -> bool:
         """Add the held-out accuracy to the history. Returns False if SIGTERM came before the end of the evaluation."""
         entry, held_out = self.history[-1], ""
@@ -405,8 +415,12 @@ class Training:
         try:
             with files.replacing(file, sync=True) as stream:
                 torch.save(parts, stream)
-        except (OSError, RuntimeError) as error:  # on a full disk torch raises RuntimeError
-            raise GpuaugError(f"the checkpoint {file} cannot be written: {error}. Set another `out`.") from error
+        except (OSError, RuntimeError) as error:
+            # on a full disk torch raises RuntimeError, which hides the reason
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise GpuaugError(
+                f"the checkpoint {file} cannot be written: {reason}. Free space, or set another `out`."
+            ) from error
 
     def load(self, file: Path) -> None:
         """Load a checkpoint, so that training continues with the next sample."""
@@ -439,7 +453,11 @@ class Training:
             if parts["scaler"]:
                 self.scaler.load_state_dict(parts["scaler"])
         except Exception as error:  # torch raises many types
-            raise StateError(f"{file} belongs to another model or optimizer: {error}") from error
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
+            raise StateError(
+                f"{file} belongs to another model or optimizer ({reason}). Set `model` and `optimizer` as in that run, "
+                "or start again with resume=null."
+            ) from error
         self.loader.load_state_dict(parts["loader"])
         if self.first:  # a checkpoint has the sums of all ranks, so only one rank adds them
             self.sums += torch.tensor(parts["sums"], dtype=torch.float64, device=self.device)
