@@ -207,6 +207,7 @@ class Sampler:
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
         value = int(draw.integers(f"sampler {self._own_seed}", seed=seed, epoch=epoch, count=1)[0]) >> 1
+        before = None if self._generator is None else self._generator.get_state()
         with restore_generators():
             random.seed(value)
             np.random.seed(value & 0xFFFFFFFF)
@@ -214,6 +215,8 @@ class Sampler:
                 if generator is not None:
                     generator.manual_seed(value)
             yielded = list(self.sampler)
+        if self._generator is not None and before is not None:
+            self._generator.set_state(before)  # another loader with this sampler reads the seed, too
         numbers, kind = active_numbers(source), type(self.sampler).__name__
         try:
             positions = np.asarray(yielded) if yielded else np.zeros(0, dtype=np.int64)

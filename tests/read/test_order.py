@@ -288,7 +288,9 @@ def test_a_torch_sampler_yields_positions_and_can_be_resumed():
         first, again, later = order.order(0, 0, source), order.order(0, 0, source), order.order(0, 1, source)
         torch.rand(3)
         assert torch.equal(first, again)
-        assert torch.equal(adapt(make()).order(0, 0, source), first)
+        for same in (make(), order.sampler):  # a second loader may share the sampler
+            assert torch.equal(adapt(same).order(0, 0, source), first)
+            assert repr(adapt(same)) == repr(order)
         assert not torch.equal(first, later)
         assert not torch.equal(first, order.order(1, 0, source))
         assert set(first.tolist()) <= set(range(10, 30))
