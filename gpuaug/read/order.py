@@ -23,7 +23,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
 from gpuaug.random.generators import restore_generators
-from gpuaug.source.adapt import active_numbers
+from gpuaug.source.adapt import active_numbers, numbers_by_position
 from gpuaug.source.index import occurrences, outside, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
@@ -68,7 +68,7 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Sequential:
-    """The active samples in the order of the source.
+    """The active samples in the order of the source, ascending by number also in a torch Subset.
 
     >>> Sequential().order(seed=0, epoch=0, source=range(5))
     tensor([0, 1, 2, 3, 4])
@@ -144,7 +144,7 @@ class Weighted:
                 raise SourceError(f"`order.weights=class` needs labels >= 0. Found: {own.min()}.")
             return 1.0 / np.bincount(own)[own]
         if len(self.weights) == len(numbers):
-            return self.weights
+            return self.weights[np.argsort(numbers_by_position(source))]
         if getattr(source, "indices", None) is None or (len(numbers) and len(self.weights) <= numbers[-1]):
             raise ConfigError(
                 f"`order.weights` must hold one weight per sample of the source: {len(numbers)}. "
@@ -217,7 +217,7 @@ class Sampler:
             yielded = list(self.sampler)
         if self._generator is not None and before is not None:
             self._generator.set_state(before)  # another loader with this sampler reads the seed, too
-        numbers, kind = active_numbers(source), type(self.sampler).__name__
+        numbers, kind = numbers_by_position(source), type(self.sampler).__name__
         try:
             positions = np.asarray(yielded) if yielded else np.zeros(0, dtype=np.int64)
         except ValueError:  # batches of different lengths

@@ -90,7 +90,10 @@ class MapSource:
 
     Args:
         samples: the object.
-        indices: int64 ``[len]``, ascending numbers of the samples to use; None: all.
+        indices: int64 ``[len]``, numbers of the samples to use, in any order; None: all.
+
+    Attributes:
+        positions: ``indices`` in the given order. Positions of samplers and weights refer to it.
 
     >>> source = MapSource([(b"...", 0), (b"...", 1)])
     >>> source[1], source.key(1)
@@ -98,7 +101,8 @@ class MapSource:
     """
 
     def __init__(self, samples: Any, *, indices: Tensor | None = None) -> None:
-        self.samples, self.indices = samples, indices
+        self.samples, self.positions = samples, indices
+        self.indices = None if indices is None else share(indices.sort().values)
         labels = getattr(samples, "labels", None)
         self.labels = _labels(getattr(samples, "targets", None) if labels is None else labels, len(samples))
         self.classes: list[str] | None = getattr(samples, "classes", None)
@@ -137,6 +141,12 @@ def active_numbers(source: Any) -> NDArray[np.int64]:
     """Ascending numbers of the active samples of a source, or of any object with a length: int64 ``[len]``."""
     indices = getattr(source, "indices", None)
     return np.arange(len(source), dtype=np.int64) if indices is None else indices.numpy()
+
+
+def numbers_by_position(source: Any) -> NDArray[np.int64]:
+    """Numbers of the active samples, int64 ``[len]``: of a torch Subset in its own order, else ascending."""
+    positions = getattr(source, "positions", None)
+    return active_numbers(source) if positions is None else positions.numpy()
 
 
 def adapt(source: Any) -> Source:
@@ -179,11 +189,10 @@ def _subset(subset: Subset[Any]) -> Source:
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
         raise SourceError(f"a Subset must have at least one position, all in 0 .. {len(base) - 1}. Found: {positions}.")
-    unique = torch.from_numpy(np.unique(positions))  # ascending
-    if len(unique) < len(positions):
+    if len(np.unique(positions)) < len(positions):
         raise SourceError("a Subset must not repeat a position. To repeat samples, use `order=weighted` or a Sampler.")
-    numbers = unique if base.indices is None else base.indices[unique]
-    return MapSource(base.samples if isinstance(base, MapSource) else base, indices=share(numbers))
+    numbers = share(torch.from_numpy(numbers_by_position(base)[positions]))
+    return MapSource(base.samples if isinstance(base, MapSource) else base, indices=numbers)
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:

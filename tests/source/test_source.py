@@ -589,6 +589,9 @@ def test_a_torch_subset_keeps_numbers(tree):
         assert train.key(i) == whole.key(i)
     part = adapt(Subset(Subset(FolderSource(tree, subset=[1, 3, 5, 6]), [0, 2, 3]), [2, 1]))
     assert part.indices.tolist() == [5, 6]
+    assert part.positions.tolist() == [6, 5]
+    part = adapt(Subset(Subset(whole, [6, 0, 3]), [0, 2]))
+    assert part.positions.tolist() == [6, 3]  # as in torch
     assert len(part) == 2
     assert part[6] == whole[6]
     assert adapt(Subset(Plain(), [3, 1])).indices.tolist() == [1, 3]
