@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from gpuaug.errors import SourceError
 from gpuaug.source.huggingface import DatasetSource, is_dataset
@@ -155,12 +155,15 @@ def adapt(source: Any) -> Source:
     In a ``torch.utils.data.Subset``, samples keep their numbers in the full source.
 
     Raises:
-        SourceError: if the object has no length or cannot be indexed.
+        SourceError: if the object has no length or cannot be indexed, or a ConcatDataset has a part that leaves out
+            samples.
     """
     if isinstance(source, Subset):
         return _subset(source)
     if isinstance(source, Source):
         return source
+    if isinstance(source, ConcatDataset):
+        _check_parts(source)
     if is_dataset(source):
         return cast(Source, DatasetSource(source))
     given = f"Found: {source!r:.200} ({type(source).__name__})."
@@ -193,6 +196,19 @@ def _subset(subset: Subset[Any]) -> Source:
         raise SourceError("a Subset must not repeat a position. To repeat samples, use `order=weighted` or a Sampler.")
     numbers = share(torch.from_numpy(numbers_by_position(base)[positions]))
     return MapSource(base.samples if isinstance(base, MapSource) else base, indices=numbers)
+
+
+def _check_parts(dataset: Any) -> None:
+    """Raise SourceError if torch would read samples that ``subset`` or ``exclude`` of a source leaves out."""
+    for part in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]:
+        if isinstance(part, ConcatDataset | Subset):
+            _check_parts(part)
+        elif isinstance(part, Source) and part.indices is not None:
+            raise SourceError(
+                "a ConcatDataset reads samples by position, so its sources cannot leave out samples. Found: "
+                f"{part!r:.200}, {len(part)} samples in use. Remove `subset` and `exclude` of the source, and use a "
+                "torch Subset of the ConcatDataset."
+            )
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:
