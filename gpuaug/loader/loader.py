@@ -337,6 +337,7 @@ class Loader(AsItIs):
         """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, the loaded position stays."""
         _check_epoch(epoch)
         if self._next_pass == "finished":
+            self.pipeline.stop()  # else the iterator would advance again at its end
             self._advance()
         if epoch != self._epoch:
             self.pipeline.stop()

@@ -84,3 +84,11 @@ def test_a_state_that_is_changed_changes_no_loader(photos):
         before = json.dumps(ours.state_dict())
         ours.state_dict()["fingerprint"].clear()
         assert json.dumps(ours.state_dict()) == before
+
+
+def test_set_epoch_at_the_last_batch_goes_on_with_that_epoch(photos):
+    with loader(photos, batch_size=32) as ours:
+        for step, _ in enumerate(ours, start=1):
+            if step == len(ours):
+                ours.set_epoch(1)
+        assert ours.epoch == 1
