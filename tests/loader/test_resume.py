@@ -92,3 +92,13 @@ def test_set_epoch_at_the_last_batch_goes_on_with_that_epoch(photos):
             if step == len(ours):
                 ours.set_epoch(1)
         assert ours.epoch == 1
+
+
+def test_all_ranks_have_the_same_state_at_the_same_step(photos):
+    """Also if the first rank has one more batch than the others."""
+    states = []
+    for rank in range(4):
+        with loader(photos, batch_size=16, last="uneven", rank=rank, world_size=4) as ours:
+            next(iter(ours))
+            states.append(ours.state_dict())
+    assert all(state == states[0] for state in states)
