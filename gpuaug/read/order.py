@@ -62,8 +62,9 @@ class Shuffle:
         ``order`` may lack ``after``. ``seed`` and ``epoch`` are those of ``order``.
         """
         numbers = order.numpy()
-        values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
-        return int(np.searchsorted(values[numbers], values[after], side="right"))
+        values = _values("order", seed, epoch, int(numbers.max(initial=0)) + 1)
+        value = draw.integers("order", seed=seed, epoch=epoch, count=1, start=after)
+        return int(np.searchsorted(values[numbers], value[0], side="right"))
 
 
 @dataclass(frozen=True)

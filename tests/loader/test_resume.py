@@ -102,3 +102,18 @@ def test_all_ranks_have_the_same_state_at_the_same_step(photos):
             next(iter(ours))
             states.append(ours.state_dict())
     assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("after", [-1, 10**30, 2**63, 10**12])
+def test_a_state_with_a_damaged_sample_number(photos, after):
+    with loader(photos) as ours:
+        consume(ours, steps=1)
+        damaged = {**ours.state_dict(), "after": after}
+        with pytest.raises(gpuaug.StateError):
+            ours.load_state_dict(damaged)
+        damaged["order"] = "of another set of samples"
+        if after == 10**12:  # may be a sample that is now left out
+            ours.load_state_dict(damaged)
+        else:
+            with pytest.raises(gpuaug.StateError, match=r"`after` \(int, a sample number\)"):
+                ours.load_state_dict(damaged)
