@@ -125,9 +125,17 @@ class MapSource:
         return f"MapSource({type(self.samples).__name__}: {len(self)} samples)"
 
     def key(self, index: int) -> str:
-        """The object's ``key(index)``; the number of the sample if the object has no ``key``."""
+        """The object's ``key(index)``; the number of the sample if the object has no ``key``.
+
+        Raises:
+            IndexError: the object has no ``key`` and no such sample.
+        """
         own = getattr(self.samples, "key", None)
-        return str(own(index)) if callable(own) else str(operator.index(index))
+        if callable(own):
+            return str(own(index))
+        if not 0 <= (number := operator.index(index)) < len(self.samples):
+            raise IndexError(f"the source has {len(self.samples)} samples. Found: number {number}.")
+        return str(number)
 
     def digest(self) -> str:
         """The object's digest, or a hash of the sorted keys of all samples."""

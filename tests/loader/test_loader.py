@@ -181,6 +181,8 @@ def test_fetch_shows_what_training_sees(photos, expected):
         batch = ours.fetch([5, 64, 11], epoch=0)
         assert batch.indices.tolist() == [5, 64, 11]
         assert {key: value for key, value in expected.items() if key[0] in (5, 64, 11)} == pixels([batch])
+    with loader([(b"", 0)] * 3) as ours, pytest.raises(ConfigError, match=r"`indices` must be .* Found: 3 \(the"):
+        ours.fetch([2, 3])
 
 
 def test_a_batch_is_images_and_labels(photos):
