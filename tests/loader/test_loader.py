@@ -666,6 +666,16 @@ def test_the_budget_stops_the_run(photos, tmp_path):
         list(ours)
 
 
+def test_an_epoch_counts_only_its_own_bad_samples(photos, tmp_path, caplog):
+    root, _ = damage(photos, tmp_path)
+    with loader(root, faults=gpuaug.Faults(policy="blank"), prefetch=0) as ours:
+        list(ours)
+        next(batch for batch in ours if not batch.valid.all())  # this pass is left
+        list(ours)
+    counts = re.findall(r"epoch (\d): (\d+) bad samples", caplog.text)
+    assert counts == [("0", counts[0][1]), ("2", counts[0][1])]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
