@@ -6,7 +6,7 @@ import fcntl
 import json
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, Literal, get_args
 
@@ -59,7 +59,7 @@ class Faults:
         self._logged: set[str] = set()  # keys that were logged by this process
         self._recorded: set[str] = set()  # keys that are in the file
         self._offset = 0  # bytes of the file that were read or written
-        self._epoch_count = 0
+        self._by_epoch: Counter[int] = Counter()  # bad samples; a pass that was left keeps its count
 
     def handle(
         self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, samples: int, key_of: Callable[[int], str]
@@ -73,7 +73,7 @@ class Faults:
             FaultBudgetError: if the bad samples exceed ``max``.
         """
         self.count += len(faults)
-        self._epoch_count += len(faults)
+        self._by_epoch[epoch] += len(faults)
         for fault in faults:
             self._record(fault, index=indices[fault.row], epoch=epoch, key_of=key_of)
         if faults and self.policy == "raise":
@@ -87,12 +87,11 @@ class Faults:
         Both ``rescued`` and ``truncated`` count samples of this epoch. ``rescued``: one decoder refused the sample, and
         another decoded it. ``truncated``: the sample was accepted although its end is missing.
         """
-        if self._epoch_count:
+        if bad := self._by_epoch.pop(epoch, 0):
             where = f", listed in {self.file}" if self.file else ""
-            log.warning("epoch %d: %d bad samples (policy %s)%s", epoch, self._epoch_count, self.policy, where)
+            log.warning("epoch %d: %d bad samples (policy %s)%s", epoch, bad, self.policy, where)
         if again := rescued + truncated:
             log.warning("epoch %d: %d samples needed a second attempt (%d of them truncated)", epoch, again, truncated)
-        self._epoch_count = 0
 
     def _record(self, fault: Fault, *, index: int, epoch: int, key_of: Callable[[int], str]) -> None:
         key = key_of(index)

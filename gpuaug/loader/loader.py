@@ -337,6 +337,7 @@ class Loader(AsItIs):
         """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, the loaded position stays."""
         _check_epoch(epoch)
         if self._next_pass == "finished":
+            self.pipeline.stop()  # else the iterator would advance again at its end
             self._advance()
         if epoch != self._epoch:
             self.pipeline.stop()
@@ -351,7 +352,9 @@ class Loader(AsItIs):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was handed out, as a dictionary of JSON values."""
-        epoch, position = (self._epoch + 1, 0) if self._next_pass == "finished" else (self._epoch, self._position)
+        # with `last=uneven`, rank 0 may have one more batch than this rank
+        finished = self._next_pass == "finished" and not len(replace(self._plan(self._position), rank=0))
+        epoch, position = (self._epoch + 1, 0) if finished else (self._epoch, self._position)
         return {
             "version": VERSION,
             "draw": draw.VERSION,

@@ -34,7 +34,8 @@ def check_state(value: Any) -> None:
         )
     epoch, position = value["epoch"], value["position"]
     numbers = all(type(x) is int and x >= 0 for x in (epoch, position)) and epoch < draw.EPOCHS
-    inside = position and (type(value.get("after")) is not int or not isinstance(value.get("order"), str))
+    after, order = value.get("after"), value.get("order")
+    inside = position and not (type(after) is int and 0 <= after < 2**63 - 1 and isinstance(order, str))
     if not numbers or inside or not isinstance(value["fingerprint"], dict):
         raise StateError(
             "A state needs: `epoch` (int, 0 to 2**32-1), `position` (int >= 0), `fingerprint` (dict). If position "

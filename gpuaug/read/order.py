@@ -23,7 +23,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
 from gpuaug.random.generators import restore_generators
-from gpuaug.source.adapt import active_numbers
+from gpuaug.source.adapt import active_numbers, numbers_by_position
 from gpuaug.source.index import occurrences, outside, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
@@ -62,13 +62,14 @@ class Shuffle:
         ``order`` may lack ``after``. ``seed`` and ``epoch`` are those of ``order``.
         """
         numbers = order.numpy()
-        values = _values("order", seed, epoch, max(int(numbers.max(initial=0)), after) + 1)
-        return int(np.searchsorted(values[numbers], values[after], side="right"))
+        values = _values("order", seed, epoch, int(numbers.max(initial=0)) + 1)
+        value = draw.integers("order", seed=seed, epoch=epoch, count=1, start=after)
+        return int(np.searchsorted(values[numbers], value[0], side="right"))
 
 
 @dataclass(frozen=True)
 class Sequential:
-    """The active samples in the order of the source.
+    """The active samples in the order of the source, ascending by number also in a torch Subset.
 
     >>> Sequential().order(seed=0, epoch=0, source=range(5))
     tensor([0, 1, 2, 3, 4])
@@ -144,7 +145,7 @@ class Weighted:
                 raise SourceError(f"`order.weights=class` needs labels >= 0. Found: {own.min()}.")
             return 1.0 / np.bincount(own)[own]
         if len(self.weights) == len(numbers):
-            return self.weights
+            return self.weights[np.argsort(numbers_by_position(source))]
         if getattr(source, "indices", None) is None or (len(numbers) and len(self.weights) <= numbers[-1]):
             raise ConfigError(
                 f"`order.weights` must hold one weight per sample of the source: {len(numbers)}. "
@@ -207,6 +208,7 @@ class Sampler:
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
         value = int(draw.integers(f"sampler {self._own_seed}", seed=seed, epoch=epoch, count=1)[0]) >> 1
+        before = None if self._generator is None else self._generator.get_state()
         with restore_generators():
             random.seed(value)
             np.random.seed(value & 0xFFFFFFFF)
@@ -214,7 +216,9 @@ class Sampler:
                 if generator is not None:
                     generator.manual_seed(value)
             yielded = list(self.sampler)
-        numbers, kind = active_numbers(source), type(self.sampler).__name__
+        if self._generator is not None and before is not None:
+            self._generator.set_state(before)  # another loader with this sampler reads the seed, too
+        numbers, kind = numbers_by_position(source), type(self.sampler).__name__
         try:
             positions = np.asarray(yielded) if yielded else np.zeros(0, dtype=np.int64)
         except ValueError:  # batches of different lengths

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from gpuaug.errors import SourceError
 from gpuaug.source.huggingface import DatasetSource, is_dataset
@@ -90,7 +90,10 @@ class MapSource:
 
     Args:
         samples: the object.
-        indices: int64 ``[len]``, ascending numbers of the samples to use; None: all.
+        indices: int64 ``[len]``, numbers of the samples to use, in any order; None: all.
+
+    Attributes:
+        positions: ``indices`` in the given order. Positions of samplers and weights refer to it.
 
     >>> source = MapSource([(b"...", 0), (b"...", 1)])
     >>> source[1], source.key(1)
@@ -98,7 +101,8 @@ class MapSource:
     """
 
     def __init__(self, samples: Any, *, indices: Tensor | None = None) -> None:
-        self.samples, self.indices = samples, indices
+        self.samples, self.positions = samples, indices
+        self.indices = None if indices is None else share(indices.sort().values)
         labels = getattr(samples, "labels", None)
         self.labels = _labels(getattr(samples, "targets", None) if labels is None else labels, len(samples))
         self.classes: list[str] | None = getattr(samples, "classes", None)
@@ -121,9 +125,17 @@ class MapSource:
         return f"MapSource({type(self.samples).__name__}: {len(self)} samples)"
 
     def key(self, index: int) -> str:
-        """The object's ``key(index)``; the number of the sample if the object has no ``key``."""
+        """The object's ``key(index)``; the number of the sample if the object has no ``key``.
+
+        Raises:
+            IndexError: the object has no ``key`` and no such sample.
+        """
         own = getattr(self.samples, "key", None)
-        return str(own(index)) if callable(own) else str(operator.index(index))
+        if callable(own):
+            return str(own(index))
+        if not 0 <= (number := operator.index(index)) < len(self.samples):
+            raise IndexError(f"the source has {len(self.samples)} samples. Found: number {number}.")
+        return str(number)
 
     def digest(self) -> str:
         """The object's digest, or a hash of the sorted keys of all samples."""
@@ -139,18 +151,27 @@ def active_numbers(source: Any) -> NDArray[np.int64]:
     return np.arange(len(source), dtype=np.int64) if indices is None else indices.numpy()
 
 
+def numbers_by_position(source: Any) -> NDArray[np.int64]:
+    """Numbers of the active samples, int64 ``[len]``: of a torch Subset in its own order, else ascending."""
+    positions = getattr(source, "positions", None)
+    return active_numbers(source) if positions is None else positions.numpy()
+
+
 def adapt(source: Any) -> Source:
     """Make a source of a map-style object that returns ``(bytes, label)``. A complete source is returned unchanged.
 
     In a ``torch.utils.data.Subset``, samples keep their numbers in the full source.
 
     Raises:
-        SourceError: if the object has no length or cannot be indexed.
+        SourceError: if the object has no length or cannot be indexed, or a ConcatDataset has a part that leaves out
+            samples.
     """
     if isinstance(source, Subset):
         return _subset(source)
     if isinstance(source, Source):
         return source
+    if isinstance(source, ConcatDataset):
+        _check_parts(source)
     if is_dataset(source):
         return cast(Source, DatasetSource(source))
     given = f"Found: {source!r:.200} ({type(source).__name__})."
@@ -179,11 +200,23 @@ def _subset(subset: Subset[Any]) -> Source:
     positions = np.asarray(subset.indices, dtype=np.int64).reshape(-1)
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
         raise SourceError(f"a Subset must have at least one position, all in 0 .. {len(base) - 1}. Found: {positions}.")
-    unique = torch.from_numpy(np.unique(positions))  # ascending
-    if len(unique) < len(positions):
+    if len(np.unique(positions)) < len(positions):
         raise SourceError("a Subset must not repeat a position. To repeat samples, use `order=weighted` or a Sampler.")
-    numbers = unique if base.indices is None else base.indices[unique]
-    return MapSource(base.samples if isinstance(base, MapSource) else base, indices=share(numbers))
+    numbers = share(torch.from_numpy(numbers_by_position(base)[positions]))
+    return MapSource(base.samples if isinstance(base, MapSource) else base, indices=numbers)
+
+
+def _check_parts(dataset: Any) -> None:
+    """Raise SourceError if torch would read samples that ``subset`` or ``exclude`` of a source leaves out."""
+    for part in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]:
+        if isinstance(part, ConcatDataset | Subset):
+            _check_parts(part)
+        elif isinstance(part, Source) and part.indices is not None:
+            raise SourceError(
+                "a ConcatDataset reads samples by position, so its sources cannot leave out samples. Found: "
+                f"{part!r:.200}, {len(part)} samples in use. Remove `subset` and `exclude` of the source, and use a "
+                "torch Subset of the ConcatDataset."
+            )
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -96,6 +97,14 @@ class DatasetSource(RowSource):
         table = dataset.select_columns(early).with_format("arrow")[:] if early else None
         self._set_columns(table, label, objects, classes, box_format)
         self._dataset = dataset.select_columns(list(dict.fromkeys([*self._columns, *more])))
+
+    def digest(self) -> str:
+        """Hash of the number of rows, and of the rows that ``shuffle``, ``select`` or a split of the Dataset chose."""
+        rows = getattr(self._dataset, "_indices", None)  # a table with one column; None: all rows in order
+        if self._digest is None and rows is not None:
+            chosen = rows.column(0).to_numpy().astype("<i8").tobytes()
+            self._digest = hashlib.blake2b(chosen, digest_size=16).hexdigest()
+        return super().digest()
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         return [self._read_row(i) for i in numbers]

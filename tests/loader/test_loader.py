@@ -181,6 +181,8 @@ def test_fetch_shows_what_training_sees(photos, expected):
         batch = ours.fetch([5, 64, 11], epoch=0)
         assert batch.indices.tolist() == [5, 64, 11]
         assert {key: value for key, value in expected.items() if key[0] in (5, 64, 11)} == pixels([batch])
+    with loader([(b"", 0)] * 3) as ours, pytest.raises(ConfigError, match=r"`indices` must be .* Found: 3 \(the"):
+        ours.fetch([2, 3])
 
 
 def test_a_batch_is_images_and_labels(photos):
@@ -662,6 +664,16 @@ def test_the_budget_stops_the_run(photos, tmp_path):
     faults = gpuaug.Faults(policy="blank", max=1)
     with loader(root, faults=faults) as ours, pytest.raises(gpuaug.FaultBudgetError, match=r"2 bad samples"):
         list(ours)
+
+
+def test_an_epoch_counts_only_its_own_bad_samples(photos, tmp_path, caplog):
+    root, _ = damage(photos, tmp_path)
+    with loader(root, faults=gpuaug.Faults(policy="blank"), prefetch=0) as ours:
+        list(ours)
+        next(batch for batch in ours if not batch.valid.all())  # this pass is left
+        list(ours)
+    counts = re.findall(r"epoch (\d): (\d+) bad samples", caplog.text)
+    assert counts == [("0", counts[0][1]), ("2", counts[0][1])]
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,36 @@ def test_a_state_that_is_changed_changes_no_loader(photos):
         before = json.dumps(ours.state_dict())
         ours.state_dict()["fingerprint"].clear()
         assert json.dumps(ours.state_dict()) == before
+
+
+def test_set_epoch_at_the_last_batch_goes_on_with_that_epoch(photos):
+    with loader(photos, batch_size=32) as ours:
+        for step, _ in enumerate(ours, start=1):
+            if step == len(ours):
+                ours.set_epoch(1)
+        assert ours.epoch == 1
+
+
+def test_all_ranks_have_the_same_state_at_the_same_step(photos):
+    """Also if the first rank has one more batch than the others."""
+    states = []
+    for rank in range(4):
+        with loader(photos, batch_size=16, last="uneven", rank=rank, world_size=4) as ours:
+            next(iter(ours))
+            states.append(ours.state_dict())
+    assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("after", [-1, 10**30, 2**63, 10**12])
+def test_a_state_with_a_damaged_sample_number(photos, after):
+    with loader(photos) as ours:
+        consume(ours, steps=1)
+        damaged = {**ours.state_dict(), "after": after}
+        with pytest.raises(gpuaug.StateError):
+            ours.load_state_dict(damaged)
+        damaged["order"] = "of another set of samples"
+        if after == 10**12:  # may be a sample that is now left out
+            ours.load_state_dict(damaged)
+        else:
+            with pytest.raises(gpuaug.StateError, match=r"`after` \(int, a sample number\)"):
+                ours.load_state_dict(damaged)

@@ -12,6 +12,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -27,6 +28,7 @@ from gpuaug.read.order import (
     Weighted,
     adapt,
 )
+from gpuaug.source.adapt import adapt as adapt_source
 
 
 class Source:
@@ -288,7 +290,9 @@ def test_a_torch_sampler_yields_positions_and_can_be_resumed():
         first, again, later = order.order(0, 0, source), order.order(0, 0, source), order.order(0, 1, source)
         torch.rand(3)
         assert torch.equal(first, again)
-        assert torch.equal(adapt(make()).order(0, 0, source), first)
+        for same in (make(), order.sampler):  # a second loader may share the sampler
+            assert torch.equal(adapt(same).order(0, 0, source), first)
+            assert repr(adapt(same)) == repr(order)
         assert not torch.equal(first, later)
         assert not torch.equal(first, order.order(1, 0, source))
         assert set(first.tolist()) <= set(range(10, 30))
@@ -299,6 +303,14 @@ def test_a_torch_sampler_yields_positions_and_can_be_resumed():
     distributed = DistributedSampler(range(20), num_replicas=1, rank=0)
     orders = [adapt(distributed).order(0, epoch, source) for epoch in (0, 1)]
     assert not torch.equal(*orders)  # set_epoch was called
+
+
+def test_positions_and_weights_of_a_torch_subset_follow_its_own_order():
+    source = adapt_source(Subset(range(20), [7, 3, 11]))
+    assert adapt([0, 2, 1]).order(0, 0, source).tolist() == [7, 11, 3]
+    assert Weighted([0.0, 0.0, 1.0]).order(0, 0, source).tolist() == [11] * 3
+    by_number = [float(i == 3) for i in range(20)]
+    assert Weighted(by_number).order(0, 0, source).tolist() == [3] * 3
 
 
 def test_what_is_no_order():

@@ -308,6 +308,20 @@ def test_datasets_of_hugging_face(tmp_path, caplog):
         assert sum(len(batch) for batch in loader) == len(local)
 
 
+def test_a_shuffled_dataset_of_hugging_face_is_another_source():
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("int64")})
+    rows = {"image": [{"bytes": b"x", "path": None}] * 20, "label": [*range(20)]}
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    same = [dataset, dataset.select(range(20)), dataset.with_format("torch")]
+    others = [dataset.shuffle(seed=seed) for seed in (0, 1)]
+    others += [dataset.train_test_split(0.5, seed=seed)["train"] for seed in (0, 1)]
+    assert len({adapt(each).digest() for each in same}) == 1
+    assert len({adapt(each).digest() for each in [dataset, *others]}) == 5
+    assert adapt(dataset.shuffle(seed=0)).digest() == adapt(others[0]).digest()
+
+
 def test_labels_of_another_name_are_asked_for(tmp_path):
     import datasets
 

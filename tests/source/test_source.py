@@ -17,7 +17,7 @@ import torch
 from common import METHODS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Subset, random_split
+from torch.utils.data import ConcatDataset, Subset, random_split
 
 from gpuaug.decode import header
 from gpuaug.errors import ConfigError, SourceError
@@ -589,12 +589,23 @@ def test_a_torch_subset_keeps_numbers(tree):
         assert train.key(i) == whole.key(i)
     part = adapt(Subset(Subset(FolderSource(tree, subset=[1, 3, 5, 6]), [0, 2, 3]), [2, 1]))
     assert part.indices.tolist() == [5, 6]
+    assert part.positions.tolist() == [6, 5]
+    part = adapt(Subset(Subset(whole, [6, 0, 3]), [0, 2]))
+    assert part.positions.tolist() == [6, 3]  # as in torch
     assert len(part) == 2
     assert part[6] == whole[6]
     assert adapt(Subset(Plain(), [3, 1])).indices.tolist() == [1, 3]
     for bad in ([4], [-1], [], [1, 1]):
         with pytest.raises(SourceError, match="Subset"):
             adapt(Subset(Plain(), bad))
+
+
+def test_a_concatenation_cannot_have_sources_that_leave_out_samples(tree):
+    whole, part = FolderSource(tree), FolderSource(tree, subset=[1, 3])
+    assert adapt(ConcatDataset([whole, Subset(whole, [3, 1])]))[7] == whole[3]
+    for wrong in ([whole, part], [whole, Subset(part, [0])]):
+        with pytest.raises(SourceError, match=r"ConcatDataset reads samples by position.* 2 samples in use"):
+            adapt(Subset(ConcatDataset(wrong), [0]))
 
 
 def test_a_torch_subset_announces_samples_as_its_source_does(tree):
