@@ -108,6 +108,21 @@ def test_no_compiler(tmp_path: Path) -> None:
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["good"] is False
     assert "no C++ compiler found" in answer["text"]
+    assert command.tested(Verdict(name="compiler", **answer)).status == command.SLOW
+
+
+def test_augmentations_that_fail_or_differ_are_broken(tmp_path: Path) -> None:
+    """Planted: a Kornia that cannot be imported."""
+    (tmp_path / "kornia.py").write_text("raise ImportError('built for another torch')")
+    failed = command.probe(
+        "compiler", command=python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kornia")
+    )
+    differs = Verdict(name="compiler", good=False, text="differ by at most 9 levels", value={"largest": 9.0})
+    for verdict in (failed, differs):
+        finding = command.tested(verdict)
+        assert finding.status == command.BROKEN
+        assert "augment.backend=kornia" in finding.advice
+        assert "C++" not in finding.advice
 
 
 # --- verdicts

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import PIL.Image
 import planted
 import pytest
 import torch
@@ -343,6 +344,18 @@ def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rehearsals whose process need not import torch."""
     monkeypatch.setattr(subprocess, "Popen", forked.popen)
+
+
+@pytest.mark.usefixtures("_forked")
+def test_images_that_cannot_be_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    for name in ("1.jpg", "2.jpg"):
+        (tmp_path / "a" / name).write_bytes(b"no image")
+    PIL.Image.new("RGB", (40, 30)).save(tmp_path / "a" / "3.jpg")
+    words = [f"source.root={tmp_path}", "device=cpu", "num_workers=0", "augment.crop.size=32", "seconds=1"]
+    assert main(["plan", *words, f"json={tmp_path}/plan.json"]) == 0
+    assert "2 of 3 images could not be read or decoded" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["faults"] == 2
 
 
 @pytest.mark.usefixtures("_forked")

@@ -38,6 +38,10 @@ DALI = {  # CUDA version: packages
     13: ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13"),
 }
 DRIVER_OF_CUDA_13 = 580  # the oldest driver that supports CUDA 13
+UNCOMPILED = {"compiled": False}  # value of the test "compiler" if the augmentations work, but were not compiled
+NOT_AS_KORNIA = (
+    "If a package cannot be imported, install it again. Otherwise set augment.backend=kornia, which is slower."
+)
 SLOW_MACHINE = "If the machine is just slow, raise `timeout`. If the test really hangs: "
 TESTS = {  # test: title and status if it fails
     "decoder_cpu": ("DALI on the CPU", BROKEN),
@@ -225,8 +229,10 @@ def tested(verdict: Verdict) -> Finding:
     title, bad = TESTS[verdict.name]
     value = {"test": verdict.name} | {k: getattr(verdict, k) for k in ("good", "value", "seconds", "kept")}
     text = f"{verdict.text}{' (stored result; fresh=true tests again)' if verdict.kept else ''}"
-    status = UNTESTED if verdict.good is None else OK if verdict.good else bad
-    return judged(title, text, status, advice=verdict.late * SLOW_MACHINE + REMEDIES[title], value=value)
+    status, advice = UNTESTED if verdict.good is None else OK if verdict.good else bad, REMEDIES[title]
+    if status == bad and verdict.name == "compiler" and not (verdict.late or verdict.value == UNCOMPILED):
+        status, advice = BROKEN, NOT_AS_KORNIA
+    return judged(title, text, status, advice=verdict.late * SLOW_MACHINE + advice, value=value)
 
 
 def workers(settings: Settings) -> Iterator[Finding]:

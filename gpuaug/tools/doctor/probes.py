@@ -228,7 +228,7 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
     fused = Augment(ops=ops)(images.to(device), seed=0, indices=range(16))
     kornia = Augment(ops=ops, backend="kornia")(images, seed=0, indices=range(16))
     if warnings.getvalue():  # the backend ran uncompiled; its warning gives the reason and the remedy
-        return unbuilt, " ".join(warnings.getvalue().split()), None
+        return unbuilt, " ".join(warnings.getvalue().split()), {"compiled": False}
     gap = float((fused.cpu() - kornia).abs().max()) * 255
     return gap < 1, f"compiled augmentations differ from Kornia by at most {gap:.2g} levels", {"largest": gap}
 

@@ -69,6 +69,12 @@ def main(request: Request) -> int:
         run = Run(loader=loader, costs=bound, config=config, prefix=request.prefix)
         run = _rehearse(request, run, left, seconds=settings.seconds)
         report.add("image", bound.image, f"{bound.image / 1024:.0f} KiB encoded, mean of <= {settings.sample} images")
+        if bound.faults:
+            text = (
+                f"{bound.faults} of {bound.sampled} images could not be read or decoded, so more memory may be needed; "
+            )
+            text += "to list them, train with `faults.policy=blank faults.file=FILE`"
+            report.add("faults", bound.faults, text)
         _report(report, run, left)
         batches = run.costs.batches
         few = batches <= loader.prefetch + 2 and batches < len(loader)
@@ -158,6 +164,8 @@ class Costs:
     """Bytes of each part of a run."""
 
     image: float  # mean of the encoded images
+    sampled: int = 0  # number of images whose headers were read
+    faults: int = 0  # number of these images that cannot be read or decoded
     ready: int  # the images of a finished batch in the prefetch queue
     masks: int = 0  # the masks of a finished batch
     mask_work: int = 0  # decoded masks, and cropped masks that wait for the next thread
@@ -252,7 +260,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
     at = torch.linspace(0, len(order) - 1, count).round().long()
     chunks = [at[k :: -(-count // CHUNK)] for k in range(-(-count // CHUNK))]  # each chunk is spread over the epoch
     tasks = [(order.indices[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
-    images, bytes_read, pixels, largest, epoch = 0, 0, 0.0, 0.0, loader.epoch
+    images, faults, bytes_read, pixels, largest, epoch = 0, 0, 0, 0.0, 0.0, loader.epoch
     later = [first for first in loader.augment.stages if first > epoch]
     stored = getattr(loader.source, "stored", None)
     views = [] if stored is None else [tuple(view["size"]) for view in stored.manifest["views"]]
@@ -261,6 +269,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
     for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
         headers = stage.read_headers(encoded, loader.epoch)
         images, bytes_read = images + len(encoded), bytes_read + encoded.data.nbytes
+        faults += len({fault.row for fault in (*encoded.faults, *headers.faults)})
         if headers.info is not None:
             stage.decoder.truncated = 0  # type: ignore[union-attr]  # only training counts truncated images
             areas = 3.0 * headers.info.height * headers.info.width
@@ -284,6 +293,8 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
     step, cuda = 0 if model is None else _step_bound(model, views, rows, averaged), loader.device.type == "cuda"
     return Costs(
         image=image,
+        sampled=images,
+        faults=faults,
         ready=values * (1 if stage.main_thread else loader.dtype.itemsize),
         masks=masks,
         mask_work=mask_work,

@@ -89,10 +89,8 @@ def _guard(token: str) -> Any:
 
 
 def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
-    """The page's routes. ``worker`` must have one thread. Of several waiting pictures, only the newest is drawn."""
+    """The page's routes. ``worker`` must have one thread. A waiting picture is not drawn if its page was closed."""
     from aiohttp import web
-
-    newest: Any = None  # the newest request for a picture
 
     async def headers(_: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(HEADERS)
@@ -119,12 +117,9 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
         return web.Response(text=answer)
 
     async def render(request: web.Request) -> web.Response:
-        nonlocal newest
-        newest = request
-
         def picture(asked: Any) -> bytes:
-            if request is not newest:
-                raise ConfigError("This picture is not drawn, because a newer request arrived. To get it, ask again.")
+            if request.transport is None:
+                raise ConfigError("the page that asked for this picture was closed.")
             return live.png(asked)
 
         return await made(request, make=picture)
