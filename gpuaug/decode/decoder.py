@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -448,11 +448,15 @@ class Decoder:
         def share(first: int) -> None:
             resize.one_by_one(rows[first :: self.num_threads], work)
 
-        tasks = range(min(self.num_threads, len(rows)))
+        count, shares = min(self.num_threads, len(rows)), list[Future[None]]()
         try:
-            shares = [self._pool.submit(share, first) for first in tasks] if len(tasks) > 1 else []
-        except RuntimeError:  # the main thread has ended, and the pool's threads with it; this thread goes on
-            shares = []
+            for first in range(count) if count > 1 else ():
+                shares.append(self._pool.submit(share, first))
+        except RuntimeError as error:
+            wait(shares)
+            if "interpreter shutdown" not in str(error):
+                raise
+            shares.clear()  # the main thread has ended, and the pool's threads with it; this thread goes on
         if not shares:
             resize.one_by_one(rows, work)
         wait(shares)

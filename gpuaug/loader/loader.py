@@ -337,12 +337,17 @@ class Loader(AsItIs):
         """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, the loaded position stays."""
         _check_epoch(epoch)
         if self._next_pass == "finished":
-            self.pipeline.stop()  # else the iterator would advance again at its end
-            self._advance()
+            self._finish()
         if epoch != self._epoch:
             self.pipeline.stop()
         if epoch != self._epoch or self._next_pass == "left":
             self._epoch, self._position, self._next_pass = epoch, 0, "here"
+
+    def _finish(self) -> None:
+        """End a pass whose batches were all handed out. Without `stop`, its iterator would come here again."""
+        self.pipeline.stop()
+        self.faults.end_of_epoch(self._epoch, *self.pipeline.stage.second_chances())
+        self._advance()
 
     def start_at(self, epoch: int, position: int) -> None:
         """Let the next pass begin in ``epoch``, after the first ``position`` samples of all ranks together."""
@@ -555,9 +560,7 @@ class _Epoch(Pass):
                 raise
         last = loader.pipeline.running
         if last is not None and last() is self:
-            loader.pipeline.stop()
-            loader.faults.end_of_epoch(loader._epoch, *loader.pipeline.stage.second_chances())
-            loader._advance()
+            loader._finish()
         raise StopIteration
 
     def _note(self) -> None:

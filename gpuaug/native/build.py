@@ -51,8 +51,9 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             try:
                 return _library(compiler, (*flags, "-march=native"), text, folder, name)
             except subprocess.CalledProcessError as error:  # some compilers do not support it on some machines
-                logger.warning("%s on cpu is slower: %s fails with -march=native: %s", name, compiler[-1], error.stderr)
-                return _library(compiler, flags, text, folder, name)
+                library = _library(compiler, flags, text, folder, name)
+                logger.info("%s on cpu is slower: %s fails with -march=native: %s", name, compiler, error.stderr)
+                return library
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error
             logger.warning("%s on cpu %s: %s failed: %s", name, without, " ".join(compiler), detail)

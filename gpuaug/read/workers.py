@@ -57,6 +57,7 @@ class Workers(_MultiProcessingDataLoaderIter):
         start_method: str | None,
     ) -> None:
         self.timeout = timeout
+        _owned.add(self)
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,  # an item is a whole batch
@@ -80,7 +81,6 @@ class Workers(_MultiProcessingDataLoaderIter):
             ) from error
         except (OSError, AssertionError) as error:  # AssertionError: inside a worker of another DataLoader
             raise ReadError(f"{num_workers} worker processes could not be started: {error}. {remedy(error)}") from error
-        _owned.add(self)
         _remove_worker_pids(id(self))  # DataLoader's signal handler then ignores these workers
         self._worker_pids_set = False
 
@@ -144,7 +144,7 @@ def _leave_to_parent() -> None:
     """In a forked child: end no workers of the parent. DataLoader and Python's exit function would do so."""
     for workers in _owned:
         workers._shutdown = True
-        multiprocessing.process._children.difference_update(workers._workers)  # type: ignore[attr-defined]
+        multiprocessing.process._children.difference_update(getattr(workers, "_workers", ()))  # type: ignore[attr-defined]
     _owned.clear()
 
 

@@ -153,7 +153,7 @@ def active_numbers(source: Any) -> NDArray[np.int64]:
 
 def numbers_by_position(source: Any) -> NDArray[np.int64]:
     """Numbers of the active samples, int64 ``[len]``: of a torch Subset in its own order, else ascending."""
-    positions = getattr(source, "positions", None)
+    positions = source.positions if isinstance(source, MapSource) else None
     return active_numbers(source) if positions is None else positions.numpy()
 
 

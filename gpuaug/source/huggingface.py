@@ -99,7 +99,10 @@ class DatasetSource(RowSource):
         self._dataset = dataset.select_columns(list(dict.fromkeys([*self._columns, *more])))
 
     def digest(self) -> str:
-        """Hash of the number of rows, and of the rows that ``shuffle``, ``select`` or a split of the Dataset chose."""
+        """Hash of the number of rows, and of the rows that ``shuffle``, ``select`` or a split of the Dataset chose.
+
+        Of rows without gaps, such as ``select(range(5, 10))``, only the number is known.
+        """
         rows = getattr(self._dataset, "_indices", None)  # a table with one column; None: all rows in order
         if self._digest is None and rows is not None:
             chosen = rows.column(0).to_numpy().astype("<i8").tobytes()

@@ -227,6 +227,13 @@ def _names(paths: Any, place: str) -> Names:
 def _matrix(columns: list[Any], places: list[str]) -> Any:
     for place, column in zip(places, columns, strict=True):
         if not isinstance(column[0], int | float | np.number):
-            bad = next((value for value in column if not re.fullmatch(r"[-+.eE\d]+", value)), column[0])
+            bad = next((value for value in column if not _is_number(value)), column[0])
             raise SourceError(f"several label columns must all hold numbers. Found in {place}: {bad!r}.")
     return np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return "_" not in str(value) and isinstance(float(value), float)
+    except (TypeError, ValueError):
+        return False

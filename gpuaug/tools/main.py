@@ -59,6 +59,8 @@ class _Parser(argparse.ArgumentParser):
             if word in HYDRAS:
                 self.exit(2, f"gpuaug: `{word}` belongs to Hydra applications. {HYDRAS[word]}.\n")
             if word.startswith("--"):
+                if close := difflib.get_close_matches(word, self._option_string_actions, n=1):
+                    self.exit(2, f"gpuaug: there is no option `{word}`. Did you mean `{close[0]}`?\n")
                 key = word[2:].replace("-", "_")
                 self.exit(2, f"gpuaug: there is no option `{word}`. Keys are written without dashes: {key}=VALUE.\n")
         super().error(message)

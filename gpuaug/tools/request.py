@@ -141,8 +141,8 @@ class Request:
         try:
             return self._build_held_out(part, classes)
         except (ConfigError, SourceError) as error:
-            if part._get_full_key(None):
-                raise  # the message has the full key of the user's configuration
+            if not isinstance(part, DictConfig) or part._get_full_key(None):
+                raise  # a rehearsal, or the message has the full key of the user's configuration
             raise type(error)(f"In the overrides that begin with `val.`: {error}") from error
 
     def _build_held_out(self, part: DictConfig, classes: Sequence[str] | None) -> Any:

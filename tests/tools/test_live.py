@@ -284,14 +284,17 @@ def test_every_tab_gets_its_picture_unless_it_was_closed() -> None:
 
     async def ask() -> list[int]:
         with ThreadPoolExecutor(1) as worker:
-            async with TestClient(TestServer(application(Slow(), "token", worker))) as client:
+            server = TestServer(application(Slow(), "token", worker))
+            async with TestClient(server) as client, asyncio.timeout(60):
                 asked = [asyncio.create_task(client.post("/token/render", json=0))]
                 await asyncio.to_thread(begun.wait, 60)
                 for number in (1, 2, 3):
                     asked.append(asyncio.create_task(client.post("/token/render", json=number)))
-                    await asyncio.sleep(0.2)  # they arrive in this order
+                    while worker._work_queue.qsize() < number:  # they arrive in this order
+                        await asyncio.sleep(0.01)
                 asked.pop(1).cancel()  # closes its connection
-                await asyncio.sleep(0.2)
+                while len(server.runner.server.connections) > 3:
+                    await asyncio.sleep(0.01)
                 go_on.set()
                 return [answer.status for answer in await asyncio.gather(*asked)]
 

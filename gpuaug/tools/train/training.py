@@ -181,7 +181,10 @@ class Training:
         with logging_redirect_tqdm(loggers=[log]):
             number = self.loader.epoch
             # the run that wrote the checkpoint may have ended before the held-out accuracy was known
-            ended = self._hold_out() if self._lacks_accuracy() else True
+            ended = True
+            if self._lacks_accuracy():
+                self.save(file)
+                ended = self._hold_out()
             while ended and self.loader.epoch < self.settings.epochs:
                 number = self.loader.epoch + 1
                 ended = self._epoch()
