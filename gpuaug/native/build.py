@@ -52,7 +52,8 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
                 return _library(compiler, (*flags, "-march=native"), text, folder, name)
             except subprocess.CalledProcessError as error:  # some compilers do not support it on some machines
                 library = _library(compiler, flags, text, folder, name)
-                logger.info("%s on cpu is slower: %s fails with -march=native: %s", name, compiler, error.stderr)
+                words = " ".join(compiler)
+                logger.info("%s on cpu is slower: %s fails with -march=native: %s", name, words, error.stderr)
                 return library
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error

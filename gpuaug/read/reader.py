@@ -246,7 +246,7 @@ def _leave(generation: Tensor, lock: threading.RLock) -> None:
 
 
 def _is_over(present: Tensor, generation: int) -> bool:
-    # torch would release the GIL. A daemon thread that reacquires the GIL while Python ends aborts the process.
+    # read by numpy, because torch would release the GIL: see `_leave`
     return int(present.numpy()[0]) != generation
 
 

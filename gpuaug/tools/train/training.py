@@ -179,10 +179,8 @@ class Training:
         if self.settings.amp == "auto":
             log.info("amp=auto: %s, because the device is %s", str(self.amp).removeprefix("torch."), self.device.type)
         with logging_redirect_tqdm(loggers=[log]):
-            number = self.loader.epoch
-            # the run that wrote the checkpoint may have ended before the held-out accuracy was known
-            ended = True
-            if self._lacks_accuracy():
+            number, ended = self.loader.epoch, True
+            if self._lacks_accuracy():  # the run that wrote the checkpoint may have ended in the evaluation
                 self.save(file)
                 ended = self._hold_out()
             while ended and self.loader.epoch < self.settings.epochs:
