@@ -15,7 +15,8 @@ from torch import Tensor
 from gpuaug import checks
 from gpuaug.augment.crop import positive_range
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops.entry import Code, Entry, Normal, RecipeOp, Steps
+from gpuaug.augment.ops.codes import Code
+from gpuaug.augment.ops.entry import Entry, Normal, RecipeOp, Steps
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
