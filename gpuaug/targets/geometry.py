@@ -5,6 +5,8 @@ Coordinates are pixel edges: pixel i covers i..i+1. A matrix, float64 [3, 3], ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,11 +62,72 @@ def points(m: Float64, xy: Float64) -> tuple[Float64, Bool]:
 def hulls(m: Float64, boxes: Float64) -> Float64:
     """Smallest upright boxes [N, 4] around the corners of ``boxes`` [N, 4] after mapping by ``m`` [N, 3, 3].
 
-    A box becomes NaN if a perspective puts one of its corners behind the viewer.
+    A box becomes NaN if a perspective puts one of its corners behind the viewer; see :func:`visible`.
     """
     x1, y1, x2, y2 = boxes.T
     x, y, _ = _mapped(m, np.stack([x1, x2, x2, x1]), np.stack([y1, y1, y2, y2]))
     return np.array([x.min(axis=0), y.min(axis=0), x.max(axis=0), y.max(axis=0)]).T
+
+
+def visible(paths: Sequence[Float64], boxes: Float64, size: tuple[int, int]) -> tuple[Float64, Float64]:
+    """Clip ``boxes`` [N, 4] as polygons at canvas after canvas.
+
+    Args:
+        paths: for each later canvas, matrices [N, 3, 3] from the first canvas to it.
+        boxes: in pixels of the first canvas, and inside it.
+        size: (H, W) of each canvas.
+
+    Returns:
+        The smallest upright boxes [N, 4] around what is left on the last canvas, and the area [N] of this part on the
+        first canvas. Both are NaN if nothing is left. A part behind the viewer is lost.
+    """
+    limits = np.array([size[1], size[0]], dtype=np.float64)
+    area, hull = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]), boxes
+    inside = np.ones(len(boxes), dtype=bool)
+    for path in paths:
+        hull = hulls(path, boxes)
+        inside &= both(hull[:, :2] >= 0) & both(hull[:, 2:] <= limits)
+    rows = np.flatnonzero(~inside)
+    if not len(rows) or not paths:
+        return hull, area
+    x1, y1, x2, y2 = boxes[rows].T
+    x, y, before = np.stack([x1, x2, x2, x1]), np.stack([y1, y1, y2, y2]), np.eye(3)[..., None]
+    for path in paths:
+        m = path[rows].transpose(1, 2, 0)
+        same = (m == before).all(axis=(0, 1))  # the canvas before it had the same borders
+        for line in (m[0], limits[0] * m[2] - m[0], m[1], limits[1] * m[2] - m[1]):
+            x, y = _clipped(x, y, np.where(same, [[0.0], [0.0], [1.0]], line))
+        before = m
+    dx, dy = x - x[0], y - y[0]
+    # not np.sum, whose order depends on the number of boxes
+    area[rows] = sum((dx[k] * dy[k + 1] - dx[k + 1] * dy[k] for k in range(1, len(x) - 1)), start=np.zeros(len(rows)))
+    area[rows] = np.abs(area[rows]) / 2
+    u, v, _ = _mapped(m.transpose(2, 0, 1), x, y)
+    left = np.array([u.min(axis=0), v.min(axis=0), u.max(axis=0), v.max(axis=0)]).T
+    hull[rows] = left.clip(0, [*limits, *limits])
+    return hull, area
+
+
+def _clipped(x: Float64, y: Float64, line: Float64) -> tuple[Float64, Float64]:
+    """Clip convex polygons, x and y [V, N], to the sides ``a x + b y + c >= 0`` of lines [3, N] (Sutherland-Hodgman).
+
+    A polygon with fewer vertices than others repeats one of its vertices. An empty polygon becomes NaN.
+    """
+    with np.errstate(all="ignore"):  # infinite and NaN input gives NaN
+        d = line[0] * x + line[1] * y + line[2]
+        kept = d >= 0
+        if kept.all():
+            return x, y
+        share = d / (d - np.roll(d, -1, axis=0))
+        xy, there = np.empty((2, 2 * len(x), x.shape[1])), np.empty((2 * len(x), x.shape[1]), dtype=bool)
+        there[::2], there[1::2] = kept, kept != np.roll(kept, -1, axis=0)  # vertices, and the points where edges cross
+        for out, old in zip(xy, (x, y), strict=True):
+            out[::2], out[1::2] = old, old + share * (np.roll(old, -1, axis=0) - old)
+    order = np.argsort(~there, axis=0, kind="stable")[: max(1, there.sum(axis=0).max())]
+    order = np.where(np.take_along_axis(there, order, axis=0), order, order[0])
+    xy[:, :, ~there.any(axis=0)] = np.nan
+    x, y = (np.take_along_axis(old, order, axis=0) for old in xy)
+    return x, y
 
 
 def mirrored(m: Float64) -> Bool:
@@ -83,6 +146,11 @@ def inverse(m: Float64) -> Float64:
     determinant = (c * adjugate[..., :, 2]).sum(axis=-1)
     with np.errstate(all="ignore"):
         return np.asarray(adjugate / np.where(determinant == 0, np.nan, determinant)[..., None, None])
+
+
+def both(true: Bool) -> Bool:
+    """Whether x and y are both True. This is faster than ``all``."""
+    return true[..., 0] & true[..., 1]
 
 
 def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64, Bool]:
