@@ -75,10 +75,17 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     for op, c in zip(ops, chosen, strict=True):
         for slot, modules in enumerate(op.slots):
             parts += _taken(modules, c, slot)
-    steps = [part for part in parts if isinstance(part, _Step)]
+    if not parts:
+        return []
+    steps, count = [part for part in parts if isinstance(part, _Step)], len(chosen[0].choice)
     matrices = _matrices(steps, size)
-    outward, inward = _across_border(matrices, steps, size)
-    paths, done, number = _Paths(len(chosen[0].choice) if parts else 0), list[Move](), 0
+    rows = np.concatenate([step.rows for step in steps]) if steps else np.zeros(0, dtype=np.int64)
+    if len(steps) == len(parts) and np.bincount(rows).max() < 2:  # no sample has two matrices
+        alone = np.tile(np.eye(3), (count, 1, 1))
+        alone[rows] = from_indices(matrices)
+        return [alone]
+    outward, inward = _across_border(matrices, size)
+    paths, done, number = _Paths(count), list[Move](), 0
     for part in parts:
         if isinstance(part, _Step):
             own = slice(number, number := number + len(part.rows))
@@ -87,14 +94,13 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
         # only the samples that it changes need a matrix of their own before it
         changed = part.rows if isinstance(part, Field) else np.flatnonzero(part.boxes.any(axis=1))
         done += [*paths.taken(changed), part]
-    return done + paths.taken(np.arange(paths.count))
+    return done + paths.taken(np.arange(count))
 
 
 class _Paths:
     """Composes the matrices of each of ``count`` samples. Every sample has its own list of composed matrices."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
         self._list: list[Float64] = []  # number k holds the matrix k of each sample, or the identity; pixel indices
         self._length = np.zeros(count, dtype=np.int64)
         self._last = np.tile(np.eye(3), (count, 1, 1))  # the matrix that may still grow
@@ -119,7 +125,7 @@ class _Paths:
         rows = rows[self._open[rows]]
         for k in np.unique(self._length[rows]).tolist():
             if k == len(self._list):
-                self._list.append(np.tile(np.eye(3), (self.count, 1, 1)))
+                self._list.append(np.tile(np.eye(3), (len(self._last), 1, 1)))
             own = rows[self._length[rows] == k]
             self._list[k][own] = self._last[own]
         self._length[rows] += 1
@@ -162,11 +168,8 @@ def _matrices(steps: Sequence[_Step], size: Size) -> Float64:
 _BORDER = 1e-3  # pixels; Kornia's float32 matrices of quarter turns are up to 1e-4 pixels off
 
 
-def _across_border(matrices: Float64, steps: Sequence[_Step], size: Size) -> tuple[Bool, Bool]:
+def _across_border(matrices: Float64, size: Size) -> tuple[Bool, Bool]:
     """Whether each matrix moves something out of the canvas, and whether it moves something from outside into it."""
-    rows = np.concatenate([step.rows for step in steps]) if len(steps) > 1 else np.zeros(0, dtype=np.int64)
-    if not len(rows) or np.bincount(rows).max() < 2:  # no sample has two matrices
-        return np.ones(len(matrices), dtype=bool), np.ones(len(matrices), dtype=bool)
     edges, (H, W) = from_indices(matrices), size
     canvas = np.broadcast_to(np.array([0.0, 0, W, H]), (len(edges), 4))
     outward, inward = (

@@ -6,6 +6,7 @@ Coordinates are pixel edges: pixel i covers i..i+1. A matrix, float64 [3, 3], ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,7 @@ def visible(paths: Sequence[Float64], boxes: Float64, size: tuple[int, int]) -> 
 
     Args:
         paths: for each later canvas, matrices [N, 3, 3] from the first canvas to it.
-        boxes: in pixels of the first canvas, and inside it.
+        boxes: in pixels of the first canvas, and inside it. The result for a box with x2 < x1 or y2 < y1 is undefined.
         size: (H, W) of each canvas.
 
     Returns:
@@ -87,47 +88,48 @@ def visible(paths: Sequence[Float64], boxes: Float64, size: tuple[int, int]) -> 
     for path in paths:
         hull = hulls(path, boxes)
         inside &= both(hull[:, :2] >= 0) & both(hull[:, 2:] <= limits)
-    rows = np.flatnonzero(~inside)
-    if not len(rows) or not paths:
+    rows = np.flatnonzero(~inside & both(boxes[:, :2] <= boxes[:, 2:]))
+    if not len(rows):
         return hull, area
     x1, y1, x2, y2 = boxes[rows].T
-    x, y, before = np.stack([x1, x2, x2, x1]), np.stack([y1, y1, y2, y2]), np.eye(3)[..., None]
+    polygon, before = np.array([[x1, x2, x2, x1, x1], [y1, y1, y2, y2, y1]]), np.eye(3)[..., None]
     for path in paths:
         m = path[rows].transpose(1, 2, 0)
-        same = (m == before).all(axis=(0, 1))  # the canvas before it had the same borders
-        for line in (m[0], limits[0] * m[2] - m[0], m[1], limits[1] * m[2] - m[1]):
-            x, y = _clipped(x, y, np.where(same, [[0.0], [0.0], [1.0]], line))
-        before = m
-    dx, dy = x - x[0], y - y[0]
+        lines = np.array([m[0], limits[0] * m[2] - m[0], m[1], limits[1] * m[2] - m[1]])
+        lines[..., (m == before).all(axis=(0, 1))] = [[0.0], [0.0], [1.0]]  # the canvas before it had the same borders
+        polygon, before = reduce(_clipped, lines, polygon), m
+    x, y = polygon - polygon[:, :1]
     # not np.sum, whose order depends on the number of boxes
-    area[rows] = sum((dx[k] * dy[k + 1] - dx[k + 1] * dy[k] for k in range(1, len(x) - 1)), start=np.zeros(len(rows)))
+    area[rows] = sum((x[k] * y[k + 1] - x[k + 1] * y[k] for k in range(1, len(x) - 2)), start=np.zeros(len(rows)))
     area[rows] = np.abs(area[rows]) / 2
-    u, v, _ = _mapped(m.transpose(2, 0, 1), x, y)
-    left = np.array([u.min(axis=0), v.min(axis=0), u.max(axis=0), v.max(axis=0)]).T
+    x, y, _ = _mapped(paths[-1][rows], *polygon)
+    left = np.array([x.min(axis=0), y.min(axis=0), x.max(axis=0), y.max(axis=0)]).T
     hull[rows] = left.clip(0, [*limits, *limits])
     return hull, area
 
 
-def _clipped(x: Float64, y: Float64, line: Float64) -> tuple[Float64, Float64]:
-    """Clip convex polygons, x and y [V, N], to the sides ``a x + b y + c >= 0`` of lines [3, N] (Sutherland-Hodgman).
+def _clipped(polygon: Float64, line: Float64) -> Float64:
+    """Clip convex polygons to the sides ``a x + b y + c >= 0`` of lines [3, N] (Sutherland and Hodgman).
 
-    A polygon with fewer vertices than others repeats one of its vertices. An empty polygon becomes NaN.
+    ``polygon`` is [x or y, V, N]. Its last vertex is its first. A polygon with few vertices repeats the first one. An
+    empty polygon becomes NaN.
     """
-    with np.errstate(all="ignore"):  # infinite and NaN input gives NaN
-        d = line[0] * x + line[1] * y + line[2]
-        kept = d >= 0
-        if kept.all():
-            return x, y
-        share = d / (d - np.roll(d, -1, axis=0))
-        xy, there = np.empty((2, 2 * len(x), x.shape[1])), np.empty((2 * len(x), x.shape[1]), dtype=bool)
-        there[::2], there[1::2] = kept, kept != np.roll(kept, -1, axis=0)  # vertices, and the points where edges cross
-        for out, old in zip(xy, (x, y), strict=True):
-            out[::2], out[1::2] = old, old + share * (np.roll(old, -1, axis=0) - old)
-    order = np.argsort(~there, axis=0, kind="stable")[: max(1, there.sum(axis=0).max())]
-    order = np.where(np.take_along_axis(there, order, axis=0), order, order[0])
-    xy[:, :, ~there.any(axis=0)] = np.nan
-    x, y = (np.take_along_axis(old, order, axis=0) for old in xy)
-    return x, y
+    d = line[0] * polygon[0] + line[1] * polygon[1] + line[2]
+    kept = d >= 0
+    if kept.all():
+        return polygon
+    start, there = polygon[:, :-1], np.empty((2 * len(d) - 2, d.shape[1]), dtype=bool)
+    there[::2], there[1::2] = kept[:-1], kept[:-1] != kept[1:]  # vertices, and the points where edges cross the line
+    points = np.empty((2, *there.shape))
+    with np.errstate(all="ignore"):  # an edge along the line crosses it nowhere
+        points[:, ::2], points[:, 1::2] = start, start + d[:-1] / (d[:-1] - d[1:]) * (polygon[:, 1:] - start)
+    number = there.cumsum(axis=0)
+    points[:, 0, number[-1] == 0] = np.nan
+    out = np.empty((2, max(int(number[-1].max()), 1) + 1, d.shape[1]))
+    out[:] = points[:, there.argmax(axis=0), np.arange(d.shape[1])][:, None]
+    slot, column = there.nonzero()
+    out[:, number[slot, column] - 1, column] = points[:, slot, column]
+    return out
 
 
 def mirrored(m: Float64) -> Bool:

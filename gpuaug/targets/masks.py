@@ -259,31 +259,37 @@ class Warp(NamedTuple):
     @classmethod
     def of(cls, moves: Sequence[Float64 | Erased], size: tuple[int, int], fill: int) -> Warp:
         """Compose moves. Between two matrices [n, 3, 3], pixels outside 0..W x 0..H are lost."""
-        count, areas, used = len(moves[0].boxes if isinstance(moves[0], Erased) else moves[0]), [], []
-        after, still = np.tile(np.eye(3), (count, 1, 1)), np.eye(3)
+        count = len(moves[0].boxes if isinstance(moves[0], Erased) else moves[0])
         canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
+        after, still, areas, used = None, np.eye(3), list[Float64](), list[Any]()
         for move in reversed(moves):
+            back = None if after is None else inverse(after)
             if isinstance(move, Erased):
                 used.append((move.boxes[:, :2] < move.boxes[:, 2:]).all(axis=1))
-                areas.append(_areas(inverse(after), move.boxes, 1, move.value))
+                areas.append(_areas(back, move.boxes, 1, move.value))
                 continue
-            # without a later matrix, the output is this canvas; if this matrix is the identity, so is the one before
-            used.append((after != still).any(axis=(1, 2)) & (move != still).any(axis=(1, 2)))
-            areas.append(_areas(inverse(after), canvas, 0, fill))
-            after = after @ move
+            if after is not None:
+                # if this matrix is the identity, the canvas before it has the same borders
+                used.append((after != still).any(axis=(1, 2)) & (move != still).any(axis=(1, 2)))
+                areas.append(_areas(back, np.broadcast_to(canvas, (count, 4)), 0, fill))
+            after = move if after is None else after @ move
+        back = np.broadcast_to(still, (count, 3, 3)) if after is None else inverse(after)
+        if not areas:
+            return cls(back, np.empty((count, 0, 15)), np.zeros(count, dtype=np.int32))
         there = np.stack(used[::-1], axis=1)
         order = np.argsort(~there, axis=1, kind="stable")[:, : there.sum(axis=1).max(initial=0)]
         stacked = np.take_along_axis(np.stack(areas[::-1], axis=1), order[..., None], axis=1)
         stacked[~np.take_along_axis(there, order, axis=1)] = _NO_AREA
-        return cls(inverse(after), stacked, there.sum(axis=1).astype(np.int32))
+        return cls(back, stacked, there.sum(axis=1).astype(np.int32))
 
     def rows(self, at: Int64) -> Warp:
         return Warp(self.inverse[at], self.areas[at], self.counts[at])
 
 
-def _areas(m: Float64, boxes: Float64, inside: int, value: int) -> Float64:
-    out = np.empty((len(m), 15))
-    out[:, :9], out[:, 9:13], out[:, 13], out[:, 14] = m.reshape(-1, 9), boxes, inside, value
+def _areas(m: Float64 | None, boxes: Float64, inside: int, value: int) -> Float64:
+    out = np.empty((len(boxes), 15))
+    out[:, :9] = _NO_AREA[:9] if m is None else m.reshape(-1, 9)
+    out[:, 9:13], out[:, 13], out[:, 14] = boxes, inside, value
     return out
 
 

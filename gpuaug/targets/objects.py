@@ -128,7 +128,7 @@ def carry(
         if centres:
             keep &= _centre_inside(cut, part)
         boxes, left = geometry.visible([path[objects.sample] for path in paths], boxes, size)
-        keep &= both(boxes[:, :2] <= boxes[:, 2:]) & _large_enough(boxes, left, cut, rules)
+        keep &= (left >= 0) & _large_enough(boxes, left, cut, rules)  # NaN: nothing is left
         objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
     if objects.keypoints is not None:
         path = [(m[objects.sample], area) for m, area in ((crop, covered[objects.sample]), *((m, canvas) for m in ops))]

@@ -13,6 +13,7 @@ from torch.nn.functional import max_pool2d
 
 import gpuaug
 from gpuaug.augment.parameters import Chosen, Prepared
+from gpuaug.augment.target_stage import TargetStage
 
 SIZE = (104, 128)  # (height, width) of the images
 COUNT = 10  # images of a chain
@@ -157,3 +158,72 @@ def test_boxes_and_keypoints_are_what_every_canvas_has_held(seed: int) -> None:
             xy, there = walked(what["keypoints"][row][label][:, :2], path)
             assert (points[:, 2] == 2).tolist() == there.tolist()
             np.testing.assert_allclose(points[there, :2], xy[there], atol=1e-2)
+
+
+@pytest.mark.parametrize("as_on_cuda", [False, True])
+@pytest.mark.parametrize("backend", ["fused", "kornia"])
+def test_erased_pixels_get_their_value_where_they_move_to(
+    backend: str, as_on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A black box on a white image is where the mask has the value 7, also after later operations."""
+    sample = TargetStage.sample
+    if as_on_cuda:  # the host only crops
+        monkeypatch.setattr(TargetStage, "sample", lambda *a, **k: sample(*a[:3], torch.device("cuda"), **k))
+    white = torch.full((COUNT, 3, *SIZE), 255, dtype=torch.uint8)
+    given = {"masks": torch.zeros((COUNT, *SIZE), dtype=torch.uint8), "targets": gpuaug.Targets(masks=gpuaug.Masks())}
+    settings = {"mode": "const", "mean": (0.5, 0.5, 0.5), "scale": (0.1, 0.3), "count": 2}
+    for value in (7, 255, 70_000, None):
+        ops = {
+            "before": K.RandomAffine(30.0, (0.2, 0.2), (0.9, 1.3), p=0.8),
+            "erase": gpuaug.RandomErasing(p=0.8, masks=value, **settings),
+            "perspective": K.RandomPerspective(0.4, p=0.8),
+            "flip": K.RandomHorizontalFlip(p=0.5),
+            "after": K.RandomRotation(40.0, p=0.5),
+        }
+        images, masks = gpuaug.Augment(ops=ops, backend=backend)(white, **given, seed=3)
+        erased = 0
+        for image, mask in zip(images[:, 0], masks.masks, strict=True):
+            gray = ((image > 0.4) & (image < 0.6)) & ~near((image < 0.4) | (image > 0.6))  # neither border nor white
+            found = mask == value if value is not None else torch.zeros_like(gray)
+            erased += int((gray & found).sum())
+            assert value is None or found[gray].all()
+            assert not (found & (image > 0.99) & ~near(image < 0.99)).any()
+            assert set(mask.unique().tolist()) <= {0, 255, value}
+        assert (erased > 2000) == (value is not None)
+
+
+def test_erasing_drops_instances_that_it_covers() -> None:
+    rng = np.random.default_rng(0)
+    numbers = np.zeros((COUNT, *SIZE), dtype=np.uint8)
+    numbers[:, 10:14, 20:24], numbers[:, 40:100, 30:120] = 1, 2
+    boxes = [[[20.0, 10, 24, 14], [30, 40, 120, 100]]] * COUNT
+    rules = gpuaug.Targets(masks=gpuaug.Masks(kind="instances"), boxes=gpuaug.Boxes())
+    white = torch.from_numpy(rng.integers(0, 255, (COUNT, 3, *SIZE), dtype=np.uint8))
+    given = {"masks": torch.from_numpy(numbers), "boxes": boxes, "labels": [[1, 2]] * COUNT, "targets": rules}
+    counts = {}
+    for value in (0, None):
+        erase = gpuaug.RandomErasing(p=1.0, mode="const", scale=(0.3, 0.5), count=3, masks=value)
+        _, targets = gpuaug.Augment(ops={"erase": erase})(white, **given, seed=0)
+        counts[value] = targets.counts
+        for row, mask in enumerate(targets.masks):
+            present = mask.unique()
+            assert present[present > 0].tolist() == list(range(1, int(targets.counts[row]) + 1))
+    assert (counts[None] == 2).all()
+    assert 2 < int((counts[0] < 2).sum()) < COUNT
+
+
+def test_values_that_masks_cannot_have_are_refused() -> None:
+    images, masks = torch.zeros((1, 3, 8, 8), dtype=torch.uint8), torch.zeros((1, 8, 8), dtype=torch.uint8)
+    for value, rules, given in (
+        (300, gpuaug.Targets(masks=gpuaug.Masks(dtype="uint8")), {}),
+        (
+            1,
+            gpuaug.Targets(masks=gpuaug.Masks(kind="instances"), boxes=gpuaug.Boxes()),
+            {"boxes": [[]], "labels": [[]]},
+        ),
+    ):
+        erase = gpuaug.OneOf(ops={"erase": gpuaug.RandomErasing(masks=value)})
+        with pytest.raises(gpuaug.ConfigError, match=f"`augment.ops.one.ops.erase.masks`.*{value}"):
+            gpuaug.Augment(ops={"one": erase})(images, masks=masks, targets=rules, **given)
+    with pytest.raises(gpuaug.ConfigError, match="`masks`.*-1"):
+        gpuaug.RandomErasing(masks=-1)
