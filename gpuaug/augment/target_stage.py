@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug import checks
-from gpuaug.augment.moves import Field, check_carried, moves
-from gpuaug.augment.parameters import Chosen
+from gpuaug.augment.moves import Field, Move, check_carried, moves
+from gpuaug.augment.ops.erasing import RandomErasing
+from gpuaug.augment.parameters import Chosen, Size
 from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64, Target
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
@@ -24,6 +26,7 @@ from gpuaug.native import buffers
 from gpuaug.read.targets import collect
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
+from gpuaug.targets.masks import Erased, Warp
 from gpuaug.targets.objects import Objects, carry
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
@@ -51,7 +54,7 @@ class Placed:
     objects: Objects  # in pixels of the output; `ids` are rows of the batch's table
     matrices: Float64  # [B, 3, 3], from the annotated image to the output
     windows: CropWindows
-    moves: list[Float64 | Field]  # matrices and displacement fields of the operations that masks still have to follow
+    moves: list[Warp | Field]  # what masks still have to follow, in order
     masks: Tensor | None = None  # [B, H, W], set by TargetStage.sample
 
 
@@ -88,6 +91,7 @@ class TargetStage:
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
         self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
+        self._largest = max([self.fill, *(_erasing_values(views, rules.masks) if rules.masks is not None else ())])
         self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
     def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
@@ -127,9 +131,7 @@ class TargetStage:
         for view, window, choices in zip(self.recipe.at(epoch).views, windows, chosen, strict=True):
             crop = geometry.crop(window) @ upright.matrices
             done = moves(view.augment.prepared, choices, window.size)
-            ops = np.tile(np.eye(3), (len(crop), 1, 1))
-            for move in done:
-                ops = ops if isinstance(move, Field) else move @ ops
+            ops = [move for move in done if isinstance(move, np.ndarray)]
             objects = carry(
                 upright.objects,
                 crop=crop,
@@ -140,8 +142,20 @@ class TargetStage:
                 centres=bool(getattr(view.augment.crop, "centres", False)),
                 windows=window,
             )
-            views.append(Placed(objects, ops @ crop, window, done))
+            matrices = reduce(lambda path, op: op @ path, ops, crop)
+            views.append(Placed(objects, matrices, window, self._warps(done, window.size)))
         return TargetBatch(upright, views)
+
+    def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Field]:
+        """Compose the moves between fields, for masks."""
+        found, group = list[Warp | Field](), list[Float64 | Erased]()
+        for move in done if self.rules.masks else ():
+            if not isinstance(move, Field):
+                group.append(move)
+                continue
+            found += [Warp.of(group, size, self.fill), move] if group else [move]
+            group = []
+        return [*found, Warp.of(group, size, self.fill)] if group else found
 
     def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
         """Decode the masks, sample them for every view, and store them in ``batch``. Return the faults."""
@@ -163,22 +177,20 @@ class TargetStage:
     ) -> None:
         """Crop and resize upright masks for every view of ``batch``.
 
-        On the CPU, or if masks hold object numbers, a view's first move is applied too if it is a matrix.
+        On the CPU, or if masks hold object numbers, a view's first warp is applied too.
         """
-        small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
+        small = self._largest <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances
         for view in batch.views:
             first = view.moves[0] if view.moves and on_host else None
-            inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
-            view.moves = view.moves if inverse is None else view.moves[1:]
+            warp = first if isinstance(first, Warp) else None
+            view.moves = view.moves if warp is None else view.moves[1:]
             dtype = torch.uint8 if small else torch.int32
             last = device.type == "cpu" and not view.moves and not self._instances
             if last and (small or self._dtype != torch.uint8):
                 dtype = self._dtype  # the last step writes the final dtype
             view.masks = made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
-            masks.place(
-                decoded, view.windows, made.numpy(), inverse=inverse, fill=self.fill, threads=threads, each=each
-            )
+            masks.place(decoded, view.windows, made.numpy(), warp=warp, fill=self.fill, threads=threads, each=each)
             if self._instances:
                 _drop_vanished(view, batch.upright.table)
 
@@ -235,11 +247,10 @@ class TargetStage:
             if isinstance(move, Field):
                 made = move.apply(made, self.fill)
                 continue
-            moved = np.flatnonzero((move != np.eye(3)).any(axis=(1, 2)))
+            moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | (move.counts > 0))
             if len(moved):
                 at = buffers.to_device(torch.from_numpy(moved), device)
-                inverse = geometry.inverse(move[moved])
-                made = made.index_copy(0, at, masks.gather(made.index_select(0, at), inverse, self.fill))
+                made = made.index_copy(0, at, masks.gather(made.index_select(0, at), move.rows(moved), self.fill))
         if len(bad):
             made = made.index_fill(0, buffers.to_device(torch.from_numpy(np.array(bad)), device), self.fill)
         if len(rows) < len(made):
@@ -376,6 +387,21 @@ class Given:
         if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > _LARGEST_BYTE:
             raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
         return list(small)
+
+
+def _erasing_values(views: Sequence[Any], rules: Masks) -> list[int]:
+    """The values that the recipe's RandomErasing writes into masks. Raise ConfigError if masks cannot have one."""
+    values = []
+    for key, op in (
+        leaf for view in views for p in view.augment.prepared for leaf in p.leaves(f"augment.ops.{p.name}")
+    ):
+        value = op.op.masks if isinstance(op.op, RandomErasing) else None
+        if value and rules.kind == "instances":
+            raise ConfigError(f"`{key}.masks` must be 0 or null if `targets.masks.kind` is instances. Found: {value}.")
+        if value is not None and value > _LARGEST_BYTE and rules.dtype == "uint8":
+            raise ConfigError(f"`{key}.masks` must be at most 255 for `targets.masks.dtype` uint8. Found: {value}.")
+        values += [] if value is None else [value]
+    return values
 
 
 def _array(value: Any) -> NDArray[Any]:

@@ -62,13 +62,14 @@ class Masks:
 class Boxes:
     """Rules for boxes.
 
-    A box becomes the smallest upright box around its moved corners. The box is clipped after the crop, and again after
-    the operations. If the clipped box is below one of the limits, the whole object is dropped.
+    The crop and every operation that moves pixels clip a box as the polygon that it has become. The result is the
+    smallest upright box around what is left. If it is below one of the limits, the whole object is dropped.
 
     Args:
         min_size: smallest width and height in pixels of the output.
-        min_area: smallest area in pixels of the output.
-        min_visibility: smallest area of the clipped box, as a fraction of the area without clipping; 0..1.
+        min_area: smallest area of the upright box in pixels of the output.
+        min_visibility: smallest area of what is left, as a fraction of the box's whole area; 0..1. Both are areas
+            right after the crop, before rotations and perspectives: polygons, not the upright boxes around them.
         crowd: whether to ``drop`` or ``keep`` annotations that cover many objects (COCO's iscrowd).
 
     >>> Boxes(min_visibility=0.1).min_size
@@ -88,7 +89,9 @@ class Boxes:
 
 
 class Keypoints:
-    """Rules for keypoints. A keypoint outside the output gets visibility 0 and the position (0, 0).
+    """Rules for keypoints. A keypoint that leaves the image at the crop or at any operation gets visibility 0.
+
+    Its position becomes (0, 0). A later operation does not bring it back, because the image is empty there too.
 
     Args:
         flip: for each point, the index of its mirror image. For example, the left eye has the index of the right eye.
