@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +28,8 @@ from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.objects import Objects, carry
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
+
+log = logging.getLogger("gpuaug")
 
 Float64 = NDArray[np.float64]
 _LARGEST_BYTE = 255
@@ -71,6 +75,7 @@ class TargetStage:
         recipe: an Augment, MultiView or Progressive. Its type is Any, because recipe.py imports this module.
         flip: for each keypoint, the index of its mirror image; None: keypoints keep their index.
         panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
+        quiet: True: log nothing, because another stage logs the same.
     """
 
     def __init__(
@@ -80,11 +85,14 @@ class TargetStage:
         *,
         flip: Sequence[int] | None = None,
         panoptic: bool = False,
+        quiet: bool = False,
     ) -> None:
         self.rules, self.recipe, self.panoptic = rules, recipe, panoptic
         self.flip = None if flip is None else tuple(flip)
         views = [view for stage in recipe.stages.values() for view in stage.views]
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
+        self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
+        self._orientation_logged = quiet
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
         self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
@@ -95,17 +103,9 @@ class TargetStage:
         table = encoded.targets
         assert table is not None
         sizes = np.stack([info.height, info.width], axis=1)
-        table = _in_pixels(table, sizes)
         stored = np.where(info.orientation[:, None] > 4, sizes[:, ::-1], sizes)
-        annotated = table.sizes.astype(np.int64)
-        known: NDArray[Any] = np.asarray((sizes > 0).all(axis=1))
-        given = known & (annotated > 0).all(axis=1)
-        as_upright = (annotated == sizes).all(axis=1)
-        as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
-        faults = [
-            Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
-            for row in np.flatnonzero(np.asarray(given & ~as_upright & ~as_stored)).tolist()
-        ]
+        as_stored, faults = self._annotated_as_stored(encoded, info, sizes, stored)
+        table = _in_pixels(table, np.where(as_stored[:, None], stored, sizes))
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
         objects = boxed = Objects.of(replace(table, ids=np.arange(len(table.ids))), self.rules)
         if as_stored.any():
@@ -116,8 +116,42 @@ class TargetStage:
         if self._needs_masks:
             decoded, bad = self._decode(encoded, info, decoder)
             faults += bad
-        sizes = np.where(known[:, None], sizes, 0)
+        sizes = np.where((sizes > 0).all(axis=1, keepdims=True), sizes, 0)
         return Upright(table, objects, boxed, matrices, sizes, decoded, faults)
+
+    def _annotated_as_stored(
+        self, encoded: EncodedBatch, info: HeaderInfo, shown: Int64, stored: Int64
+    ) -> tuple[NDArray[np.bool_], list[Fault]]:
+        """Whether the annotations of each row are for the stored image, [B], and faults of sizes that fit no image.
+
+        ``shown``, ``stored``: sizes [B, 2] of the displayed and the stored images.
+        """
+        table = encoded.targets
+        assert table is not None
+        turned = (info.orientation > 1) & (shown > 0).all(axis=1)
+        given = (table.sizes > 0).all(axis=1) & (shown > 0).all(axis=1)
+        fits_shown, fits_stored = (given & (table.sizes == size).all(axis=1) for size in (shown, stored))
+        faults = [
+            Fault(
+                row, "read", f"annotations for {_size(table.sizes[row])} pixels, but the image has {_size(shown[row])}"
+            )
+            for row in np.flatnonzero(given & ~fits_shown & ~fits_stored).tolist()
+        ]
+        for row in np.flatnonzero(turned & ~given).tolist() if table.masks else ():
+            with suppress(HeaderError):  # decoding the mask gives the fault
+                size, _ = masks.size_and_header(encoded.masks[row].tobytes())
+                fits_shown[row], fits_stored[row] = size == tuple(shown[row]), size == tuple(stored[row])
+        annotated = turned & (table.masks | (np.diff(table.offsets) > 0))
+        if annotated.any() and not self._orientation_logged:
+            self._orientation_logged = True
+            row, name = int(annotated.argmax()), self.rules.orientation
+            log.warning(
+                "sample %d has EXIF orientation %d. Where sizes do not tell, annotations of such images are for the %s "
+                "image (targets.orientation=%s; the other choice is %s)",
+                int(encoded.indices[row]), info.orientation[row], name, name,
+                "displayed" if self._as_stored else "stored",
+            )  # fmt: skip
+        return turned & np.where(fits_shown != fits_stored, fits_stored, self._as_stored), faults
 
     def place(
         self, upright: Upright, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]], *, epoch: int
@@ -263,6 +297,7 @@ class TargetStage:
                     data[row].tobytes(),
                     stored=(width, height) if exif > 4 else (height, width),
                     exif=exif,
+                    as_stored=self._as_stored,
                     max_pixels=decoder.settings.max_pixels,
                     table=None if self.panoptic else self._table,
                     ids_in_rgb=self.panoptic,
@@ -387,7 +422,7 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
-    """Convert annotations from fractions to pixels. ``sizes``: int64 [B, 2], (H, W) of the upright images."""
+    """Convert annotations from fractions to pixels. ``sizes``: int64 [B, 2], (H, W) of the annotated images."""
     rows = table.fractions
     if rows is None:
         return table

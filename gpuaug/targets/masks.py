@@ -123,6 +123,7 @@ def decode(
     *,
     stored: tuple[int, int],
     exif: int,
+    as_stored: bool = False,
     max_pixels: int,
     table: Int32 | None = None,
     ids_in_rgb: bool = False,
@@ -132,8 +133,9 @@ def decode(
     Args:
         data: a PNG, or run lengths of object numbers (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: EXIF orientation of the image, 1..8. If the mask has the stored size, and not the upright size, the
-            mask is turned like the image. The mask's own EXIF data are ignored.
+        exif: EXIF orientation of the image, 1..8. A mask of the stored image is turned like the image. The mask's own
+            EXIF data are ignored.
+        as_stored: whether a mask whose size is both the stored and the upright size is of the stored image.
         max_pixels: limit of the number of pixels of the mask.
         table: from :func:`lookup`.
         ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: a mask in colour is
@@ -146,15 +148,10 @@ def decode(
         HeaderError: if the mask is damaged, has another format, mode or size, or has too many pixels.
     """
     data = bytes(data)
-    if data.startswith(_RUNS):
-        info = None
-        size = _runs_size(data)
-    else:
-        info = header.read(data)
-        size = info.height, info.width
-        if info.codec != "png":
-            lossy = ": its values are not exact" if info.codec == "jpeg" else ""
-            raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
+    size, info = size_and_header(data)
+    if info is not None and info.codec != "png":
+        lossy = ": its values are not exact" if info.codec == "jpeg" else ""
+        raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
     upright = stored[::-1] if exif > 4 else stored
     if size not in (upright, stored):
         sizes = f"{upright[0]}x{upright[1]}" + (f" (stored as {stored[0]}x{stored[1]})" if upright != stored else "")
@@ -164,9 +161,17 @@ def decode(
     mask = _runs(data, size) if info is None else _png(data, info.bits, size, ids_in_rgb)
     if table is not None:
         mask = mapped(mask, table)
-    if size != upright:
+    if exif > 1 and size == stored and (as_stored or size != upright):
         mask = oriented_batch(torch.from_numpy(np.array(mask))[None], exif)[0].numpy()
     return np.ascontiguousarray(mask)
+
+
+def size_and_header(data: bytes) -> tuple[tuple[int, int], header.Header | None]:
+    """(height, width) of an encoded mask, and its header; None for run lengths. HeaderError if they are damaged."""
+    if data.startswith(_RUNS):
+        return _runs_size(data), None
+    info = header.read(data)
+    return (info.height, info.width), info
 
 
 def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mask:

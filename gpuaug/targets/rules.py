@@ -12,6 +12,7 @@ from gpuaug.errors import ConfigError
 
 MaskDtype = Literal["int64", "int32", "uint8"]
 MaskKind = Literal["classes", "instances"]
+Orientation = Literal["displayed", "stored"]
 Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
@@ -128,6 +129,9 @@ class Targets:
         masks: rules of masks.
         boxes: rules of boxes.
         keypoints: rules of keypoints.
+        orientation: the image that annotations were made for, if its EXIF data turn or mirror it. ``displayed``: the
+            image as viewers show it. ``stored``: the pixels in the file, which OpenCV and Pillow give without EXIF. If
+            the size of a mask, or of a Target, fits only one of the two, the size decides.
 
     >>> Targets(masks=Masks()).names
     ('masks',)
@@ -136,8 +140,10 @@ class Targets:
     masks: Masks | None = None
     boxes: Boxes | None = None
     keypoints: Keypoints | None = None
+    orientation: Orientation = "displayed"
 
     def __post_init__(self) -> None:
+        checks.one_of("targets.orientation", self.orientation, get_args(Orientation))
         for name, kind in (("masks", Masks), ("boxes", Boxes), ("keypoints", Keypoints)):
             checks.instance(f"targets.{name}", getattr(self, name), kind, optional=True)
         if self.masks is not None and self.masks.kind == "instances" and self.boxes is None:

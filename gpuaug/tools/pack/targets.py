@@ -27,7 +27,7 @@ from gpuaug.source.adapt import Source
 from gpuaug.source.packed import Size
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.objects import Objects
-from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
+from gpuaug.targets.rules import Boxes, Keypoints, Masks, Orientation, Targets
 
 Columns = dict[str, NDArray[Any]]
 
@@ -35,7 +35,7 @@ EXAMPLES = 4  # number of samples to try if a source does not declare its target
 KINDS = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}  # for each kind, the field of `Target`
 
 
-def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
+def describe(source: Source, *, pixel_centers: bool, orientation: Orientation) -> dict[str, Any] | None:
     """Describe a source's targets as JSON for the manifest. Returns None if the source has no targets."""
     declared = getattr(source, "target_kinds", None)
     found = _of_example(source) if declared is None else declared
@@ -49,6 +49,7 @@ def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
         "flip_pairs": None if flip is None or "keypoints" not in kinds else list(flip),
         "num_keypoints": getattr(source, "num_keypoints", None) if "keypoints" in kinds else None,
         "pixel_centers": pixel_centers if "keypoints" in kinds else None,
+        "orientation": orientation,
         "panoptic": bool(getattr(source, "panoptic", False)),
         "objects": objects() if callable(objects) else None,
     }
@@ -77,6 +78,7 @@ class TargetPacker:
             masks=Masks() if "masks" in self.kinds else None,
             boxes=Boxes(crowd="keep") if "boxes" in self.kinds else None,
             keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
+            orientation=described["orientation"],
         )
         self._stage = TargetStage(self._rules, Augment())
 
@@ -106,6 +108,7 @@ class TargetPacker:
             data.tobytes(),
             stored=(width, height) if exif > 4 else (height, width),
             exif=exif,
+            as_stored=self._rules.orientation == "stored",
             max_pixels=self._decoder.settings.max_pixels,
             ids_in_rgb=self._panoptic,
         )
