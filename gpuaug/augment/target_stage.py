@@ -73,8 +73,7 @@ class TargetStage:
     Args:
         rules: which targets the run has, and how they are made.
         recipe: an Augment, MultiView or Progressive. Its type is Any, because recipe.py imports this module.
-        flip: for each keypoint, the index of its mirror image; None: keypoints keep their index.
-        panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
+        source: the samples' source, for its ``flip_pairs``, ``panoptic`` and ``image_ids``; None: it has none of them.
         quiet: True: log nothing, because another stage logs the same.
     """
 
@@ -83,12 +82,15 @@ class TargetStage:
         rules: Targets,
         recipe: Any,
         *,
-        flip: Sequence[int] | None = None,
-        panoptic: bool = False,
+        source: Any = None,
         quiet: bool = False,
     ) -> None:
-        self.rules, self.recipe, self.panoptic = rules, recipe, panoptic
+        self.rules, self.recipe = rules, recipe
+        flip = getattr(rules.keypoints, "flip", None)
+        flip = getattr(source, "flip_pairs", None) if flip is None else flip
         self.flip = None if flip is None else tuple(flip)
+        self.panoptic = bool(getattr(source, "panoptic", False))  # masks hold annotation ids in three channels
+        self._image_ids: Tensor | None = getattr(source, "image_ids", None)
         views = [view for stage in recipe.stages.values() for view in stage.views]
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
@@ -254,6 +256,7 @@ class TargetStage:
             crowd=torch.from_numpy(objects.crowd),
             area=torch.from_numpy(objects.area),
             indices=indices[rows],
+            image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
             sizes=torch.from_numpy(upright.sizes[rows]),
             covered=torch.from_numpy(covered[rows].astype(np.int64)),
             matrices=torch.from_numpy(view.matrices[rows]),
@@ -339,7 +342,7 @@ def augment_targets(
             kind = type(view.augment.crop).__name__
             raise ConfigError(f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(rules.names)}. Give `{name}`.")
     table, decoded = given.encoded(len(indices), size)
-    stage = TargetStage(rules, recipe, flip=None if rules.keypoints is None else rules.keypoints.flip)
+    stage = TargetStage(rules, recipe)
     objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), rules)
     count, sizes = len(indices), np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
     upright = Upright(table, objects, objects, np.tile(np.eye(3), (count, 1, 1)), sizes, decoded, [])
