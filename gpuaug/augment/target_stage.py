@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ log = logging.getLogger("gpuaug")
 
 Float64 = NDArray[np.float64]
 _LARGEST_BYTE = 255
+_SHOWN = 8  # values in a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,16 @@ class TargetStage:
         self.flip = None if flip is None else tuple(flip)
         self.panoptic = bool(getattr(source, "panoptic", False))  # masks hold annotation ids in three channels
         self._image_ids: Tensor | None = getattr(source, "image_ids", None)
+        self._mask_path: Callable[[int], str | None] = getattr(source, "mask_path", lambda index: None)
         views = [view for stage in recipe.stages.values() for view in stage.views]
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
         self._orientation_logged = quiet
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
-        self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
+        self._table = None if rules.masks is None else masks.lookup(rules.masks)
+        self._unnamed_logged = quiet
+        if self.panoptic and self._table is not None and self._table.colors:
+            raise ConfigError("`targets.masks.colors` must be null, because the colours of panoptic masks are ids.")
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
         self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
@@ -288,9 +294,33 @@ class TargetStage:
     def _decode(
         self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Decode upright masks [h, w] and apply ``map``. A sample without a mask or with a fault gets None."""
+        """Decode upright masks [h, w] of classes or objects. A sample without a mask or with a fault gets None."""
+        found, faults = self.read_masks(encoded, info, decoder)
+        if self.panoptic and encoded.targets is not None:
+            _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
+            if self._table is not None:  # not applied earlier, because `map` is for classes, not for annotation ids
+                unnamed = [Counter[int]() for _ in found]
+                pairs = zip(found, unnamed, strict=True)
+                found = [None if mask is None else self._table.apply(mask, unnamed=each) for mask, each in pairs]
+                self._log_unnamed(encoded, unnamed)
+        for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
+            largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
+            if largest > _LARGEST_BYTE:
+                reason = f"a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+                faults.append(self._mask_fault(encoded, row, reason))
+                found[row] = None
+        return found, sorted(faults, key=lambda fault: fault.row)
+
+    def read_masks(
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int] | None = None
+    ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
+        """Decode upright masks [h, w]. Panoptic masks hold annotation ids; to others, the rules are applied.
+
+        ``rows``: the rows to decode; None: all. The other rows, and rows without a mask or with a fault, get None.
+        """
         data = encoded.masks
         found: list[NDArray[Any] | None] = [None] * len(data)
+        unnamed = [Counter[int]() for _ in data]
         faults: list[Fault] = []
 
         def one(row: int) -> None:
@@ -303,23 +333,42 @@ class TargetStage:
                     as_stored=self._as_stored,
                     max_pixels=decoder.settings.max_pixels,
                     table=None if self.panoptic else self._table,
+                    unnamed=None if self._unnamed_logged else unnamed[row],
                     ids_in_rgb=self.panoptic,
                 )
             except HeaderError as error:
-                faults.append(decode_fault(row, data[row], f"its mask: {error}"))
+                faults.append(self._mask_fault(encoded, row, str(error)))
 
-        decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
-        if self.panoptic and encoded.targets is not None:
-            _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-            if self._table is not None:  # not applied earlier, because `map` is for classes, not for annotation ids
-                found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
-        for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
-            largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
-            if largest > _LARGEST_BYTE:
-                reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-                faults.append(decode_fault(row, data[row], reason))
-                found[row] = None
-        return found, sorted(faults, key=lambda fault: fault.row)
+        usable = (row for row in (range(len(data)) if rows is None else rows) if len(data[row]) and info.height[row])
+        decoder.each(list(usable), one)
+        self._log_unnamed(encoded, unnamed)
+        return found, faults
+
+    def _mask_fault(self, encoded: EncodedBatch, row: int, reason: str) -> Fault:
+        """The fault of a mask that cannot be used. It names the mask's file, if the mask has one."""
+        path = self._mask_path(int(encoded.indices[row]))
+        return decode_fault(row, encoded.masks[row], f"its mask{'' if path is None else f' {path!r}'}: {reason}")
+
+    def _log_unnamed(self, encoded: EncodedBatch, unnamed: Sequence[Counter[int]]) -> None:
+        """Say once which values of masks have no new value, because a gap in a table raises no error."""
+        row = next((row for row, counts in enumerate(unnamed) if counts), None)
+        if row is None or self._unnamed_logged:
+            return
+        self._unnamed_logged = True
+        counts, index = sum(unnamed, Counter[int]()), int(encoded.indices[row])
+        in_colors = self._table is not None and self._table.colors
+        shown = [
+            f"{[value & 255, value >> 8 & 255, value >> 16] if in_colors else value} ({count} pixels)"
+            for value, count in counts.most_common(_SHOWN)
+        ]
+        more = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
+        log.warning(
+            "masks have %d %s without a class: %s%s. Found first in %s. They become %d. %s",
+            len(counts), "colours" if in_colors else "values", ", ".join(shown), more,
+            repr(self._mask_path(index) or f"sample {index}"), self.fill,
+            "Name them in `targets.masks.colors`, and in `map` if it is set." if in_colors
+            else "Name them in `targets.masks.map`, or list them in `targets.masks.ignore`.",
+        )  # fmt: skip
 
 
 def augment_targets(
@@ -409,8 +458,10 @@ class Given:
         if not 0 <= low <= high < 2**31:
             raise ConfigError(f"`masks` must have values from 0 to {2**31 - 1}. Found: {low} .. {high}.")
         small = values.astype(np.uint8 if values.dtype in (np.bool_, np.uint8) else np.int32, copy=False)
-        table = masks.lookup(rules.map, rules.fill)
-        small = small if table is None else masks.mapped(small, table)
+        if rules.colors is not None:
+            raise ConfigError("`targets.masks.colors` must be null, because `masks` are class numbers.")
+        table = masks.lookup(rules)
+        small = small if table is None else table.apply(small)
         if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > _LARGEST_BYTE:
             raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
         return list(small)

@@ -22,8 +22,8 @@ log = logging.getLogger("gpuaug")
 
 # attributes that a MapSource takes from its object
 OPTIONAL = (
-    "flip_pairs", "image_ids", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "prefetch",
-    "read_many", "stored", "target_kinds", "zero_copy",
+    "flip_pairs", "image_ids", "label", "mapped", "mask_path", "num_keypoints", "objects_digest", "panoptic",
+    "prefetch", "read_many", "stored", "target_kinds", "zero_copy",
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ class Source(Protocol):
         flip_pairs: for each keypoint, the number of its mirror image.
         image_ids: int64 ``[N]``, id of each image for evaluation, such as COCO's; None: the number of the sample.
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
+        mask_path: ``source.mask_path(i)`` is the path of a sample's mask, for messages; None if it is not a file.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
