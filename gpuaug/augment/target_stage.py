@@ -75,7 +75,7 @@ class TargetStage:
     Args:
         rules: which targets the run has, and how they are made.
         recipe: an Augment, MultiView or Progressive. Its type is Any, because recipe.py imports this module.
-        source: the samples' source, for its ``flip_pairs``, ``panoptic`` and ``image_ids``; None: it has none of them.
+        source: the source, for its ``flip_pairs``, ``panoptic``, ``image_ids`` and ``mask_path``; None: it has none.
         quiet: True: log nothing, because another stage logs the same.
     """
 
@@ -93,7 +93,8 @@ class TargetStage:
         self.flip = None if flip is None else tuple(flip)
         self.panoptic = bool(getattr(source, "panoptic", False))  # masks hold annotation ids in three channels
         self._image_ids: Tensor | None = getattr(source, "image_ids", None)
-        self._mask_path: Callable[[int], str | None] = getattr(source, "mask_path", lambda index: None)
+        path = getattr(source, "mask_path", None)
+        self._mask_path: Callable[[int], str | None] = path if callable(path) else lambda index: None
         views = [view for stage in recipe.stages.values() for view in stage.views]
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell

@@ -79,8 +79,13 @@ def test_ids_are_those_of_the_source(coco: Path) -> None:
     assert source.category_ids.tolist() == sorted(CATEGORY_IDS)
     more = ["new", *reversed(source.classes or ())]
     assert gpuaug.CocoSource(coco, split="val2017", classes=more).category_ids.tolist() == [-1, 90, 18, 3]
-    samples = [source[i] for i in range(3)]
-    for given, ids in ((source, sorted(IMAGE_IDS)), (samples, [0, 1, 2])):  # a list has no ids
+
+    class Samples(list[Any]):
+        mask_path = "a folder"  # as a user's own attribute may be called
+
+    samples, own, names = (Samples(source[i] for i in range(3)) for _ in range(3))
+    own.image_ids, names.image_ids = [5, 3, 9], ["a", "b", "c"]
+    for given, ids in ((source, sorted(IMAGE_IDS)), (samples, [0, 1, 2]), (own, [5, 3, 9]), (names, [0, 1, 2])):
         with loader(given, augment=gpuaug.Augment(crop=gpuaug.Resize((32, 32))), targets=RULES, shuffle=False) as made:
             ((_, targets),) = list(made)
         assert [image["image_id"] for image in targets.as_torchvision()] == ids
