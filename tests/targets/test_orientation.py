@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,16 +81,14 @@ def iou(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a & b).sum() / (a | b).sum())
 
 
-def check(source: Any, exif: int, size: tuple[int, int], orientation: str, masks: bool = True) -> None:
+def check(source: Any, exif: int, size: tuple[int, int], orientation: str) -> None:
     """Mask, box and points are where Pillow's image shows them."""
-    rules = {**ALL} if masks else {**ALL, "masks": None}
-    with loader(source, augment=STILL, targets=gpuaug.Targets(**rules, orientation=orientation)) as made:
+    with loader(source, augment=STILL, targets=gpuaug.Targets(**ALL, orientation=orientation)) as made:
         ((images, targets),) = list(made)
     (_, shown), at = drawn(size, exif)
     lit = images[0, 0] > 0.5
-    if masks:
-        assert iou(targets.masks[0] == 1, torch.from_numpy(shown == 1)) == 1
-        assert iou(targets.masks[0] == 1, lit) > 0.98  # JPEG's edges
+    assert iou(targets.masks[0] == 1, torch.from_numpy(shown == 1)) == 1
+    assert iou(targets.masks[0] == 1, lit) > 0.98  # JPEG's edges
     np.testing.assert_allclose(targets.boxes[0].numpy(), at["box"], atol=1e-3)
     np.testing.assert_allclose(targets.keypoints[0, :, :2].numpy(), at["points"], atol=1e-3)
 
@@ -123,6 +123,57 @@ def test_packed_copies_hold_displayed_annotations(which: str, format: Any, tmp_p
         one.indices = torch.tensor([number])
         for orientation in ("displayed", "stored"):  # packed images have no EXIF
             check(one, exif, size, orientation)
+
+
+def stored_as(kind: str, root: Path, image: bytes, target: gpuaug.Target) -> Any:
+    """The annotations of one image in a format of files."""
+    assert target.size is not None
+    (height, width), box = target.size, np.array(target.boxes[0], float)
+    for folder in ("images", "labels", "masks", "annotations", "JPEGImages", "Annotations"):
+        (root / folder).mkdir()
+    for folder in ("images", "JPEGImages"):
+        (root / folder / "a.jpg").write_bytes(image)
+    if kind == "masks":
+        (root / "masks/a.png").write_bytes(target.mask)
+        return gpuaug.MaskFolderSource(root)
+    if kind == "yolo":
+        fractions = np.concatenate([(box[:2] + box[2:]) / 2, box[2:] - box[:2]]) / [width, height, width, height]
+        (root / "labels/a.txt").write_text(f"0 {' '.join(map(str, fractions))}\n")
+        (root / "data.yaml").write_text("names: [thing]\ntrain: images\n")
+        return gpuaug.YoloSource(root)
+    if kind == "voc":
+        box[:2] += 1  # VOC counts pixels from 1
+        sides = zip(("xmin", "ymin", "xmax", "ymax"), box.astype(int), strict=True)
+        edges = "".join(f"<{name}>{value}</{name}>" for name, value in sides)
+        size = f"<size><width>{width}</width><height>{height}</height><depth>3</depth></size>"
+        text = f"<annotation>{size}<object><name>thing</name><bndbox>{edges}</bndbox></object></annotation>"
+        (root / "Annotations/a.xml").write_text(text)
+        (root / "ImageSets/Main").mkdir(parents=True)
+        (root / "ImageSets/Main/train.txt").write_text("a\n")
+        return gpuaug.VocSource(root, year=None, classes=["thing"])
+    entry = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [*box[:2], *(box[2:] - box[:2])], "iscrowd": 0}
+    corners = [box[0], box[1], box[2], box[1], box[2], box[3], box[0], box[3]]
+    file = {"images": [{"id": 1, "file_name": "a.jpg", "width": width, "height": height}],
+            "annotations": [entry | {"area": 1.0, "segmentation": [corners]}],
+            "categories": [{"id": 1, "name": "thing"}]}  # fmt: skip
+    (root / "annotations/instances_images.json").write_text(json.dumps(file))
+    return gpuaug.CocoSource(root, split="images", masks="instances")
+
+
+@pytest.mark.parametrize("kind", ["masks", "yolo", "voc", "coco"])
+@pytest.mark.parametrize("which", ["displayed", "stored"])
+def test_all_formats_of_files_follow_the_key(which: str, kind: str, tmp_path: Path) -> None:
+    size, exif = SIZES["square"], 5
+    source = stored_as(kind, tmp_path, image_of(size, exif), targets_of(which, size, exif, form="sized"))
+    rules: dict[str, Any] = {"boxes": None if kind == "masks" else gpuaug.Boxes()}
+    rules["masks"] = {"masks": gpuaug.Masks(), "coco": gpuaug.Masks(kind="instances")}.get(kind)
+    with loader(source, augment=STILL, targets=gpuaug.Targets(**rules, orientation=which)) as made:
+        batch = next(iter(made))
+    (_, shown), at = drawn(size, exif)
+    if rules["masks"]:
+        assert iou(batch.targets.masks[0] == 1, torch.from_numpy(shown == 1)) == 1
+    if rules["boxes"]:
+        np.testing.assert_allclose(batch.targets.boxes[0].numpy(), at["box"], atol=1e-3)
 
 
 def test_one_line_says_what_annotations_are_for(caplog: pytest.LogCaptureFixture) -> None:
