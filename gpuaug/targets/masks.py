@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, Int32, Int64
+from gpuaug.batch import CropWindows, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import oriented_batch
@@ -42,6 +43,7 @@ from gpuaug.decode.resize import Work, one_by_one
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers, build
 from gpuaug.targets.geometry import inverse
+from gpuaug.targets.rules import Masks
 
 Mask = NDArray[Any]  # uint8 or int32 [h, w]
 Float64 = NDArray[np.float64]
@@ -49,8 +51,9 @@ Float64 = NDArray[np.float64]
 _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
-_GRAY = 0  # PNG's colour type
+_GRAY, _RGB = b"\0", b"\2"  # PNG's colour types
 _LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour has three bytes
+_LARGEST_DEEP = 2**16 - 1  # largest value of a PNG without colours
 _LARGEST = 2**31 - 1  # largest int32
 _OUTPUTS = (np.uint8, np.int32, np.int64)
 _NO_AREA = [1.0, 0, 0, 0, 1, 0, 0, 0, 1, -np.inf, -np.inf, np.inf, np.inf, 0, 0]  # changes no pixel
@@ -62,6 +65,7 @@ _TABLES = {
     "cityscapes": {k: i for i, k in enumerate(_CITYSCAPES)},
     "ade20k": {k: k - 1 for k in range(1, 151)},  # 0 is "other" and becomes `fill`
 }
+_LEFT_OUT = {"cityscapes": range(34), "ade20k": (0,)}  # values that become `fill` without a warning
 _TASK = np.dtype(  # ``Task`` of masks.cpp
     [("src", np.uint64), ("row", np.int64), ("column", np.int64)]
     + [("inverse", np.uint64), ("areas", np.uint64), ("out", np.uint64)]
@@ -73,17 +77,58 @@ _TASK = np.dtype(  # ``Task`` of masks.cpp
 # -- table --
 
 
-def lookup(map: Any, fill: int) -> Int32 | None:
-    """Make a table of new values. The new value of ``value`` is ``table[min(value, len(table) - 1)]``.
+class Lookup:
+    """New values of the values of masks.
 
     Args:
-        map: see :class:`gpuaug.Masks`. Keys of a mapping may be text, as in YAML.
-        fill: the new value of all values that ``map`` does not name.
+        pairs: maps old values to new values. All other old values become ``fill``, and are counted.
+        fill: a new value.
+        colors: whether old values are colours, R + 256 G + 65536 B, instead of class numbers.
     """
+
+    def __init__(self, pairs: Mapping[int, int], fill: int, *, colors: bool = False) -> None:
+        self.fill, self.colors = fill, colors
+        small = {} if colors else {key: value for key, value in pairs.items() if key < 256}
+        self._of_bytes = _table(small, fill, 256)
+        # colours never exceed the table; of other values, the last entry stands for all larger ones
+        self._of_words = _table(pairs, fill, _LARGEST_KEY + 1 if colors else max(256, max(pairs) + 1) + 1)
+
+    def apply(self, mask: Mask, *, unnamed: Counter[int] | None = None) -> Mask:
+        """Replace the values of a mask, none of which is negative. The new mask is uint8 if its table permits.
+
+        ``unnamed``: gets the number of pixels of each old value that is not in ``pairs``.
+        """
+        table, other = self._of_bytes if mask.dtype == np.uint8 else self._of_words
+        made = np.take(table, mask, mode="clip")
+        missing = made == other
+        if missing.any():
+            if unnamed is not None:
+                values, counts = np.unique(mask[missing], return_counts=True)
+                unnamed.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+            made[missing] = self.fill
+        return made
+
+
+def _table(pairs: Mapping[int, int], fill: int, size: int) -> tuple[Mask, int]:
+    """An array of new values, and the value that stands for old values not in ``pairs``."""
+    used = {*pairs.values(), fill}
+    other = next((value for value in range(256) if value not in used), -1)
+    is_small = max(used) <= 255 and (other >= 0 or len(pairs) == size)
+    table = np.full(size, other if is_small else -1, dtype=np.int32)
+    table[list(pairs)] = list(pairs.values())
+    return (table.astype(np.uint8), other) if is_small else (table, -1)
+
+
+def lookup(rules: Masks) -> Lookup | None:
+    """The new values of masks; None: all values stay. Keys of ``rules.map`` may be text, as in YAML."""
+    map, fill, colors = rules.map, rules.fill, rules.colors
+    known: Iterable[int] = ()  # values that a shipped table leaves out on purpose
     if map is None:
-        return None
-    if isinstance(map, str) and map in _TABLES:
-        pairs: dict[int, Any] = dict(_TABLES[map])
+        if not rules.ignore and colors is None:
+            return None
+        pairs: dict[int, Any] = {k: k for k in (range(_LARGEST_DEEP + 1) if colors is None else colors)}
+    elif isinstance(map, str) and map in _TABLES:
+        pairs, known = dict(_TABLES[map]), _LEFT_OUT[map]
     elif isinstance(map, Mapping) and map:
         pairs = {_key(key, map): value for key, value in map.items()}
         if len(pairs) < len(map):
@@ -100,9 +145,11 @@ def lookup(map: Any, fill: int) -> Int32 | None:
             raise ConfigError(
                 f"`targets.masks.map` must give whole numbers from 0 to {_LARGEST}. Found: {value!r:.200} for {key}."
             )
-    table = np.full(max(256, max(pairs) + 1) + 1, fill, dtype=np.int32)  # the last entry stands for all larger values
-    table[list(pairs)] = list(pairs.values())
-    return table
+    known = [*known, *((fill,) if fill <= _LARGEST_DEEP else ())]
+    pairs = dict.fromkeys(known, fill) | pairs | dict.fromkeys(rules.ignore, fill)
+    if colors is not None:
+        pairs = {r + (g << 8) + (b << 16): pairs[k] for k, (r, g, b) in colors.items() if k in pairs}
+    return Lookup(pairs, fill, colors=colors is not None)
 
 
 def _key(key: Any, map: Any) -> int:
@@ -114,15 +161,6 @@ def _key(key: Any, map: Any) -> int:
     return int(key)
 
 
-def mapped(mask: Mask, table: Int32) -> Mask:
-    """Replace the values of a mask by a table of :func:`lookup`. No value of the mask is negative."""
-    small = table.max() <= 255
-    if mask.dtype == np.uint8:
-        return np.take(table[:256].astype(np.uint8) if small else table[:256], mask)
-    values = table[np.minimum(mask, len(table) - 1)]
-    return values.astype(np.uint8) if small else values
-
-
 # -- decode --
 
 
@@ -131,8 +169,10 @@ def decode(
     *,
     stored: tuple[int, int],
     exif: int,
+    as_stored: bool = False,
     max_pixels: int,
-    table: Int32 | None = None,
+    table: Lookup | None = None,
+    unnamed: Counter[int] | None = None,
     ids_in_rgb: bool = False,
 ) -> Mask:
     """Decode the mask of one image.
@@ -140,12 +180,14 @@ def decode(
     Args:
         data: a PNG, or run lengths of object numbers (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: EXIF orientation of the image, 1..8. If the mask has the stored size, and not the upright size, the
-            mask is turned like the image. The mask's own EXIF data are ignored.
+        exif: EXIF orientation of the image, 1..8. A mask of the stored image is turned like the image. The mask's own
+            EXIF data are ignored.
+        as_stored: whether a mask whose size is both the stored and the upright size is of the stored image.
         max_pixels: limit of the number of pixels of the mask.
         table: from :func:`lookup`.
-        ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: a mask in colour is
-            an error.
+        unnamed: see :meth:`Lookup.apply`.
+        ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: without a table of
+            colours, a mask in colour is an error.
 
     Returns:
         The upright mask, uint8 or int32 [h, w], contiguous. It may be read-only.
@@ -154,44 +196,55 @@ def decode(
         HeaderError: if the mask is damaged, has another format, mode or size, or has too many pixels.
     """
     data = bytes(data)
-    if data.startswith(_RUNS):
-        info = None
-        size = _runs_size(data)
-    else:
-        info = header.read(data)
-        size = info.height, info.width
-        if info.codec != "png":
-            lossy = ": its values are not exact" if info.codec == "jpeg" else ""
-            raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
+    size, info = size_and_header(data)
+    if info is not None and info.codec != "png":
+        lossy = ": its values are not exact" if info.codec == "jpeg" else ""
+        raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
     upright = stored[::-1] if exif > 4 else stored
     if size not in (upright, stored):
         sizes = f"{upright[0]}x{upright[1]}" + (f" (stored as {stored[0]}x{stored[1]})" if upright != stored else "")
         raise HeaderError(f"mask of {size[0]}x{size[1]}, but its image has {sizes}")
     if size[0] * size[1] > max_pixels:
         raise HeaderError(f"mask of {size[0]}x{size[1]} is larger than `decode.max_pixels` ({max_pixels})")
-    mask = _runs(data, size) if info is None else _png(data, info.bits, size, ids_in_rgb)
+    colors = table is not None and table.colors
+    if info is not None:
+        mask = _png(data, info.bits, size, colors or (ids_in_rgb and data[25:26] == _RGB))
+    elif colors:
+        raise HeaderError("mask of run lengths holds numbers, not colours. Remove `targets.masks.colors`")
+    else:
+        mask = _runs(data, size)
     if table is not None:
-        mask = mapped(mask, table)
-    if size != upright:
+        mask = table.apply(mask, unnamed=unnamed)
+    if exif > 1 and size == stored and (as_stored or size != upright):
         mask = oriented_batch(torch.from_numpy(np.array(mask))[None], exif)[0].numpy()
     return np.ascontiguousarray(mask)
 
 
-def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mask:
-    values, mode = pillow.values(_checked(data))
+def size_and_header(data: bytes) -> tuple[tuple[int, int], header.Header | None]:
+    """(height, width) of an encoded mask, and its header; None for run lengths. HeaderError if they are damaged."""
+    if data.startswith(_RUNS):
+        return _runs_size(data), None
+    info = header.read(data)
+    return (info.height, info.width), info
+
+
+def _png(data: bytes, bits: int, size: tuple[int, int], in_colors: bool) -> Mask:
+    if in_colors and bits > 8:
+        raise HeaderError(f"mask with colours of {bits} bits: colours need 8 bits")
+    values, mode = pillow.values(_checked(data), colors=in_colors)
     if values.shape[:2] != size:
         raise HeaderError(f"mask of {values.shape[0]}x{values.shape[1]}, but its header says {size[0]}x{size[1]}")
-    if mode == "RGB" and ids_in_rgb:
-        if bits > 8:
-            raise HeaderError(f"mask with colours of {bits} bits: object numbers need 8 bits")
-        red, green, blue = (values[:, :, c].astype(np.int32) for c in range(3))
-        return red + (green << 8) + (blue << 16)
+    if in_colors:
+        return values
     if mode not in _MODES:
-        raise HeaderError(f"mask of Pillow's mode {mode}: class numbers need one of {', '.join(_MODES)}")
+        raise HeaderError(
+            f"mask of Pillow's mode {mode}: class numbers need one of {', '.join(_MODES)}. If its colours are classes, "
+            "set `targets.masks.colors`"
+        )
     if bits > 8:
         return values.astype(np.int32)
     values = values.astype(np.uint8, copy=False)
-    if data[25] == _GRAY and bits in (2, 4):
+    if data[25:26] == _GRAY and bits in (2, 4):
         values = values // np.uint8(255 // ((1 << bits) - 1))  # Pillow has scaled the values to 0..255
     return values
 
