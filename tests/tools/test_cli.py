@@ -284,7 +284,7 @@ def test_what_belongs_to_the_system_is_not_replaced(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "real.json").read_text()) == {"a": 1}
 
 
-@pytest.mark.parametrize("command", ["preview", "profile", "parity"])
+@pytest.mark.parametrize("command", ["preview", "profile"])
 def test_a_picture_is_a_png_and_says_so(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, f"source.root={folder}", "out=look.jpg"]) == 2
     assert "`out` must end in .png" in capsys.readouterr().err
