@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from threading import RLock
 from types import FunctionType, MappingProxyType, ModuleType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +30,7 @@ _PACKAGE = sys.modules["gpuaug"]  # a `_target_` may be one of its public names
 
 Target = type | FunctionType  # the kinds of objects that a `_target_` may name
 TRUSTED = ("kornia.augmentation.",)
+_LOCK = RLock()  # Hydra's state is global, and the live page composes in a thread
 OWN = ("train", "eval")  # gpuaug's main configurations
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
@@ -73,7 +75,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
     overrides = [text for o in overrides for text in _expand(_SPECIAL_FLOAT.sub(r"\1\2", str(o)))]
     parsed = [_parse(text) for text in overrides]
-    with _hydra(config_dir, ours_first=name in OWN) as loader:
+    with _LOCK, _hydra(config_dir, ours_first=name in OWN) as loader:
         _refuse_stale(name, parsed)
         try:
             return hydra.compose(name, overrides)
