@@ -120,10 +120,7 @@ def test_one_file_is_a_recipe_of_the_command_line_of_an_application_and_of_a_not
 # -- a loader is the DataLoader
 
 
-WRAPPED = [{}, {"batch_size": 4, "shuffle": True}, {"num_workers": 1}, {"batch_size": None}]
-
-
-@pytest.mark.parametrize("settings", [*WRAPPED, {"batch_size": None, "num_workers": 1}])
+@pytest.mark.parametrize("settings", [{}, {"batch_size": 4, "shuffle": True}, {"num_workers": 1}])
 @pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
 def test_wrapping_a_loader_says_that_it_is_the_dataloader(loader: Any, kind: str, settings: dict[str, Any]) -> None:
     opened: list[Any] = []

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
+NOT_A_DATASET = (
+    "it takes the place of a DataLoader. Pass the loader itself. Lightning's trainer takes the loader. With Accelerate "
+    "and Fabric, iterate over the loader. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
+)
+
 
 def whole_numbers(name: str, values: Any) -> Tensor:
     """Convert whole numbers >= 0 to int64 [n] on the CPU."""

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
 
@@ -20,7 +20,6 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
 from gpuaug.loader import arguments, chosen, describe, distributed
-from gpuaug.loader.as_it_is import AsItIs
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Streams
@@ -40,7 +39,7 @@ if TYPE_CHECKING:  # runs without targets do not import them
 log = logging.getLogger("gpuaug")
 
 
-class Loader(AsItIs):
+class Loader:
     """Yields augmented batches of a source on the device. A run can resume after any batch of an epoch.
 
     Args:
@@ -447,8 +446,26 @@ class Loader(AsItIs):
         Raises:
             IndexError: there is no such sample.
         """
-        self._check_caller()
         return chosen.sample(self, index)
+
+    __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
+
+    def __getitems__(self, indices: Any) -> NoReturn:  # torch's DataLoader reads a dataset by this method
+        raise ConfigError(f"a gpuaug.Loader is not a dataset: {arguments.NOT_A_DATASET}")
+
+    @property
+    def dataset(self) -> NoReturn:
+        """Raises an error, because a loader has no dataset. ``accelerate.skip_first_batches`` asks for it."""
+        raise ReadOnlyError(
+            f"a gpuaug.Loader has no `dataset`: {arguments.NOT_A_DATASET} To continue inside an epoch, use "
+            "`loader.load_state_dict(state)` in place of `skip_first_batches`."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"a gpuaug.Loader cannot be copied or sent to another process: {arguments.NOT_A_DATASET} For a second "
+            "loader, build another. To save the loader's position, use `state_dict`."
+        )
 
     def __repr__(self) -> str:
         return describe.text(self)
