@@ -45,7 +45,8 @@ def test_every_key_of_the_loader_stands_in_the_yaml_with_its_default(name):
     parameters = inspect.signature(gpuaug.Loader).parameters
     assert set(cfg) - {"_target_", "_convert_"} == set(parameters)
     words = {torch.float32: "float32", torch.contiguous_format: "contiguous_format"}
-    for key in set(parameters) - groups:
+    assert cfg.name == {"train": "train", "eval": "val"}[name]
+    for key in set(parameters) - groups - {"name"}:
         assert cfg[key] == words.get(parameters[key].default, parameters[key].default), key
 
 

@@ -79,6 +79,7 @@ class Loader:
         seed: together with the epoch, decides the order and all random parameters.
         rank, world_size: rank of this process and number of ranks; None: torch.distributed's values.
         limit_batches: maximum number of batches per epoch.
+        name: stands at the beginning of the loader's log lines, such as ``train``; None: nothing does.
 
     Attributes:
         source: the given source, or a wrapper of the given dataset.
@@ -144,8 +145,11 @@ class Loader:
         rank: int | None = None,
         world_size: int | None = None,
         limit_batches: int | None = None,
+        name: str | None = None,
     ) -> None:
-        self._given = {name: value for name, value in locals().items() if name not in ("self", "source")}
+        self._given = {key: value for key, value in locals().items() if key not in ("self", "source")}
+        self.name: str | None = checks.text("name", name, optional=True)
+        self._log = arguments.NamedLog(log, {"name": name})
         distributed.rank_and_world(rank, world_size)
         last = arguments.choose_last(last, drop_last)
         mix, targets, cache = map(arguments.none_if_empty, (mix, targets, cache))
@@ -164,7 +168,7 @@ class Loader:
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = checks.torch_constant("dtype", dtype)
         self.memory_format: torch.memory_format = checks.torch_constant("memory_format", memory_format)
-        self.num_workers = arguments.choose_workers(num_workers, self.source)
+        self.num_workers = arguments.choose_workers(num_workers, self.source, self._log)
         self.prefetch: int = checks.whole_number("prefetch", prefetch, 0)
         self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
@@ -345,7 +349,7 @@ class Loader:
     def _finish(self) -> None:
         """End a pass whose batches were all handed out. Without `stop`, its iterator would come here again."""
         self.pipeline.stop()
-        self.faults.end_of_epoch(self._epoch, *self.pipeline.stage.second_chances())
+        self.faults.end_of_epoch(self._epoch, *self.pipeline.stage.second_chances(), log=self._log)
         self._advance()
 
     def start_at(self, epoch: int, position: int) -> None:
@@ -386,7 +390,7 @@ class Loader:
                     f"this state was taken inside epoch {epoch} of another configuration. {different}. Restore the "
                     f"configuration to finish the epoch, or start the next epoch with `set_epoch({epoch + 1})`."
                 )
-            log.warning("epoch %d starts from a state of another configuration: %s", epoch, different)
+            self._log.warning("epoch %d starts from a state of another configuration: %s", epoch, different)
         at = locate(state, self._ordered(epoch), self.order, self.seed) if position else 0
         self.start_at(epoch, at)
 
@@ -488,8 +492,9 @@ class Loader:
 
     def _begin(self) -> None:
         """Go to the position at which the next pass begins."""
-        if self._next_pass == "left":
-            left = len(self._plan(self._position))
+        # with `order=sequential`, the next pass begins with the same samples, as after Lightning's sanity check
+        if self._next_pass == "left" and not isinstance(self.order, orders.Sequential):
+            left, log = len(self._plan(self._position)), self._log
             log.info("epoch %d was left %d batches before its end; epoch %d begins", self._epoch, left, self._epoch + 1)
         if self._next_pass != "here":
             self._advance()
@@ -530,13 +535,13 @@ class Loader:
         most, least = (len(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))
         more = plan.batch_size * plan.world_size * most - plan.remaining
         if most != least:
-            log.warning(
+            self._log.warning(
                 "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. If each step waits for all ranks, "
                 "as in DDP, the run will hang at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
                 most, least, plan.world_size - 1,
             )  # fmt: skip
         elif self._last is None and more > 0:
-            log.info(
+            self._log.info(
                 "last pad: %d samples are repeated, so that each of %d ranks has %d full batches; `batch.valid` is "
                 "False for the repeats", more, plan.world_size, most,
             )  # fmt: skip
