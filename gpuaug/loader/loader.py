@@ -115,7 +115,7 @@ class Loader:
     # "here": the next pass begins at `_epoch` and `_position`. "left": the last pass stopped inside `_epoch`.
     # "finished": the last pass handed out the last batch of `_epoch`. "left" and "finished" lead to the next epoch.
     _next_pass: Literal["here", "left", "finished"] = "here"
-    _last_logged = False
+    _last_logged = _left_logged = False
     _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
 
     def __init__(
@@ -445,6 +445,7 @@ class Loader:
         Args:
             index: number of the sample in the source; -1 is the last of the samples that the loader uses.
 
+        If the order repeats samples, this is the first occurrence of the sample. :meth:`fetch` makes the others.
         A bad sample does not count towards ``faults.max``, and is not written to ``faults.file``.
 
         Raises:
@@ -494,8 +495,13 @@ class Loader:
         """Go to the position at which the next pass begins."""
         # with `order=sequential`, the next pass begins with the same samples, as after Lightning's sanity check
         if self._next_pass == "left" and not isinstance(self.order, orders.Sequential):
-            left, log = len(self._plan(self._position)), self._log
-            log.info("epoch %d was left %d batches before its end; epoch %d begins", self._epoch, left, self._epoch + 1)
+            self._log.log(
+                logging.INFO if self._left_logged else logging.WARNING,
+                "epoch %d was left %d batches before its end; epoch %d begins, with other samples%s",
+                self._epoch, len(self._plan(self._position)), self._epoch + 1,
+                "" if self._left_logged else ". To repeat the same batches, set `limit_batches` and `order=sequential`",
+            )  # fmt: skip
+            self._left_logged = True
         if self._next_pass != "here":
             self._advance()
 
