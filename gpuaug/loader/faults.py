@@ -86,7 +86,7 @@ class Faults:
         """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
 
         Both ``rescued`` and ``truncated`` count samples of this epoch. ``rescued``: one decoder refused the sample, and
-        another decoded it. ``truncated``: the sample was accepted although its end is missing.
+        another decoded it. ``truncated``: the sample was accepted although its end is missing. ``log``: the logger.
         """
         if bad := self._by_epoch.pop(epoch, 0):
             where = f", listed in {self.file}" if self.file else ""
