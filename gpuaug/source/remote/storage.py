@@ -90,7 +90,7 @@ class Storage:
     """Reads and lists files, local or behind URLs. Every process opens its own connections, also after a fork."""
 
     _next: list[Range]  # to prefetch during the next read
-    _begun: dict[Range, Future[Any]]  # prefetched
+    _begun: dict[Range, Any]  # futures of prefetched ranges
     _disk: Disk | None
 
     def __init__(self, remote: Remote | None = None) -> None:
@@ -262,9 +262,7 @@ class Storage:
         try:
             from gpuaug.source.remote.filesystem import FileSystem
         except ImportError as error:
-            raise SourceError(
-                f"{bucket!r} needs another package: {error}. Run `pip install gpuaug[remote]`."
-            ) from error
+            raise SourceError(f"URLs need another package: {error}. Run `pip install gpuaug[remote]`.") from error
         return FileSystem(bucket, self.remote)
 
     def _start(self, call: str, part: Range) -> Future[Any]:
@@ -280,12 +278,13 @@ class Storage:
         answers: dict[Range, Any] = {}
         todo = list(dict.fromkeys(parts))
         for attempt in range(1, self.remote.tries + 1):
-            waiting = {part: self._begun.pop(part) if part in self._begun else self._start(call, part) for part in todo}
+            waiting = {part: self._begun.pop(part, None) or self._start(call, part) for part in todo}
             for part in prefetch if attempt == 1 else ():
                 if part not in waiting and part not in self._begun:
                     self._begun[part] = self._start("read", part)
-            while len(self._begun) > max(LEFT_OVER, 2 * len(prefetch)):
-                self._begun.pop(next(iter(self._begun))).cancel()
+            for part in list(self._begun)[: -max(LEFT_OVER, 2 * len(prefetch))]:  # a read that never came
+                if future := self._begun.pop(part, None):
+                    future.cancel()
             try:
                 replies = {part: _result(future) for part, future in waiting.items()}
             except BaseException:  # for example Ctrl-C
@@ -306,8 +305,9 @@ class Storage:
         """Return ``answer``, or for a temporary error a ReadError, which no caller retries. Raise ``BUGS``."""
         if isinstance(answer, BUGS):
             raise answer
-        is_final = isinstance(answer, GpuaugError) or (isinstance(answer, OSError) and not may_pass(answer))
-        if not isinstance(answer, Exception) or is_final:
+        if not isinstance(answer, Exception) or isinstance(answer, GpuaugError):
+            return answer
+        if isinstance(answer, OSError) and not may_pass(answer):
             return answer
         late = f"no answer within {part.seconds(self.remote.timeout):.3g} s"
         text = late if isinstance(answer, TimeoutError) else _text(answer)
