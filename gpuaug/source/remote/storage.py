@@ -265,23 +265,31 @@ class Storage:
             raise SourceError(f"URLs need another package: {error}. Run `pip install gpuaug[remote]`.") from error
         return FileSystem(bucket, self.remote)
 
-    def _start(self, call: str, part: Range) -> Future[Any]:
-        """Start ``read``, ``info`` or ``find`` of a range."""
-        system = self._system(_bucket(part.path))
-        if isinstance(system, Bucket):
-            return self._threads.submit(getattr(system, call), part)
-        begun: Future[Any] = system.start(call, part)
-        return begun
+    def _start(self, call: str, parts: Iterable[Range]) -> dict[Range, Future[Any]]:
+        """Start ``read``, ``info`` or ``find`` of ranges."""
+        futures: dict[Range, Future[Any]] = {}
+        by_bucket: dict[str, list[Range]] = {}
+        for part in parts:
+            by_bucket.setdefault(_bucket(part.path), []).append(part)
+        for bucket, own in by_bucket.items():
+            system = self._system(bucket)
+            if isinstance(system, Bucket):
+                futures |= {part: self._threads.submit(getattr(system, call), part) for part in own}
+            else:
+                jobs: dict[Range, Future[Any]] = {part: Future() for part in own}
+                system.start(call, jobs)
+                futures |= jobs
+        return futures
 
     def _ask(self, parts: Iterable[Range], call: str, prefetch: Sequence[Range] = ()) -> dict[Range, Any]:
         """The answer of ``call`` for each range, or the exception of its last try. Also start to read ``prefetch``."""
         answers: dict[Range, Any] = {}
         todo = list(dict.fromkeys(parts))
         for attempt in range(1, self.remote.tries + 1):
-            waiting = {part: self._begun.pop(part, None) or self._start(call, part) for part in todo}
-            for part in prefetch if attempt == 1 else ():
-                if part not in waiting and part not in self._begun:
-                    self._begun[part] = self._start("read", part)
+            waiting = {part: future for part in todo if (future := self._begun.pop(part, None)) is not None}
+            waiting |= self._start(call, [part for part in todo if part not in waiting])
+            if attempt == 1:
+                self._begun |= self._start("read", [x for x in prefetch if x not in waiting and x not in self._begun])
             for part in list(self._begun)[: -max(LEFT_OVER, 2 * len(prefetch))]:  # a read that never came
                 if future := self._begun.pop(part, None):
                     future.cancel()
