@@ -63,6 +63,7 @@ class FileSystem:
         except (TypeError, ValueError) as error:
             text = clean(f"{type(error).__name__}: {error}")
             raise ConfigError(f"`source.remote.options` are not valid. {text}.") from error
+        self._strip = system._strip_protocol  # older wrappers lack it
         self._system: Any = system if system.async_impl else AsyncFileSystemWrapper(system)
 
     def start(self, call: str, jobs: Mapping[Range, Future[Any]]) -> None:
@@ -90,7 +91,7 @@ class FileSystem:
         if self._is_web:
             return await self._read_web(part)
         end = None if part.size is None else part.begin + part.size
-        data = await self._system._cat_file(self._system._strip_protocol(part.path), start=part.begin, end=end)
+        data = await self._system._cat_file(self._strip(part.path), start=part.begin, end=end)
         return check_size(bytes(data), part)
 
     async def _read_web(self, part: Range) -> bytes:
@@ -123,7 +124,7 @@ class FileSystem:
     async def _info(self, part: Range) -> tuple[int, str]:
         """Size and version of a file."""
         try:
-            return _size_and_version(await self._system._info(self._system._strip_protocol(part.path)))
+            return _size_and_version(await self._system._info(self._strip(part.path)))
         except FileNotFoundError as error:  # which fsspec's HTTP client raises after any failure
             cause = error.__cause__
             status = 404 if isinstance(cause, FileNotFoundError) else getattr(cause, "status", 0)
@@ -131,7 +132,7 @@ class FileSystem:
 
     async def _find(self, part: Range) -> list[tuple[str, bool, int, str]]:
         """The entries of a folder: name, whether it is a folder, size in bytes (-1: unknown), version."""
-        path = self._system._strip_protocol(part.path)
+        path = self._strip(part.path)
         entries, prefix = [], path.rstrip("/") + "/"
         for item in await self._system._ls(path + "/" if self._is_web else path, detail=True):
             full = str(item["name"])
