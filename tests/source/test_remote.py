@@ -731,5 +731,5 @@ def test_a_configuration_reads_from_a_bucket(store, bucket):
 
 @pytest.mark.parametrize("source", [gpuaug.FolderSource, gpuaug.ShardSource, gpuaug.ParquetSource])
 def test_urls_without_folders_are_refused(source):
-    with pytest.raises(SourceError, match=r"data://.*does not support"):
+    with pytest.raises(ConfigError, match=r"data:// is not supported"):
         source("data://text/plain;base64,aaaa")
