@@ -249,7 +249,15 @@ class FileKeys(Names):
 def checksum(manifest: Mapping[str, Any]) -> str:
     """Hash of a manifest without its field ``checksum``."""
     text = json.dumps({k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest(text.encode())
+
+
+def digest(*parts: bytes | memoryview) -> str:
+    """BLAKE2b of bytes, as hex."""
+    total = hashlib.blake2b(digest_size=16)
+    for data in parts:
+        total.update(data)
+    return total.hexdigest()
 
 
 def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:

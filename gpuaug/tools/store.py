@@ -30,6 +30,7 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import check_regular
 from gpuaug.source.base import checksum
+from gpuaug.source.base import digest as digest
 from gpuaug.source.local import read_file
 
 log = logging.getLogger("gpuaug")
@@ -244,14 +245,6 @@ def npy(values: Any, dtype: Any = None) -> tuple[bytes, memoryview]:
     stream = io.BytesIO()
     np.lib.format.write_array_header_2_0(stream, np.lib.format.header_data_from_array_1_0(array))
     return stream.getvalue(), array.reshape(-1).view(np.uint8).data
-
-
-def digest(*parts: bytes | memoryview) -> str:
-    """BLAKE2b of bytes, as hex."""
-    total = hashlib.blake2b(digest_size=16)
-    for data in parts:
-        total.update(data)
-    return total.hexdigest()
 
 
 def file_digest(path: Path) -> str:

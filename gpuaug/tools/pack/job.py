@@ -6,7 +6,6 @@ import io
 import json
 import os
 import tarfile
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -30,10 +29,9 @@ from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.read.reader import Reader
 from gpuaug.source import runs
 from gpuaug.source.adapt import Source
-from gpuaug.source.base import parse_manifest
 from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
+from gpuaug.source.packed import FULL, MANIFEST, Size, checksum, parse, shard_name
 from gpuaug.tools.pack.targets import TargetPacker
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
 
@@ -45,7 +43,7 @@ _LONGEST_JPEG = 65_535  # pixels per side
 
 # columns of the index; a column that differs between the sizes has a name such as `224.offsets`
 COLUMNS: dict[str, Any] = {
-    "numbers": np.int64, "offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32,
+    "numbers": np.int64, "offsets": np.int64, "lengths": np.int32, "checksums": np.int64, "shapes": np.int32,
     "mask_offsets": np.int64, "mask_lengths": np.int32, "object_bounds": np.int64, "object_labels": np.int64,
     "object_crowd": np.bool_, "object_ids": np.int64, "area": np.float32, "boxes": np.float32, "keypoints": np.float32,
 }  # fmt: skip
@@ -177,10 +175,10 @@ def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The manifest of a finished folder, or None. Raises SourceError if the manifest is damaged."""
     file = Path(out) / MANIFEST
     try:
-        return parse_manifest(read_file(str(file)), KIND, VERSION)
+        return parse(read_file(str(file)))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{file} cannot be used: {error}. Remove the folder and pack again.") from error
 
 
@@ -386,9 +384,9 @@ def _write_sample(
     for k, (size, out) in enumerate(outs.items()):
         data, shape = encoded[k]
         begin = _append(out, f"{name}.jpg", data)
-        values = {"offsets": begin, "lengths": len(data), "checksums": zlib.crc32(data), "shapes": shape}
-        if masks is not None:
-            mask = masks[k]
+        own = [] if masks is None else [masks[k]]
+        values = {"offsets": begin, "lengths": len(data), "checksums": checksum(data, *own), "shapes": shape}
+        for mask in own:
             begin = _append(out, f"{name}.seg.{'runs' if mask.startswith(runs.MAGIC) else 'png'}", mask)
             values |= {"mask_offsets": begin, "mask_lengths": len(mask)}
         for field, value in values.items():
