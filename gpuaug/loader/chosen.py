@@ -16,6 +16,7 @@ from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults, Policy
 from gpuaug.loader.pipeline import Pass, Pipeline
+from gpuaug.random.keyed import REPEATS
 from gpuaug.read.reader import Reader
 
 
@@ -38,6 +39,8 @@ def fetch(
             "`indices` must not be empty, and `repeats` must have the same length. "
             f"Found lengths: {len(number)}, {len(repeat)}."
         )
+    if int(repeat.max()) >= REPEATS:
+        raise ConfigError(f"`repeats` must be whole numbers from 0 to {REPEATS - 1}. Found: {int(repeat.max())}.")
     try:
         for index in number.tolist():
             loader.source.key(index)

@@ -31,6 +31,7 @@ from gpuaug.read import order as orders
 from gpuaug.read.ends import finalize
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
+from gpuaug.source.base import checksum
 from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them
@@ -360,7 +361,7 @@ class Loader(AsItIs):
         # with `last=uneven`, rank 0 may have one more batch than this rank
         finished = self._next_pass == "finished" and not len(replace(self._plan(self._position), rank=0))
         epoch, position = (self._epoch + 1, 0) if finished else (self._epoch, self._position)
-        return {
+        state = {
             "version": VERSION,
             "draw": draw.VERSION,
             "epoch": epoch,
@@ -369,6 +370,7 @@ class Loader(AsItIs):
             "order": self._ordered().digest if position else None,
             "fingerprint": plain(self.fingerprint()),  # a copy, which the caller may change
         }
+        return {**state, "checksum": checksum(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, with any number of workers and ranks and any batch size.

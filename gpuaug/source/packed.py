@@ -336,9 +336,10 @@ class PackedSource(ListedSource):
             return [(0, self.sizes[-1])]
         schedule: list[tuple[int, Size]] = []
         for epoch, chosen in size.items() if isinstance(size, Mapping) else [(0, size)]:
-            if isinstance(epoch, bool) or not str(epoch).isascii() or not str(epoch).isdecimal():
+            if isinstance(epoch, bool) or not re.fullmatch("[0-9]{1,10}", str(epoch)) or int(epoch) >= 2**32:
                 raise ConfigError(
-                    f"if `source.size` is a mapping, its keys must be epochs, from 0 on. Found: {epoch!r}."
+                    f"if `source.size` is a mapping, its keys must be epochs from 0 to {2**32 - 1}. "
+                    f"Found: {epoch!r:.200}."
                 )
             if isinstance(chosen, bool) or chosen not in self.sizes:
                 known = ", ".join(map(str, self.sizes))

@@ -324,7 +324,8 @@ def test_size_by_epoch(arrays: Path) -> None:
     assert large.by_epoch is None
     assert rows.key(30) == large.key(2)
     for size, text in (({1: 40}, "must have the key 0"), ({0: 50}, "40, 96. Found: 50"), (224, "40, 96. Found: 224"),
-                       ({-1: 40}, "epochs, from 0 on"), ({0: 40, "0": 96}, "no epoch twice")):  # fmt: skip
+                       ({-1: 40}, "must be epochs from 0 to"), ({0: 40, 10**30: 96}, "epochs from 0 to"),
+                       ({0: 40, "0": 96}, "no epoch twice")):  # fmt: skip
         with pytest.raises(ConfigError, match=text):
             PackedSource(arrays, size=size)
 

@@ -24,11 +24,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
 from bench import photographs
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.source.base import checksum
 from gpuaug.tools.main import main
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import command as train
 from gpuaug.tools.train import training
 from gpuaug.tools.train.build import build_model
+from gpuaug.tools.train.checkpoint import digest
 from gpuaug.tools.train.model import SmallNet
 
 SMALL = ("augment.crop.size=32", "+model.width=8", "batch_size=8", "num_workers=0", "device=cpu")
@@ -243,12 +245,15 @@ def test_bad_checkpoints_are_refused(photos: Path, tmp_path: Path, capsys: pytes
     (tmp_path / "junk.pt").write_bytes(b"not a checkpoint")
     assert "must name a checkpoint" in refused(f"resume={tmp_path}/junk.pt")
     torch.save({"version": 99}, tmp_path / "newer.pt")
-    assert "of version 2" in refused(f"resume={tmp_path}/newer.pt")
+    assert "of version 3" in refused(f"resume={tmp_path}/newer.pt")
     found = torch.load(file, weights_only=True)
-    torch.save({**found, "classes": ["a", "b"]}, tmp_path / "classes.pt")
+    del found["digest"]
+    changed = {**found, "classes": ["a", "b"]}
+    torch.save({**changed, "digest": digest(changed)}, tmp_path / "classes.pt")
     assert "was trained on the classes ['a', 'b']" in refused(f"resume={tmp_path}/classes.pt")
     found["loader"] |= {"position": 8, "after": 0, "order": "x"}
-    torch.save(found, tmp_path / "inside.pt")
+    found["loader"]["checksum"] = checksum(found["loader"])
+    torch.save({**found, "digest": digest(found)}, tmp_path / "inside.pt")
     assert "seed" in refused(f"resume={tmp_path}/inside.pt", "seed=5")
 
 
@@ -268,6 +273,16 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
             train.main(request)
         return str(caught.value)
 
+    def save(parts: dict) -> None:
+        """With a digest that is right."""
+        parts = {name: part for name, part in parts.items() if name != "digest"}
+        torch.save({**parts, "digest": digest(parts)}, bad)
+
+    weight = next(iter(whole["model"]))
+    for changed in ({"steps": whole["steps"] + 1}, {"digest": None}, {"more": 1},
+                    {"model": {**whole["model"], weight: whole["model"][weight] + 1}}):  # fmt: skip
+        torch.save({**whole, **changed}, bad)
+        assert "was changed after `gpuaug train` wrote it" in refused(), changed
     for part in ("model", "ema", "optimizer", "scaler", "loader", "classes", "sums", "steps", "history"):
         torch.save({k: v for k, v in whole.items() if k != part}, bad)
         assert f"`{part}`" in refused()
@@ -288,6 +303,7 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         ({"sums": [1.0, 2.0, "x"]}, "`sums`"),
         ({"steps": "a"}, "`steps` is 'a'"),
         ({"steps": -1}, "`steps`"),
+        ({"steps": 10**30}, "`steps` is '1000"),
         ({"steps": True}, "`steps`"),
         ({"history": 3}, "`history`"),
         ({"history": [3]}, "`history`"),
@@ -299,13 +315,13 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         ({"loader": {}}, "loader state"),
         ({"loader": {**whole["loader"], "epoch": "x"}}, "state"),
     ):
-        torch.save({**whole, **changed}, bad)
+        save({**whole, **changed})
         assert said in refused(), changed
     for content in (b"abc", b"", b"\x80\x02.", b"PK\x03\x04", (tmp_path / "last.pt").read_bytes()[:5000]):
         bad.write_bytes(content)
         assert "`resume` must name a checkpoint of `gpuaug train`" in refused(), content[:9]
     torch.save(torch.zeros(3), bad)
-    assert "of version 2" in refused()
+    assert "of version 3" in refused()
     torch.save({**whole, "classes": Path("x")}, bad)
     assert "(it holds more than tensors, numbers and text)" in refused()
     content = bytearray((tmp_path / "last.pt").read_bytes())

@@ -11,11 +11,13 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import xxhash
+from torch import Tensor
 
 from gpuaug.errors import StateError
 from gpuaug.files import check_regular
 
-VERSION = 2
+VERSION = 3
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:
@@ -44,7 +46,30 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
             raise StateError(
                 f"{file} is damaged: `{name}` {found}. Resume from another checkpoint, or start again with resume=null."
             )
+    found = digest({name: part for name, part in parts.items() if name != "digest"})
+    if found != (written := parts.get("digest")):
+        raise StateError(
+            f"{file} was changed after `gpuaug train` wrote it: its content has the digest {found}, not "
+            f"{written!r:.60}. Resume from another checkpoint, or start again with resume=null."
+        )
     return parts
+
+
+def digest(parts: Any) -> str:
+    """Hash of dictionaries, lists, numbers, text and tensors, as hex."""
+    total, todo = xxhash.xxh3_128(), [parts]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Tensor):
+            text = f"{value.dtype} {list(value.shape)}"
+            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(value, dict | list | tuple):
+            text = f"{len(value)} {isinstance(value, dict)}"
+            todo += [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
+        else:
+            text = f"{type(value).__name__} {value!r}"
+        total.update(text.encode())
+    return total.hexdigest()
 
 
 def _list_of(kind: type, values: Any) -> bool:
@@ -69,6 +94,6 @@ _PARTS: dict[str, Callable[[Any], bool]] = {  # for each part: is it what `Train
     "loader": lambda v: isinstance(v, dict),
     "classes": lambda v: v is None or _list_of(str, v),
     "sums": lambda v: _list_of(Real, v) and len(v) == 3,
-    "steps": lambda v: type(v) is int and v >= 0,
+    "steps": lambda v: type(v) is int and 0 <= v < 2**53,  # a float holds it exactly
     "history": lambda v: _list_of(dict, v) and all(map(_is_epoch, v)),
 }
