@@ -44,6 +44,8 @@ def fetch(
     try:
         for index in number.tolist():
             loader.source.key(index)
+            if index >= getattr(loader.source, "total", math.inf):  # a packed source also has keys for other rows
+                raise IndexError("it has fewer samples")
     except IndexError as error:
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
     task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")

@@ -86,6 +86,7 @@ class CachedSource(SourceView):
         self.settings = settings
         self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
+        numbers = getattr(source, "rows", numbers)
         name = ""
         if machine.local_world_size() > 1:  # the n-th cache of a source uses the same memory on all ranks
             name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))

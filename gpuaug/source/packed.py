@@ -1,10 +1,14 @@
-"""Reads the folder that `gpuaug pack` writes: uint8 arrays or JPEG shards, at several sizes."""
+"""Reads the folder that `gpuaug pack` writes: JPEG shards or pixels, at several sizes or in several augmented versions.
+
+Row k * N + i of a source is its sample i at the k-th size or in the k-th version.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import mmap
+import operator
 import os
 import re
 import time
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes, ListedSource, SourceView, digest, parse_manifest
+from gpuaug.source.base import Classes, ListedSource, digest, parse_manifest
 from gpuaug.source.classes import class_mapping, numbers_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import NO_ARRAY, Names, bounds_of, check_array, locate, share
@@ -62,6 +66,12 @@ class PackedSource(ListedSource):
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
+    If the folder holds augmented versions of each sample (``gpuaug pack epochs=K``), the loader reads version
+    (epoch mod K), and only normalizes and mixes it. Its ``augment`` and ``seed`` must be those of the packing.
+
+    Attributes:
+        augmented: None, or the settings that made the versions, as JSON.
+
     Raises:
         SourceError: if ``root`` is not a complete folder of `gpuaug pack`.
 
@@ -89,9 +99,14 @@ class PackedSource(ListedSource):
         self.mapped = self.format == "uint8" and not is_url(self.root)
         self.zero_copy = self.mapped
         self.sizes: list[Size] = list(self.manifest["sizes"])
+        self.augmented: dict[str, Any] | None = self.manifest.get("augmented")
+        if self.augmented is not None and size is not None:
+            raise ConfigError(f"`source.size` must be null for augmented images, which have one size. Found: {size!r}.")
         self._schedule = self._sizes_by_epoch(size)
-        self.used = sorted({size for _, size in self._schedule}, key=str)  # sizes that some epoch reads
+        # sizes or versions that some epoch reads
+        self.used = self.sizes if self.augmented else sorted({size for _, size in self._schedule}, key=str)
         self.total = int(self.manifest["samples"])  # includes excluded samples
+        self.rows = self.total * len(self.used)
         shards = self.manifest["shards"]
         # the file of each size and shard, and the first row of this file
         self._parts = [shard_name(size, shard, self.format) for size in self.used for shard in range(len(shards))]
@@ -128,15 +143,35 @@ class PackedSource(ListedSource):
             )
         return self._schedule[0][1]
 
-    @property
-    def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
-        """``read_many(numbers)`` returns a list of samples or exceptions."""
-        return self._read
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """Encoded bytes and label; then the extra values, if there are any.
+
+        Raises:
+            RuntimeError: if the size depends on the epoch, or the images are already augmented.
+        """
+        if self.augmented:
+            raise RuntimeError(f"the images in {self.root!r} are already augmented. Read them with a gpuaug.Loader.")
+        _ = self.size  # raises RuntimeError if the size depends on the epoch
+        return super().__getitem__(index)
 
     @property
-    def by_epoch(self) -> Rows | None:
-        """The source that the loader reads if the size depends on the epoch; else None."""
-        return Rows(self) if len(self._schedule) > 1 else None
+    def read_many(self) -> Callable[[Sequence[int]], list[Any]]:
+        """``read_many(rows)`` returns a list of samples or exceptions."""
+        return self._read
+
+    def first_row(self, epoch: int) -> int:
+        """The row of sample 0 in ``epoch``. The rows of the other samples follow."""
+        version = epoch % len(self.used) if self.augmented else self.used.index(self.size_of(epoch))
+        return version * self.total
+
+    def key(self, index: int) -> str:
+        """Path of a sample below the original ``root``. ``index``: its number or its row."""
+        return os.fsdecode(self._names[self._check(index) % self.total])
+
+    def _check(self, index: int) -> int:
+        if not 0 <= (row := operator.index(index)) < self.rows:
+            raise IndexError(f"sample numbers of {redact(self.root)!r} must be 0 .. {self.total - 1}. Found: {index}.")
+        return row
 
     def size_of(self, epoch: int) -> Size:
         """The shorter side that ``epoch`` reads, or ``full``."""
@@ -150,12 +185,7 @@ class PackedSource(ListedSource):
         """Height and width of every sample, int32 [N, 2], at ``size`` (None: the size that is read)."""
         return self._array(f"index/{self.size if size is None else size}.shapes.npy", np.int32, self.total, 2)
 
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
-        _ = self.size  # raises RuntimeError if the size depends on the epoch
-        return self.read_rows(numbers)
-
-    def read_rows(self, rows: Sequence[int]) -> list[Any]:
-        """A sample or exception for each row. ``rows``: row numbers of :class:`Rows`."""
+    def _read(self, rows: Sequence[int]) -> list[Any]:
         if is_url(self.root):
             read = self._storage.read([self._range(row) for row in rows])
             results = zip(rows, read, strict=True)
@@ -353,40 +383,6 @@ class PackedSource(ListedSource):
         return schedule
 
 
-class Rows(SourceView):
-    """The N samples of a packed source at several sizes.
-
-    A row number is (index of the size in ``source.used``) * N + sample number. So workers learn the size from
-    the row number, and need not know the epoch.
-    """
-
-    def __init__(self, source: PackedSource) -> None:
-        super().__init__(source)
-        self.indices, self.read_many = None, source.read_rows
-        self.mapped, self.zero_copy = source.mapped, source.zero_copy
-        self.labels = None if source.labels is None else share(source.labels.repeat(len(source.used)))
-
-    def __len__(self) -> int:
-        return self.source.total * len(self.source.used)
-
-    def __getitem__(self, row: int) -> tuple[Any, ...]:
-        (item,) = self.read_many([row])
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def numbers(self, epoch: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the function ``rows(indices, repeats, valid)``, which gives the row numbers of a batch, int64 [B]."""
-        first = self.source.used.index(self.source.size_of(epoch)) * self.source.total
-        return lambda indices, repeats, valid: indices + first
-
-    def label(self, row: int) -> Any:
-        return self.source._label_of(row)
-
-    def key(self, row: int) -> str:
-        return self.source.key(row % self.source.total)
-
-
 _REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again into a new folder."
 
 
@@ -410,7 +406,7 @@ def parse(data: bytes) -> dict[str, Any]:
     """Parse the manifest; ValueError if it is wrong, or if it names files outside its folder."""
     manifest = parse_manifest(data, KIND, VERSION)
     sizes, names = manifest["sizes"], manifest["files"]
-    if bad := [size for size in sizes if type(size) is not int and size != FULL]:
+    if bad := [size for size in sizes if not re.fullmatch(rf"[0-9]+|{FULL}|epoch-[0-9]+", str(size))]:
         raise ValueError(f"it has sizes that are no numbers: {bad[:3]}")
     if bad := [name for name in names if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
         raise ValueError(f"it names files outside the folder: {bad[:3]}")

@@ -425,10 +425,3 @@ def test_pack_keeps_nan_and_refuses_what_json_changes(tmp_path):
     for bad in ((1, float("nan")), {"a": (1,)}, {1: "a"}, [{"a": {2: float("nan")}}]):
         with pytest.raises(ConfigError, match="stores the values as JSON"):
             pack(Plain(lambda i, item, bad=bad: (*item[:2], bad)), tmp_path / "bad", **settings)
-
-
-def test_materialize_refuses_them(tmp_path):
-    source = ShardSource(shards(tmp_path / "data"), extra="txt")
-    wanted = r"`source\.extra` must be null, because `gpuaug materialize`.*'a dog'"
-    with loader(source, decode=PILLOW) as batches, pytest.raises(ConfigError, match=wanted):
-        gpuaug.Materialize(batches, out=tmp_path / "out")

@@ -16,6 +16,7 @@ import kornia.augmentation as K
 
 import gpuaug
 
+RECIPE = {"crop": gpuaug.RandomResizedCrop(16), "ops": {"flip": K.RandomHorizontalFlip()}}
 TARGETS = gpuaug.Targets(masks=gpuaug.Masks(), boxes=gpuaug.Boxes(crowd="keep"), keypoints=gpuaug.Keypoints())
 TIMEOUT_S = 120  # for one copy; then this process ends
 
@@ -50,7 +51,7 @@ def damage(folder: Path, rng: random.Random) -> str:
 def content(folder: Path, record: Path) -> tuple[dict, set]:
     """The values of all samples by number, with those of the whole folder; and the numbers with a named fault."""
     samples, source = {}, gpuaug.PackedSource(folder)
-    recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(16), ops={"flip": K.RandomHorizontalFlip()})
+    recipe = gpuaug.Augment(**RECIPE)
     settings = {"batch_size": 4, "num_workers": 0, "prefetch": 0, "device": "cpu"}
     settings |= {"targets": TARGETS if source.target_kinds else None, "decode": gpuaug.Decode(backend="pillow")}
     faults = gpuaug.Faults(policy="blank", file=str(record))

@@ -312,17 +312,20 @@ def test_size_by_epoch(arrays: Path) -> None:
     assert large.size == 96
     with pytest.raises(RuntimeError, match="depends on the epoch"):
         plan[0]
-    rows = plan.by_epoch
-    reader = Reader(rows)
+    with pytest.raises(ConfigError, match="must have one image per sample"):
+        run(plan, arrays.parent / "again")
+    reader = Reader(plan)
     indices = torch.tensor([4, 27, 0])
     for epoch, want in ((0, small), (3, large), (8, small)):
-        (batch,) = reader.batches([(indices, indices * 0, indices >= 0)], numbers=rows.numbers(epoch))
+        (batch,) = reader.batches([(indices, indices * 0, indices >= 0)], first=plan.first_row(epoch))
         for k, i in enumerate(indices.tolist()):
             assert batch.encoded(k).numpy().tobytes() == bytes(want[i][0])
             assert batch.labels[k] == want[i][1]
         assert torch.equal(batch.indices, indices)
-    assert large.by_epoch is None
-    assert rows.key(30) == large.key(2)
+    assert large.first_row(9) == 0
+    assert plan.key(30) == large.key(2)
+    with pytest.raises(IndexError, match=r"0 \.\. 27. Found: 28"):
+        large.key(28)
     for size, text in (({1: 40}, "must have the key 0"), ({0: 50}, "40, 96. Found: 50"), (224, "40, 96. Found: 224"),
                        ({-1: 40}, "must be epochs from 0 to"), ({0: 40, 10**30: 96}, "epochs from 0 to"),
                        ({0: 40, "0": 96}, "no epoch twice")):  # fmt: skip
@@ -349,6 +352,8 @@ def test_the_loader_reads_the_size_of_its_epoch(arrays: Path, num_workers: int) 
                 assert torch.equal(found.labels, want.labels)
                 fetched = planned.fetch(found.indices.tolist(), epoch=2)
                 assert torch.equal(fetched.images, large.fetch(found.indices.tolist(), epoch=2).images)
+        with pytest.raises(ConfigError, match="`indices` must be sample numbers"):
+            planned.fetch([28], epoch=0)  # the row of another size
 
 
 def test_an_index_that_cannot_be_written_names_the_folder(folder: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from gpuaug import checks, files
+from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Fault
 from gpuaug.decode.dali import choose_backend
 from gpuaug.decode.decoder import Decode
@@ -37,12 +38,14 @@ from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, parse, shard_
 from gpuaug.tools import store
 from gpuaug.tools.pack.job import COLUMNS, Job, Pack, Packer, checked_out, finished
 from gpuaug.tools.pack.targets import describe
+from gpuaug.tools.pack.versions import check_recipe
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 
 log = logging.getLogger("gpuaug")
 
 PARTS = ("source", "decode", "faults")  # `gpuaug pack` uses these keys of the loader
+AUGMENTED = ("augment", "seed")  # and, with `epochs`, these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ def main(request: Request) -> int:
     if (out := settings.out) is None:
         raise ConfigError("`out`, the output folder, must be given. Set it: out=DIR")
     report = Report(file=settings.json)
-    _refuse_overrides_without_effect(request)
+    _refuse_overrides_without_effect(request, settings)
     config = request.loader()
     before, source = finished(out), config.get("source")
     only_verify = settings.verify and before is not None and (source is None or OmegaConf.is_missing(source, "root"))
@@ -78,6 +81,7 @@ def main(request: Request) -> int:
             what=settings,
             decode=Decode() if decode is None else request.build(decode),
             faults=Faults() if faults is None else request.build(faults),
+            **({"augment": request.build(config.augment), "seed": config.get("seed", 0)} if settings.epochs else {}),
             num_workers=settings.num_workers,
             on=settings.on,
         )
@@ -104,23 +108,29 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
     report.values |= {"dropped": bad, "seconds": seconds}
     if (targets := manifest.get("targets")) is not None:
         report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))
+    if manifest["augmented"]:
+        report.add("epochs", manifest["augmented"]["epochs"], f"{manifest['augmented']['epochs']} augmented versions")
     for size in manifest["sizes"]:
         used = sum(bytes_ for name, (bytes_, _) in manifest["files"].items() if name.startswith(f"{size}/"))
         report.add(
             f"size_{size}", used, f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
         )
-    or_webdataset = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
-    report.add("read_it_with", out, f"source=packed source.root={out}{or_webdataset}")
+    more = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
+    more = " and the same `augment` and `seed`" if manifest["augmented"] else more
+    report.add("read_it_with", out, f"source=packed source.root={out}{more}")
 
 
-def _refuse_overrides_without_effect(request: Request) -> None:
+def _refuse_overrides_without_effect(request: Request, settings: Settings) -> None:
     """Raise ConfigError for overrides that have no effect on packing, such as those of the recipe."""
+    parts = (*PARTS, *AUGMENTED) if settings.epochs else PARTS
     if request.config_name is not None:
         return  # a user's own configuration may also hold keys for training
     for root, text in request.others():
-        if "=" in text and root.split("/")[0] not in (*PARTS, "hydra"):
+        if "=" in text and (part := root.split("/")[0]) not in (*parts, "hydra"):
+            remedy = " Or set `epochs`, to store augmented images." if part in AUGMENTED else ""
             raise ConfigError(
-                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(PARTS)}. Remove it."
+                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(parts)}. Remove it."
+                f"{remedy}"
             )
 
 
@@ -154,17 +164,28 @@ def pack(
     what: Pack | None = None,
     decode: Decode | None = None,
     faults: Faults | None = None,
+    augment: Augment | MultiView | None = None,
+    seed: int = 0,
     num_workers: int | None = None,
     on: Literal["local", "ray"] = "local",
 ) -> dict[str, Any]:
     """Write ``source`` into the folder ``out``, or continue a stopped run. Returns the manifest.
 
-    By default, a bad sample stops the run. ``conf/gpuaug/command/pack.yaml`` explains ``num_workers`` and ``on``.
+    By default, a bad sample stops the run. ``augment`` and ``seed`` belong to ``what.epochs``.
+    ``conf/gpuaug/command/pack.yaml`` explains ``num_workers`` and ``on``.
     """
     what, decode, faults = what or Pack(), decode or Decode(), faults or Faults(policy="raise")
     source = adapt(source)
     if faults.policy == "blank":
         raise ConfigError("`gpuaug pack` does not support `faults.policy=blank`. Set `faults.policy` to raise or drop.")
+    if getattr(source, "augmented", None) or getattr(source, "rows", 0) > getattr(source, "total", 0):
+        raise ConfigError(
+            "`source` must have one image per sample. Found: a packed source of several sizes or versions. Set one "
+            "`source.size`, or pack the original source."
+        )
+    targets = describe(source, pixel_centers=what.pixel_centers)
+    if what.epochs:
+        check_recipe(augment, targets)
     store.refuse_reduced(decode)
     checks.one_of("on", on, ("local", "ray"))
     checks.whole_number("num_workers", num_workers, 0, optional=True)
@@ -177,10 +198,12 @@ def pack(
         decode=replace(decode, num_threads=1, backend=choose_backend(decode.backend)),  # type: ignore[arg-type]
         truncated=faults.truncated == "accept",
         drop=faults.policy == "drop",
-        targets=describe(source, pixel_centers=what.pixel_centers),
+        targets=targets,
+        augment=augment if what.epochs else None,
+        seed=checks.whole_number("seed", seed, None),
     )
     if (manifest := finished(place)) is not None:
-        store.refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)
+        store.refuse_changes(place, manifest["job"], job.describe())
         shutil.rmtree(job.work, ignore_errors=True)  # a run that was killed at its very end leaves this folder
         log.info("pack %s: already finished", place)
         return manifest
@@ -254,6 +277,7 @@ def _write_index(job: Job) -> None:
         "classes": classes,
         "labels": None if labels is None else labels.dtype.name,
         **({} if targets is None else {"targets": targets}),
+        "augmented": job.augmented,
         "dropped": dropped,
         "job": job.describe(),
         "files": dict(sorted(written.items())),
