@@ -106,8 +106,8 @@ def test_stored_pixels_have_the_size_that_was_stored(photos: Path, tmp_path: Pat
     assert main(["pack", f"source.root={photos}", f"out={tmp_path}/epochs", *words]) == 0
     with build(photos, "source=packed", f"source.root={tmp_path}/epochs", "augment=simclr", "device=cpu") as loader:
         bound = predict.upper_bound(loader)
-    assert bound.image == 2 * 3 * 224 * 224 * 4
-    assert bound.ready == 16 * bound.image
+    assert bound.image == 16 + 2 * 3 * 224 * 224
+    assert bound.ready == 16 * 4 * 2 * 3 * 224 * 224
 
 
 def test_sizes_are_those_of_the_files(photos: Path) -> None:
