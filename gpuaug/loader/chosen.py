@@ -44,7 +44,8 @@ def fetch(
     try:
         for index in number.tolist():
             loader.source.key(index)
-            if index >= getattr(loader.source, "total", math.inf):  # a packed source also has keys for other rows
+            # a packed source also has keys for its rows of other sizes
+            if index >= getattr(loader.source, "sample_count", math.inf):
                 raise IndexError("it has fewer samples")
     except IndexError as error:
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error

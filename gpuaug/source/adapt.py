@@ -22,8 +22,8 @@ log = logging.getLogger("gpuaug")
 
 # attributes that a MapSource takes from its object
 OPTIONAL = (
-    "augmented", "first_row", "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic",
-    "prefetch", "read_many", "rows", "target_kinds", "total", "zero_copy",
+    "augmented_by", "first_row", "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic",
+    "prefetch", "read_many", "row_count", "sample_count", "target_kinds", "zero_copy",
 )  # fmt: skip
 
 
@@ -53,7 +53,8 @@ class Source(Protocol):
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
         first_row: ``source.first_row(epoch)`` is added to sample numbers before reading. So a source can have other
-            bytes in other epochs. ``rows`` is then the number of its rows, and ``total`` the number of its samples.
+            bytes in other epochs. ``row_count`` and
+            ``sample_count`` are then the numbers of its rows and samples.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
 

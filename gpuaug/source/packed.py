@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes, ListedSource, digest, parse_manifest
+from gpuaug.source.base import Classes, ListedSource, checksum, digest
 from gpuaug.source.classes import class_mapping, numbers_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import NO_ARRAY, Names, bounds_of, check_array, locate, share
@@ -70,7 +70,7 @@ class PackedSource(ListedSource):
     (epoch mod K), and only normalizes and mixes it. Its ``augment`` and ``seed`` must be those of the packing.
 
     Attributes:
-        augmented: None, or the settings that made the versions, as JSON.
+        augmented_by: None, or the settings that made the versions, as JSON.
 
     Raises:
         SourceError: if ``root`` is not a complete folder of `gpuaug pack`.
@@ -99,14 +99,14 @@ class PackedSource(ListedSource):
         self.mapped = self.format == "uint8" and not is_url(self.root)
         self.zero_copy = self.mapped
         self.sizes: list[Size] = list(self.manifest["sizes"])
-        self.augmented: dict[str, Any] | None = self.manifest.get("augmented")
-        if self.augmented is not None and size is not None:
+        self.augmented_by: dict[str, Any] | None = self.manifest.get("augmented")
+        if self.augmented_by is not None and size is not None:
             raise ConfigError(f"`source.size` must be null for augmented images, which have one size. Found: {size!r}.")
         self._schedule = self._sizes_by_epoch(size)
         # sizes or versions that some epoch reads
-        self.used = self.sizes if self.augmented else sorted({size for _, size in self._schedule}, key=str)
-        self.total = int(self.manifest["samples"])  # includes excluded samples
-        self.rows = self.total * len(self.used)
+        self.used = sorted({size for _, size in self._schedule}, key=str)
+        self.sample_count = int(self.manifest["samples"])  # includes excluded samples
+        self.row_count = self.sample_count * len(self.used)
         shards = self.manifest["shards"]
         # the file of each size and shard, and the first row of this file
         self._parts = [shard_name(size, shard, self.format) for size in self.used for shard in range(len(shards))]
@@ -149,7 +149,7 @@ class PackedSource(ListedSource):
         Raises:
             RuntimeError: if the size depends on the epoch, or the images are already augmented.
         """
-        if self.augmented:
+        if self.augmented_by:
             raise RuntimeError(f"the images in {self.root!r} are already augmented. Read them with a gpuaug.Loader.")
         _ = self.size  # raises RuntimeError if the size depends on the epoch
         return super().__getitem__(index)
@@ -161,20 +161,22 @@ class PackedSource(ListedSource):
 
     def first_row(self, epoch: int) -> int:
         """The row of sample 0 in ``epoch``. The rows of the other samples follow."""
-        version = epoch % len(self.used) if self.augmented else self.used.index(self.size_of(epoch))
-        return version * self.total
+        return self.used.index(self.size_of(epoch)) * self.sample_count
 
     def key(self, index: int) -> str:
         """Path of a sample below the original ``root``. ``index``: its number or its row."""
-        return os.fsdecode(self._names[self._check(index) % self.total])
+        return os.fsdecode(self._names[self._check(index) % self.sample_count])
 
     def _check(self, index: int) -> int:
-        if not 0 <= (row := operator.index(index)) < self.rows:
-            raise IndexError(f"sample numbers of {redact(self.root)!r} must be 0 .. {self.total - 1}. Found: {index}.")
+        if not 0 <= (row := operator.index(index)) < self.row_count:
+            raise IndexError(
+                f"sample numbers of {redact(self.root)!r} must be 0 .. {self.sample_count - 1}. Found: {index}."
+            )
         return row
 
     def size_of(self, epoch: int) -> Size:
-        """The shorter side that ``epoch`` reads, or ``full``."""
+        """The shorter side that ``epoch`` reads, or ``full``; the name of the version, if images are augmented."""
+        epoch = epoch % len(self.sizes) if self.augmented_by else epoch
         return [size for first, size in self._schedule if first <= epoch][-1]
 
     def objects_digest(self) -> str:
@@ -183,7 +185,7 @@ class PackedSource(ListedSource):
 
     def shapes(self, size: Size | None = None) -> NDArray[np.int32]:
         """Height and width of every sample, int32 [N, 2], at ``size`` (None: the size that is read)."""
-        return self._array(f"index/{self.size if size is None else size}.shapes.npy", np.int32, self.total, 2)
+        return self._array(f"index/{self.size if size is None else size}.shapes.npy", np.int32, self.sample_count, 2)
 
     def _read(self, rows: Sequence[int]) -> list[Any]:
         if is_url(self.root):
@@ -218,17 +220,17 @@ class PackedSource(ListedSource):
             image, masks = view[: end - begin], [view[mask - begin :]]
             label = replace(label, mask=masks[0])
         reads = self._reads[row]
-        if not reads and checksum(image, *masks) != self._checksums.numpy()[row]:
-            number = row % self.total
+        if not reads and sample_checksum(image, *masks) != self._checksums.numpy()[row]:
+            number = row % self.sample_count
             return SourceError(
                 f"{self._locate(row)[0]} in {redact(self.root)!r} is damaged: the bytes of sample {number} "
                 f"({self.key(number)!r}) do not match their checksum. {_REPAIR}"
             )
         self._reads[row] = (reads + 1) % self._checked_every
-        return image, label, *([] if self._extras is None else [json.loads(self._extras[row % self.total])])
+        return image, label, *([] if self._extras is None else [json.loads(self._extras[row % self.sample_count])])
 
     def _label_of(self, row: int) -> Any:
-        position, number = divmod(row, self.total)
+        position, number = divmod(row, self.sample_count)
         label = super()._label_of(number)
         if not self._tables:
             return Target(label=label) if self.target_kinds else label
@@ -260,7 +262,7 @@ class PackedSource(ListedSource):
                 f"`source.root` must be a folder that `gpuaug pack` has finished. Found no {MANIFEST} in "
                 f"{redact(self.root)!r}. To finish a stopped run, start the same `gpuaug pack` command again."
             ) from error
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise SourceError(f"{MANIFEST} in {redact(self.root)!r} cannot be used: {error}. {_REPAIR}") from error
         if not is_url(self.root):
             for name, (expected, _) in manifest["files"].items():
@@ -286,19 +288,19 @@ class PackedSource(ListedSource):
 
     def _texts(self, name: str) -> Names:
         blob = self._array(f"index/{name}.bin", np.uint8)
-        ends = self._array(f"index/{name}.npy", np.int64, self.total + 1)
+        ends = self._array(f"index/{name}.npy", np.int64, self.sample_count + 1)
         return Names(share(torch.from_numpy(blob)), share(torch.from_numpy(ends)))
 
     def _column(self, name: str, dtype: Any) -> NDArray[Any]:
         """A column of the index: one value for each row."""
-        return np.concatenate([self._array(f"index/{size}.{name}.npy", dtype, self.total) for size in self.used])
+        return np.concatenate([self._array(f"index/{size}.{name}.npy", dtype, self.sample_count) for size in self.used])
 
     def _places(self, offsets: str, lengths: str) -> tuple[Tensor, Tensor]:
         """For each row: position and length of its image or mask in its file, in bytes."""
         begin, count = self._column(offsets, np.int64), self._column(lengths, np.int32)
         room = np.repeat([self.manifest["files"][name][0] for name in self._parts], np.diff(self._first.numpy()))
         if (outside := (begin < 0) | (count < 0) | (begin > room - count)).any():
-            size = self.used[int(outside.argmax()) // self.total]
+            size = self.used[int(outside.argmax()) // self.sample_count]
             raise SourceError(f"the index of size {size} in {redact(self.root)!r} points outside its files. {_REPAIR}")
         return share(torch.from_numpy(begin)), share(torch.from_numpy(count))
 
@@ -315,7 +317,7 @@ class PackedSource(ListedSource):
 
     def _read_objects(self) -> list[ObjectTable]:
         """The objects at each used size."""
-        bounds = self._array("index/object_bounds.npy", np.int64, self.total + 1)
+        bounds = self._array("index/object_bounds.npy", np.int64, self.sample_count + 1)
         counts, total = np.diff(bounds), int(bounds[-1])
         if bounds[0] or (counts < 0).any():
             raise SourceError(f"index/object_bounds.npy in {redact(self.root)!r} must ascend from 0. {_REPAIR}")
@@ -356,12 +358,14 @@ class PackedSource(ListedSource):
                 self._set_classes(class_mapping(names if classes is None else classes))
             return
         values = self._array("index/labels.npy", np.dtype(self.manifest["labels"]))
-        if len(values) != self.total:
+        if len(values) != self.sample_count:
             raise SourceError(f"index/labels.npy in {redact(self.root)!r} does not match {MANIFEST}. {_REPAIR}")
         self._set_labels(values, classes=classes, names=self.manifest["classes"])
 
     def _sizes_by_epoch(self, size: Any) -> list[tuple[int, Size]]:
         """Pairs (first epoch, size), sorted by epoch; the first epoch is 0."""
+        if self.augmented_by:
+            return list(enumerate(self.sizes))
         if size is None:
             return [(0, self.sizes[-1])]
         schedule: list[tuple[int, Size]] = []
@@ -393,7 +397,7 @@ def _place(places: tuple[Tensor, Tensor], row: int) -> tuple[int, int]:
     return begin, begin + int(counts.numpy()[row])
 
 
-def checksum(image: bytes | memoryview, *masks: bytes | memoryview) -> int:
+def sample_checksum(image: bytes | memoryview, *masks: bytes | memoryview) -> int:
     """Checksum of a sample's image and perhaps its mask, 0 .. 2**63 - 1."""
     # for images of 36 to 150 KiB, xxh3 takes 2 to 9 us, CRC32C 4 to 18 us, zlib's CRC32 13 to 55 us
     total = xxhash.xxh3_64_intdigest(image)
@@ -403,8 +407,14 @@ def checksum(image: bytes | memoryview, *masks: bytes | memoryview) -> int:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Parse the manifest; ValueError if it is wrong, or if it names files outside its folder."""
-    manifest = parse_manifest(data, KIND, VERSION)
+    """Parse the manifest; ValueError if its kind, version, checksum, sizes or file names are wrong."""
+    manifest = json.loads(data)
+    if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
+        raise ValueError(f"it was not written by `{KIND}`")
+    if manifest.get("version") != VERSION:
+        raise ValueError(f"its version is {manifest.get('version')!r}, but this gpuaug reads version {VERSION}")
+    if manifest.get("checksum") != checksum(manifest):
+        raise ValueError("its content does not match its checksum")
     sizes, names = manifest["sizes"], manifest["files"]
     if bad := [size for size in sizes if not re.fullmatch(rf"[0-9]+|{FULL}|epoch-[0-9]+", str(size))]:
         raise ValueError(f"it has sizes that are no numbers: {bad[:3]}")

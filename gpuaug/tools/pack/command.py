@@ -178,7 +178,7 @@ def pack(
     source = adapt(source)
     if faults.policy == "blank":
         raise ConfigError("`gpuaug pack` does not support `faults.policy=blank`. Set `faults.policy` to raise or drop.")
-    if getattr(source, "augmented", None) or getattr(source, "rows", 0) > getattr(source, "total", 0):
+    if getattr(source, "augmented_by", None) or getattr(source, "row_count", 0) > getattr(source, "sample_count", 0):
         raise ConfigError(
             "`source` must have one image per sample. Found: a packed source of several sizes or versions. Set one "
             "`source.size`, or pack the original source."

@@ -33,7 +33,7 @@ from gpuaug.source import runs
 from gpuaug.source.adapt import Source
 from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import FULL, MANIFEST, Size, checksum, parse, shard_name
+from gpuaug.source.packed import FULL, MANIFEST, Size, parse, sample_checksum, shard_name
 from gpuaug.tools.pack.targets import TargetPacker
 from gpuaug.tools.pack.versions import Versions
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
@@ -203,7 +203,7 @@ def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
         return parse(read_file(str(file)))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise SourceError(f"{file} cannot be used: {error}. Remove the folder and pack again.") from error
 
 
@@ -418,7 +418,7 @@ def _write_sample(
         data, shape = encoded[k]
         begin = _append(out, f"{name}.jpg", data)
         own = [] if masks is None else [masks[k]]
-        values = {"offsets": begin, "lengths": len(data), "checksums": checksum(data, *own), "shapes": shape}
+        values = {"offsets": begin, "lengths": len(data), "checksums": sample_checksum(data, *own), "shapes": shape}
         for mask in own:
             begin = _append(out, f"{name}.seg.{'runs' if mask.startswith(runs.MAGIC) else 'png'}", mask)
             values |= {"mask_offsets": begin, "mask_lengths": len(mask)}
