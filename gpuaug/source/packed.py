@@ -12,9 +12,9 @@ import operator
 import os
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -122,11 +122,12 @@ class PackedSource(ListedSource):
 
     def _start_reading(self) -> None:
         """Make what each process has for itself."""
-        self._opened = OrderedDict[str, mmap.mmap]()  # the file used last is the last
+        # batches that still refer to a file keep it mapped
+        self._open = lru_cache(MAPPED_FILES)(partial(_map, self.root, self.manifest["files"]))
         self._reads = bytearray(len(self._checksums))  # of each row since the last check of its checksum
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_opened", "_reads")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_reads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -239,20 +240,6 @@ class PackedSource(ListedSource):
     def _range(self, index: int) -> Range:
         name, begin, end = self._locate(index)
         return Range(join(self.root, name), begin, end - begin, self.manifest["files"][name][1])
-
-    def _open(self, name: str) -> mmap.mmap:
-        if name in self._opened:
-            self._opened.move_to_end(name)
-        else:
-            with open(os.path.join(self.root, name), "rb") as file:
-                # access beyond the end of a mapped file would kill the process
-                actual, expected = os.fstat(file.fileno()).st_size, self.manifest["files"][name][0]
-                if actual != expected:
-                    raise SourceError(f"{name} in {self.root!r} has {actual} bytes instead of {expected}. {_REPAIR}")
-                self._opened[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if len(self._opened) > MAPPED_FILES:
-                self._opened.popitem(last=False)  # batches that still refer to it keep it mapped
-        return self._opened[name]
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
@@ -388,6 +375,16 @@ class PackedSource(ListedSource):
 
 
 _REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again into a new folder."
+
+
+def _map(root: str, files: dict[str, list[Any]], name: str) -> mmap.mmap:
+    """Map a file of the folder into memory. ``files``: those of the manifest."""
+    with open(os.path.join(root, name), "rb") as file:
+        # access beyond the end of a mapped file would kill the process
+        actual, expected = os.fstat(file.fileno()).st_size, files[name][0]
+        if actual != expected:
+            raise SourceError(f"{name} in {root!r} has {actual} bytes instead of {expected}. {_REPAIR}")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _place(places: tuple[Tensor, Tensor], row: int) -> tuple[int, int]:

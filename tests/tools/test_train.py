@@ -279,36 +279,20 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         torch.save({**parts, "digest": digest(parts)}, bad)
 
     weight = next(iter(whole["model"]))
-    for changed in ({"steps": whole["steps"] + 1}, {"digest": None}, {"more": 1},
-                    {"model": {**whole["model"], weight: whole["model"][weight] + 1}}):  # fmt: skip
+    for changed in ({"steps": whole["steps"] + 1}, {"steps": 10**30}, {"sums": [1.0]}, {"digest": None}, {"more": 1},
+                    {"model": {**whole["model"], weight: whole["model"][weight] + 1}}, {"loader": 3}):  # fmt: skip
         torch.save({**whole, **changed}, bad)
         assert "was changed after `gpuaug train` wrote it" in refused(), changed
-    for part in ("model", "ema", "optimizer", "scaler", "loader", "classes", "sums", "steps", "history"):
-        torch.save({k: v for k, v in whole.items() if k != part}, bad)
-        assert f"`{part}`" in refused()
-    entry = whole["history"][0]
+    endless: list = []
+    endless.append(endless)
+    torch.save({**whole, "history": endless}, bad)
+    with monkeypatch.context() as few:
+        few.setattr("gpuaug.tools.train.checkpoint.LARGEST", 10_000)
+        assert "fewer than 10000 values" in refused()
     momentum = copy.deepcopy(whole["optimizer"])
     momentum["state"][0]["momentum_buffer"] = torch.zeros(3)
     for changed, said in (
-        ({"model": 3}, "is damaged: `model` is '3'. Resume from another checkpoint"),
-        ({"ema": 3}, "`ema` is '3'"),
         ({"ema": {}}, "was trained with averaged weights. Set `ema` to the value of that run."),
-        ({"optimizer": [1]}, "`optimizer`"),
-        ({"scaler": 3}, "`scaler`"),
-        ({"scaler": {"scale": "x"}}, "`scaler`"),
-        ({"loader": "x"}, "`loader`"),
-        ({"classes": 7}, "`classes`"),
-        ({"classes": [3]}, "`classes`"),
-        ({"sums": [1.0, 2.0]}, "`sums` is"),
-        ({"sums": [1.0, 2.0, "x"]}, "`sums`"),
-        ({"steps": "a"}, "`steps` is 'a'"),
-        ({"steps": -1}, "`steps`"),
-        ({"steps": 10**30}, "`steps` is '1000"),
-        ({"steps": True}, "`steps`"),
-        ({"history": 3}, "`history`"),
-        ({"history": [3]}, "`history`"),
-        ({"history": [{"epoch": 0}]}, "`history`"),
-        ({"history": [{**entry, "loss": "x"}]}, "`history`"),
         ({"optimizer": {}}, "another model or optimizer"),
         ({"optimizer": momentum}, "another model or optimizer"),
         ({"model": {3: 4}}, "another model or optimizer"),

@@ -108,15 +108,18 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
     report.values |= {"dropped": bad, "seconds": seconds}
     if (targets := manifest.get("targets")) is not None:
         report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))
-    if manifest["augmented"]:
-        report.add("epochs", manifest["augmented"]["epochs"], f"{manifest['augmented']['epochs']} augmented versions")
-    for size in manifest["sizes"]:
+    if augmented := manifest["augmented"]:
+        used = sum(bytes_ for bytes_, _ in manifest["files"].values())
+        report.add(
+            "epochs", augmented["epochs"], f"{augmented['epochs']} augmented versions, {used / 1e6:.1f} MB: {out}"
+        )
+    for size in () if augmented else manifest["sizes"]:
         used = sum(bytes_ for name, (bytes_, _) in manifest["files"].items() if name.startswith(f"{size}/"))
         report.add(
             f"size_{size}", used, f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
         )
     more = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
-    more = " and the same `augment` and `seed`" if manifest["augmented"] else more
+    more = " and the same `augment` and `seed`" if augmented else more
     report.add("read_it_with", out, f"source=packed source.root={out}{more}")
 
 

@@ -1,11 +1,9 @@
-"""Reads checkpoints of `gpuaug train` without executing their content, and checks each part."""
+"""Reads checkpoints of `gpuaug train` without executing their content, and checks their digest."""
 
 from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable
-from numbers import Real
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,6 +16,7 @@ from gpuaug.errors import StateError
 from gpuaug.files import check_regular
 
 VERSION = 3
+LARGEST = 10**7  # values; a list that contains itself never ends
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:
@@ -40,12 +39,6 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         raise StateError(
             f"`resume` must name a checkpoint of version {VERSION}. Found: version {version} in {str(file)!r}."
         )
-    for name, holds in _PARTS.items():
-        if not holds(part := parts.get(name, _MISSING)):
-            found = "is missing" if part is _MISSING else f"is {str(part)[:60]!r}"
-            raise StateError(
-                f"{file} is damaged: `{name}` {found}. Resume from another checkpoint, or start again with resume=null."
-            )
     found = digest({name: part for name, part in parts.items() if name != "digest"})
     if found != (written := parts.get("digest")):
         raise StateError(
@@ -56,9 +49,11 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
 
 
 def digest(parts: Any) -> str:
-    """Hash of dictionaries, lists, numbers, text and tensors, as hex."""
+    """Hash of dictionaries, lists, numbers, text and tensors, as hex. StateError if they have too many values."""
     total, todo = xxhash.xxh3_128(), [parts]
-    while todo:
+    for _ in range(LARGEST):
+        if not todo:
+            return total.hexdigest()
         value = todo.pop()
         if isinstance(value, Tensor):
             text = f"{value.dtype} {list(value.shape)}"
@@ -69,31 +64,4 @@ def digest(parts: Any) -> str:
         else:
             text = f"{type(value).__name__} {value!r}"
         total.update(text.encode())
-    return total.hexdigest()
-
-
-def _list_of(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
-
-
-def _is_epoch(entry: Any) -> bool:
-    names = {"epoch", "loss", "train_accuracy", "held_out_accuracy"}
-    return (
-        isinstance(entry, dict)
-        and {"epoch", "loss"} <= entry.keys() <= names
-        and _list_of(Real, [value for name, value in entry.items() if value is not None or name != "held_out_accuracy"])
-    )
-
-
-_MISSING = object()
-_PARTS: dict[str, Callable[[Any], bool]] = {  # for each part: is it what `Training.save` writes?
-    "model": lambda v: isinstance(v, dict),
-    "ema": lambda v: isinstance(v, dict | None),
-    "optimizer": lambda v: isinstance(v, dict),
-    "scaler": lambda v: isinstance(v, dict) and _list_of(str, [*v]) and _list_of(Real, [*v.values()]),
-    "loader": lambda v: isinstance(v, dict),
-    "classes": lambda v: v is None or _list_of(str, v),
-    "sums": lambda v: _list_of(Real, v) and len(v) == 3,
-    "steps": lambda v: type(v) is int and 0 <= v < 2**53,  # a float holds it exactly
-    "history": lambda v: _list_of(dict, v) and all(map(_is_epoch, v)),
-}
+    raise StateError(f"a checkpoint must have fewer than {LARGEST} values. Resume from another checkpoint.")
