@@ -73,15 +73,17 @@ def main(request: Request) -> int:
     before, source = finished(out), config.get("source")
     only_verify = settings.verify and before is not None and (source is None or OmegaConf.is_missing(source, "root"))
     if not only_verify:
-        decode, faults = config.get("decode"), config.get("faults")
+        parts = (config.get(name) for name in ("decode", "faults", "augment" if settings.epochs else ""))
+        decode, faults, augment = (None if part is None else request.build(part) for part in parts)
         begin = time.monotonic()
         manifest = pack(
             request.build(source),
             out,
             what=settings,
-            decode=Decode() if decode is None else request.build(decode),
-            faults=Faults() if faults is None else request.build(faults),
-            **({"augment": request.build(config.augment), "seed": config.get("seed", 0)} if settings.epochs else {}),
+            decode=decode,
+            faults=faults or Faults(),
+            augment=augment,
+            seed=config.get("seed", 0),
             num_workers=settings.num_workers,
             on=settings.on,
         )
