@@ -40,9 +40,9 @@ TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, ou
 LONGEST = [
     "profile", "remote", "train", "triton_kernels", "failures", "fuzz", "truth_batches", "recipe", "train_models",
     "plan", "pack_epochs", "gpu", "live", "plan_targets", "cache", "fitting_in", "docs", "decode", "read", "examples",
-    "pack", "fused", "doctor", "loader", "distributed", "shards", "config", "preview", "truth", "loader_targets",
-    "auto", "profile_targets", "bad_values", "bench_gpu", "progressive", "install", "parity", "notebooks", "site",
-    "coco",
+    "pack", "forged", "fused", "doctor", "loader", "distributed", "shards", "config", "preview", "truth",
+    "loader_targets", "auto", "profile_targets", "bad_values", "bench_gpu", "progressive", "install", "parity",
+    "notebooks", "site", "coco",
 ]  # fmt: skip
 
 

@@ -53,8 +53,8 @@ class Source(Protocol):
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
         first_row: ``source.first_row(epoch)`` is added to sample numbers before reading. So a source can have other
-            bytes in other epochs. ``row_count`` and
-            ``sample_count`` are then the numbers of its rows and samples.
+            bytes in other epochs. ``row_count`` and ``sample_count`` are then the numbers of its rows and samples.
+        augmented_by: the settings that made the images, if they are already augmented; see :class:`PackedSource`.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
 

@@ -151,7 +151,10 @@ class PackedSource(ListedSource):
             RuntimeError: if the size depends on the epoch, or the images are already augmented.
         """
         if self.augmented_by:
-            raise RuntimeError(f"the images in {self.root!r} are already augmented. Read them with a gpuaug.Loader.")
+            raise RuntimeError(
+                f"the images in {self.root!r} are already augmented, and depend on the epoch. Give this source itself, "
+                "or a torch Subset of it, to a gpuaug.Loader."
+            )
         _ = self.size  # raises RuntimeError if the size depends on the epoch
         return super().__getitem__(index)
 
