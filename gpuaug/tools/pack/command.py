@@ -275,7 +275,7 @@ def _write_index(job: Job) -> None:
     manifest = {
         "kind": KIND,
         "version": VERSION,
-        "format": job.what.format,
+        "format": job.what.form,
         "sizes": job.what.names,
         "samples": sum(shards),
         "shards": shards,
@@ -306,7 +306,7 @@ def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], l
             kind = COLUMNS.get(name.rpartition(".")[2])
             columns[name].append(values if kind is None else np.array(values, kind))  # lists take more memory
         for size, entry in note["files"].items():
-            written[shard_name(size, shard, job.what.format)] = entry
+            written[shard_name(size, shard, job.what.form)] = entry
         for number, stage, reason, *_ in note["faults"]:
             dropped.append({"key": job.source.key(number), "index": number, "stage": stage, "reason": reason})
     return columns, written, dropped

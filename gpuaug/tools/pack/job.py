@@ -59,7 +59,7 @@ class Pack:
     """What to write. ``conf/gpuaug/command/pack.yaml`` explains the keys."""
 
     epochs: int | None = None
-    format: Any = None  # a Format after `__post_init__`
+    format: Format | None = None
     sizes: Sequence[int] | int | None = None
     quality: int = 90
     subsampling: str = "4:2:0"
@@ -69,9 +69,8 @@ class Pack:
 
     def __post_init__(self) -> None:
         checks.whole_number("epochs", self.epochs, 1, 1000, optional=True)
-        object.__setattr__(self, "format", self.format or ("uint8" if self.epochs else "jpeg"))
-        checks.one_of("format", self.format, get_args(Format))
-        if self.epochs and (self.format != "uint8" or self.sizes is not None):
+        checks.one_of("format", self.form, get_args(Format))
+        if self.epochs and (self.form != "uint8" or self.sizes is not None):
             raise ConfigError(
                 "With `epochs`, `format` must be uint8, and `sizes` null: the crop of `augment` decides the size. "
                 f"Found: format={self.format}, sizes={self.sizes!r}."
@@ -93,6 +92,11 @@ class Pack:
         checks.one_of("interpolation", self.interpolation, get_args(Interpolation))
         checks.flag("pixel_centers", self.pixel_centers)
         checks.whole_number("samples", self.samples, 1)
+
+    @property
+    def form(self) -> Format:
+        """``format``, or its default."""
+        return ("uint8" if self.epochs else "jpeg") if self.format is None else self.format
 
     @property
     def names(self) -> list[Size]:
@@ -140,7 +144,7 @@ class Job:
         try:
             note: dict[str, Any] = read_json(self.note_file(shard))
             for name in self.what.names:
-                path = self.work / shard_name(name, shard, self.what.format)
+                path = self.work / shard_name(name, shard, self.what.form)
                 if path.stat().st_size != note["files"][str(name)][0]:
                     return None
         except (OSError, ValueError, LookupError, TypeError):  # damaged, or not written
@@ -157,12 +161,15 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """Everything that decides the written bytes, as JSON."""
         source, extra = self.source, getattr(self.source, "extra", None)
-        what = {field.name: getattr(self.what, field.name) for field in fields(Pack)} | {"sizes": self.what.names}
+        what = {field.name: getattr(self.what, field.name) for field in fields(Pack)} | {
+            "sizes": self.what.names,
+            "format": self.what.form,
+        }
         del what["pixel_centers"]  # stored in `targets` if keypoints need it
         if self.augment is not None:
             what["augmented"] = self.augmented
             what["backends"] = [view.augment.backend for view in self.augment.views]
-        if self.what.format == "uint8":
+        if self.what.form == "uint8":
             del what["quality"], what["subsampling"]
         return {
             "source": source.digest(),
@@ -239,7 +246,7 @@ class Packer:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._decoder = job.decode.open("cpu", accept_truncated=job.truncated)
-        raw = job.what.format == "uint8"
+        raw = job.what.form == "uint8"
         self._targets = None if job.targets is None else TargetPacker(job.targets, self._decoder, raw=raw)
         self._versions = None if job.augment is None else Versions(job.augment, job.seed, count=len(job.what.names))
         self._reader = Reader(job.source, num_workers=0, targets=() if self._targets is None else self._targets.kinds)
@@ -253,7 +260,7 @@ class Packer:
         If bad samples are not dropped, the first batch with a bad sample stops the work, and the shard gets no note.
         """
         job, numbers = self.job, self.job.numbers(shard)
-        paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
+        paths = {name: job.work / shard_name(name, shard, job.what.form) for name in job.what.names}
         columns, faults = defaultdict[str, list[Any]](list), list[list[Any]]()
         columns |= {"keys": [], "extra": [], "labels": []}  # also if all samples of the shard are bad
         try:
@@ -341,7 +348,7 @@ class Packer:
         for windows, canvases in views:
             height, width = windows.resized[row].tolist()
             pixels = canvases[row, :height, :width].numpy()
-            if what.format == "uint8":
+            if what.form == "uint8":
                 made = header.raw_header(height, width) + pixels.tobytes()
             elif (height, width) == original:
                 made = data.tobytes()
