@@ -53,6 +53,10 @@ class CocoSource(FileSource):
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
+    Attributes:
+        image_ids: int64 [N], ``images[].id`` of each sample.
+        category_ids: int64 [C], ``categories[].id`` of each label; -1 for a class of ``classes`` that the file lacks.
+
     Raises:
         SourceError: if a file cannot be read, is damaged, or contradicts itself.
 
@@ -99,7 +103,9 @@ class CocoSource(FileSource):
         if not len(kept):
             raise SourceError(f"no image in {redact(place)!r} has objects, and `source.empty` is drop.")
         self._names = Names.of([[parsed.names[i] for i in kept.tolist()]])
-        self.image_ids = share(torch.from_numpy(parsed.image_ids[kept]))  # int64 [N]
+        self.image_ids = share(torch.from_numpy(parsed.image_ids[kept]))
+        ids = dict(zip(parsed.categories, parsed.category_ids.tolist(), strict=True))
+        self.category_ids = share(torch.tensor([ids.get(name, -1) for name in self.classes or ()], dtype=torch.int64))
         self._files = Files(self.root, self._names, self._storage)
         self._outlines = None
         if self.masks == "instances":

@@ -65,6 +65,7 @@ class Annotations:
     counts: Int64  # [N], number of objects in each image
     columns: dict[str, Any]  # columns of an ObjectTable, [M, ...] or None; `labels` are positions in `categories`
     categories: list[str]  # names, by ascending id
+    category_ids: Int64
     points: list[str]  # names of the K keypoints
     skeleton: tuple[tuple[int, int], ...]  # pairs of keypoint indices
     outlines: Iterable[Any]  # value of `segmentation` of each object; can be read only once
@@ -130,6 +131,7 @@ def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
         counts=np.bincount(owners, minlength=len(images_of)),
         columns=columns,
         categories=categories["name"],
+        category_ids=categories_of,
         points=points,
         skeleton=_skeleton(map(later, categories["skeleton"]), len(points)),
         outlines=[] if not outlines else (later(outlines[i]) for i in order.tolist()),

@@ -188,7 +188,7 @@ def pack(
             "`source` must have one image per sample. Found: a packed source of several sizes or versions. Set one "
             "`source.size`, or pack the original source."
         )
-    targets = describe(source, pixel_centers=what.pixel_centers)
+    targets = describe(source, pixel_centers=what.pixel_centers, orientation=what.orientation, colors=what.colors)
     if what.epochs:
         check_recipe(augment, targets)
     store.refuse_reduced(decode)

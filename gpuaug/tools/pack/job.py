@@ -34,6 +34,8 @@ from gpuaug.source.adapt import Source
 from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, MANIFEST, Size, parse, sample_checksum, shard_name
+from gpuaug.targets.colors import color_table
+from gpuaug.targets.rules import Orientation
 from gpuaug.tools.pack.targets import TargetPacker
 from gpuaug.tools.pack.versions import Versions
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
@@ -65,6 +67,8 @@ class Pack:
     subsampling: str = "4:2:0"
     interpolation: Interpolation = "bicubic"
     pixel_centers: bool = True
+    orientation: Orientation = "displayed"
+    colors: Any = None
     samples: int = 1000
 
     def __post_init__(self) -> None:
@@ -91,6 +95,9 @@ class Pack:
         checks.one_of("subsampling", self.subsampling, subsampling, hint=" In YAML it needs quotes.")
         checks.one_of("interpolation", self.interpolation, get_args(Interpolation))
         checks.flag("pixel_centers", self.pixel_centers)
+        checks.one_of("orientation", self.orientation, get_args(Orientation))
+        if self.colors is not None:
+            object.__setattr__(self, "colors", color_table(self.colors, key="colors"))
         checks.whole_number("samples", self.samples, 1)
 
     @property
@@ -161,11 +168,9 @@ class Job:
     def describe(self) -> dict[str, Any]:
         """Everything that decides the written bytes, as JSON."""
         source, extra = self.source, getattr(self.source, "extra", None)
-        what = {field.name: getattr(self.what, field.name) for field in fields(Pack)} | {
-            "sizes": self.what.names,
-            "format": self.what.form,
-        }
-        del what["pixel_centers"]  # stored in `targets` if keypoints need it
+        what = {field.name: getattr(self.what, field.name) for field in fields(Pack)}
+        what |= {"sizes": self.what.names, "format": self.what.form}
+        del what["pixel_centers"], what["orientation"], what["colors"]  # stored in `targets`
         if self.augment is not None:
             what["augmented"] = self.augmented
             what["backends"] = [view.augment.backend for view in self.augment.views]
@@ -247,7 +252,7 @@ class Packer:
         self.job = job
         self._decoder = job.decode.open("cpu", accept_truncated=job.truncated)
         raw = job.what.form == "uint8"
-        self._targets = None if job.targets is None else TargetPacker(job.targets, self._decoder, raw=raw)
+        self._targets = None if job.targets is None else TargetPacker(job.targets, job.source, self._decoder, raw=raw)
         self._versions = None if job.augment is None else Versions(job.augment, job.seed, count=len(job.what.names))
         self._reader = Reader(job.source, num_workers=0, targets=() if self._targets is None else self._targets.kinds)
 
