@@ -22,8 +22,8 @@ log = logging.getLogger("gpuaug")
 
 # attributes that a MapSource takes from its object
 OPTIONAL = (
-    "category_ids", "flip_pairs", "label", "mapped", "mask_path", "num_keypoints", "objects_digest", "panoptic",
-    "prefetch", "read_many", "stored", "target_kinds", "zero_copy",
+    "augmented_by", "category_ids", "first_row", "flip_pairs", "label", "mapped", "mask_path", "num_keypoints",
+    "objects_digest", "panoptic", "prefetch", "read_many", "row_count", "sample_count", "target_kinds", "zero_copy",
 )  # fmt: skip
 
 
@@ -54,6 +54,9 @@ class Source(Protocol):
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         mask_path: ``source.mask_path(i)`` is the path of the mask of a sample, for messages; None if it has no file.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
+        first_row: ``source.first_row(epoch)`` is added to sample numbers before reading. So a source can have other
+            bytes in other epochs. ``row_count`` and ``sample_count`` are then the numbers of its rows and samples.
+        augmented_by: the settings that made the images, if they are already augmented; see :class:`PackedSource`.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
 
