@@ -83,7 +83,7 @@ class CachedSource(SourceView):
 
     def __init__(self, source: Source, settings: RamCache) -> None:
         super().__init__(source)
-        self.settings = settings
+        self.settings, self.thread_safe = settings, bool(getattr(source, "thread_safe", False))
         self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
         name = ""
