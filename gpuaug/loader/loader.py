@@ -73,6 +73,8 @@ class Loader(AsItIs):
         memory_format: contiguous_format or channels_last.
         num_workers: number of processes that read bytes. 0: this process reads. None: 0 for memory-mapped sources, else
             half of this rank's share of the cores, limited to 1..4.
+        read_threads: maximum number of reads at a time in each of these processes. Threads are used only if the source
+            is ``thread_safe`` (see :class:`gpuaug.source.adapt.Source`), from a read on that waits for its storage.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
             is requested.
         timeout: seconds to wait for one batch of bytes; then :class:`~gpuaug.ReadError` is raised.
@@ -138,6 +140,7 @@ class Loader(AsItIs):
         dtype: str | torch.dtype = torch.float32,
         memory_format: str | torch.memory_format = torch.contiguous_format,
         num_workers: int | None = None,
+        read_threads: int = 16,
         prefetch: int = 2,
         timeout: float = 120.0,
         start_method: str | None = None,
@@ -170,11 +173,11 @@ class Loader(AsItIs):
         self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self._rank, self._world_size = rank, world_size
-        self.pipeline = self._build(cache, timeout=timeout, start_method=start_method)
+        self.pipeline = self._build(cache, timeout=timeout, start_method=start_method, read_threads=read_threads)
         finalize(self, self.pipeline.close)
         self.augment.to(self.device)
 
-    def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
+    def _build(self, cache: Any, **reading: Any) -> Pipeline:
         rows: Any = getattr(self.source, "by_epoch", None)  # set if the source's bytes depend on the epoch
         encoded: Any = self.source if rows is None else rows
         stage: Stage
@@ -201,9 +204,8 @@ class Loader(AsItIs):
             reader=Reader(
                 encoded,
                 num_workers=self.num_workers,
-                timeout=timeout,
-                start_method=start_method,
                 targets=() if self.targets is None else self.targets.names,
+                **reading,
             ),
             stage=stage,
             mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),

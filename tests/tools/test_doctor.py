@@ -433,12 +433,12 @@ def test_versions_are_held_against_the_ranges(monkeypatch: pytest.MonkeyPatch) -
     from packaging.specifiers import SpecifierSet
 
     monkeypatch.setattr(machine, "package_version", lambda package: None if package == "kornia" else "1.0")
-    monkeypatch.setattr(command, "required_ranges", lambda: {"torch": SpecifierSet(">=2.11,<2.14")})
+    monkeypatch.setattr(command, "required_ranges", lambda: {"torch": SpecifierSet(">=2.11,<2.16")})
     found = {f.name: f for f in command.versions()}
     assert found["kornia"].status == command.BROKEN
     assert "pip install kornia" in found["kornia"].advice
     assert found["torch"].status == command.SLOW
-    assert "<2.14,>=2.11" in found["torch"].advice
+    assert "<2.16,>=2.11" in found["torch"].advice
     assert found["pillow"].status == command.OK
 
 

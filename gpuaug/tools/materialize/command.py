@@ -433,6 +433,7 @@ def _arguments(loader: Loader, *, final: bool) -> dict[str, Any]:
         "dtype": loader.dtype if final else torch.float32,
         "timeout": reader.timeout,
         "start_method": reader.start_method,
+        "read_threads": reader.read_threads,
         "rank": 0,
         "world_size": 1,
     }

@@ -309,7 +309,7 @@ class Profiler(contextlib.ExitStack):
         return {"whole": spent}
 
     def _reader(self, source: Any, workers: int, targets: Sequence[str] = ()) -> Reader:
-        how: dict[str, Any] = {"timeout": self.reader.timeout, "start_method": self.reader.start_method}
+        how: dict[str, Any] = {name: getattr(self.reader, name) for name in ("timeout", "start_method", "read_threads")}
         return Reader(source, num_workers=workers, targets=targets, **how)
 
     # -- the effect of a change --
