@@ -18,10 +18,10 @@ from torch import Tensor
 
 from gpuaug import checks
 from gpuaug.batch import EncodedBatch
-from gpuaug.errors import ConfigError, ReadError, SourceError
+from gpuaug.errors import ConfigError, SourceError
 from gpuaug.read.ends import finalize
 from gpuaug.read.order import Task
-from gpuaug.read.samples import PICKLABLE, THREADS, EndedError, Rest, Samples, is_over, offsets_of, packed
+from gpuaug.read.samples import PICKLABLE, THREADS, EndedError, Rest, Samples, is_over, join, offsets_of, packed
 from gpuaug.read.workers import TIMEOUT_S, Planned, Workers, raised
 from gpuaug.source.adapt import adapt
 from gpuaug.source.index import share
@@ -172,13 +172,8 @@ class Reader:
             received = None if self._workers is None else self._workers.receive(ended)
         except EndedError:
             return None
-        except BaseException as error:
-            asked = None if self._workers is None else self._workers.first_asked()
+        except BaseException:
             self._stop(kill=True)  # an interrupted wait may have lost a batch
-            if isinstance(error, ReadError) and asked is not None:
-                i = int(asked[0][0])
-                at = f"The missing batch begins with sample {i} ({self.source.key(i)!r})."
-                raise ReadError(f"{error} {at}") from None
             raise
         if received is None:
             return None
@@ -219,12 +214,7 @@ def _joined(encoded: list[memoryview], rest: Rest) -> dict[str, Any]:
     pieces, rows, pickled = packed(encoded, rest)
     encoded.clear()
     data = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device="cpu")
-    target, begin = data.numpy().data, 0
-    pieces.reverse()
-    while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
-        piece = pieces.pop()
-        target[begin : begin + len(piece)] = piece
-        begin += len(piece)
+    join(pieces, data.numpy().data)
     return _parts(data, rows, pickled)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpuaug.read.samples import join
 from gpuaug.source.shared_memory import SUPPORTED
 
 SLOT_BYTES = 1 << 36  # distance of slots; a page of the file takes memory only after a write
@@ -45,14 +46,9 @@ class Ring:
     # -- in a worker
 
     def write(self, slot: int, pieces: list[Any]) -> int:
-        """Write the pieces one after the other and return their total size. ``pieces`` is empty afterwards."""
-        size, begin = sum(map(len, pieces)), 0
-        target = memoryview(self._map(slot, size))  # `os.pwrite` takes 4 instead of 1 us for 36 KiB
-        pieces.reverse()
-        while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
-            piece = pieces.pop()
-            target[begin : begin + len(piece)] = piece
-            begin += len(piece)
+        """Join the pieces in the slot and return their total size. ``pieces`` is empty afterwards."""
+        size = sum(map(len, pieces))
+        join(pieces, memoryview(self._map(slot, size)))  # `os.pwrite` takes 4 instead of 1 us for 36 KiB
         return size
 
     # -- in the reading process

@@ -216,6 +216,16 @@ def packed(encoded: list[memoryview], rest: Rest) -> tuple[list[Any], int, int]:
     return [offsets_of(encoded).tobytes(), pickled, *encoded], len(encoded), len(pickled)
 
 
+def join(pieces: list[Any], target: memoryview) -> None:
+    """Copy the pieces into ``target``, one after the other. ``pieces`` is empty afterwards."""
+    begin = 0
+    pieces.reverse()
+    while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
+        piece = pieces.pop()
+        target[begin : begin + len(piece)] = piece
+        begin += len(piece)
+
+
 def offsets_of(encoded: list[memoryview]) -> NDArray[np.int64]:
     return np.cumsum([0, *map(len, encoded)], dtype=np.int64)
 

@@ -32,7 +32,7 @@ from gpuaug.read.samples import EndedError, Samples, is_over, packed
 
 TIMEOUT_S = 2.0  # for all workers to end, before they are killed
 POLL_S = 0.2  # after this time a wait looks whether a worker is dead or the iterator has ended
-HELD = 8  # batches that may stay in the ring while later stages use them; further ones are copied
+HELD = 4  # batches that may stay in the ring while headers are read and pixels decoded; further ones are copied
 
 _owned = weakref.WeakSet["Workers"]()  # those of this process
 _of_parent: list[Any] = []  # iterators of the parent; if a forked child freed them, they would end the parent's workers
@@ -78,7 +78,7 @@ class Workers:
         prefetch_factor: int,
         start_method: str | None,
     ) -> None:
-        self.timeout = timeout
+        self.timeout, self._source = timeout, samples.source
         self._ring = Ring(num_workers * prefetch_factor + 1 + HELD)
         # Workers take turns, so a worker's next batch is `num_workers` places later.
         lookahead = num_workers if callable(getattr(samples.source, "prefetch", None)) else 0
@@ -121,8 +121,8 @@ class Workers:
 
     def begin(self, generation: int, tasks: Iterator[Planned]) -> None:
         """Read ``tasks`` from now on. What the workers still read for earlier iterators is dropped."""
-        self._check_alive()
         self._requests.begin(generation, tasks)
+        self._check_alive()
 
     def receive(self, ended: Callable[[], bool]) -> tuple[Task, Tensor, Answer] | None:
         """The next task, the bytes of its slot and its answer; None at the end.
@@ -140,14 +140,14 @@ class Workers:
                     raise requests.error
                 return None
             answer = self._answer(ended)
-            requests.sent.popleft()
             if answer.serial != serial:
-                raise ReadError("an interrupt has lost a batch of the reading workers.")
+                raise self._lost("an interrupt has lost a batch of the reading workers.")
+            if current and answer.failure:
+                raise self._lost(answer.failure)
+            requests.sent.popleft()
             if slot is None or task is None or not current or not answer.size:
                 if slot is not None:
                     ring.release(slot)
-                if current and answer.failure:
-                    raise ReadError(answer.failure)
                 continue
             data = ring.view(slot, answer.size)
             if not ring.free:  # the next request needs a slot
@@ -158,27 +158,31 @@ class Workers:
         deadline = time.monotonic() + self.timeout
         while not ended():
             try:
-                return next(self._answers)
+                answer: Answer = next(self._answers)
+                return answer
             except RuntimeError as error:
                 self._check_alive()
                 if "timed out" not in str(error):  # for example from the signal handler of another DataLoader
                     raise
                 if time.monotonic() > deadline:
-                    raise ReadError(
+                    raise self._lost(
                         f"the reading workers gave no batch for {self.timeout:g} s. If the storage is slow or "
                         "unreachable, raise `timeout` or `num_workers`."
                     ) from None
         raise EndedError
 
-    def first_asked(self) -> Task | None:
-        """The first task of the current iterator that has no answer."""
-        sent = self._requests.sent
-        return next((task for _, generation, task, _ in sent if generation == self._requests.generation), None)
+    def _lost(self, reason: str) -> ReadError:
+        """The error for the first batch of the current iterator that is missing."""
+        for _, generation, task, _ in self._requests.sent:
+            if generation == self._requests.generation and task is not None:
+                i = int(task[0][0])
+                return ReadError(f"{reason} The missing batch begins with sample {i} ({self._source.key(i)!r}).")
+        return ReadError(reason)
 
     def _check_alive(self) -> None:
         for process in self._context.started:
             if not process.is_alive():
-                raise ReadError(_death(process))
+                raise self._lost(_death(process))
 
     def stop(self, *, kill: bool) -> None:
         """End all workers within seconds."""
