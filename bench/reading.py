@@ -27,8 +27,8 @@ from gpuaug.read.reader import Reader
 from gpuaug.source import FolderSource
 
 BATCH = 64
-DELAYS_MS = (0.0, 0.2, 0.5, 1.0, 5.0, 50.0)
-COMBINATIONS = [(0, 1), (0, 16), (1, 1), (1, 2), (1, 4), (1, 16), (1, 64), (2, 1), (2, 16), (4, 16)]  # workers, threads
+DELAYS_MS = (0.0, 0.2, 1.0, 5.0, 50.0)
+COMBINATIONS = [(0, 1), (0, 16), (1, 1), (1, 4), (1, 16), (2, 1), (2, 4), (2, 16), (4, 16)]  # workers, threads
 
 
 class Delayed(FolderSource):

@@ -61,11 +61,11 @@ REMEDIES = {  # finding: advice if it is a warning or BROKEN
     "cxx-compiler.",
     "compiled on the GPU": "Set augment.backend=kornia. It needs no compiler, but is many times slower.",
     "start methods": "Set start_method to a method that works, or num_workers=0 to read in the training process.",
-    "shared memory": "Workers pass batches through /dev/shm. If /dev/shm is full, workers die with a bus error. In "
-    "Docker, start with --shm-size=8g or --ipc=host. In Kubernetes, mount an emptyDir of medium Memory. Otherwise "
-    "lower num_workers or batch_size, or set num_workers=0 to read without workers.",
-    "open files": "Every batch that a worker passes on is an open file. A run with too many open files fails: `Too "
-    "many open files`. Run `ulimit -n {files}` before you start the training.",
+    "shared memory": "All processes share the list of a source's samples in /dev/shm. If /dev/shm is full, each worker "
+    "has a copy, or cannot start. In Docker, start with --shm-size=1g or --ipc=host. In Kubernetes, mount an emptyDir "
+    "of medium Memory.",
+    "open files": "Workers, and batches on their way from them, are open files. A run with too many fails: `Too many "
+    "open files`. Run `ulimit -n {files}` before you start the training.",
     "CPUs": "OpenMP counts all CPUs and ignores this limit. With too many threads, the kernel slows all threads down. "
     "Set decode.num_threads={threads} num_workers={workers} and OMP_NUM_THREADS={threads}.",
     "memory": "Little memory is left. If memory runs out, the kernel kills processes without a message, also workers. "
@@ -74,10 +74,10 @@ REMEDIES = {  # finding: advice if it is a warning or BROKEN
     "its tests. Set XDG_CACHE_HOME to a folder that can be written.",
 }
 # Limits, below which a finding is BROKEN (LEAST) or a warning (ENOUGH). Python with DALI and eight threads opens about
-# 60 files, and torch opens a file for every batch in transit. A batch of 64 photographs of 110 KB has 7 MB, and each
-# worker has two batches in shared memory.
+# 60 files, and each worker about six more. A source of a million files has about 50 MB in /dev/shm. Batches are not
+# there, but in memory without a name (memfd).
 FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
-SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
+SHARED_LEAST, SHARED_ENOUGH = 2**20, 64 * 2**20
 MEMORY_ENOUGH = 2 * 2**30
 
 
