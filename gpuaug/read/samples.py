@@ -153,22 +153,14 @@ class Samples:
 
     def _in_threads(self, left: deque[int], stale: Callable[[], bool]) -> list[Any]:
         """Take samples from ``left`` and return their items. Stops after a large image, to hold few of them."""
-        rows, items = enumerate([*left]), dict[int, Any]()
-        lock = threading.Lock()
+        numbers, items = [*left], dict[int, Any]()
+        rows = iter(range(len(numbers)))  # no two threads get the same row of it
 
         def work() -> None:
-            while True:
-                with lock:
-                    row, number = next(rows, (-1, -1))
-                if row < 0:
-                    return
-                items[row] = item = self._item(number, stale)
-                if _is_large(item):
-                    stop()
-
-        def stop() -> None:
-            with lock:
-                deque(rows, maxlen=0)
+            for row in rows:
+                items[row] = self._item(numbers[row], stale)
+                if _is_large(items[row]):
+                    deque(rows, maxlen=0)  # takes the other rows
 
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.threads, len(left)))]
         try:
@@ -176,9 +168,11 @@ class Samples:
                 thread.start()
             for thread in threads:
                 thread.join()
-        finally:  # also after an interrupt
-            stop()
-        return [items[row] for row in range(len(items)) if left.popleft() >= 0]
+        finally:
+            deque(rows, maxlen=0)  # after an interrupt
+        for _ in items:
+            left.popleft()
+        return [items[row] for row in range(len(items))]
 
     def _item(self, number: int, stale: Callable[[], bool]) -> Any:
         try:

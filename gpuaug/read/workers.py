@@ -254,9 +254,7 @@ class _Sender:
         try:
             return Answer(request.serial, rows, pickled, self.ring.write(request.slot, pieces))
         except OSError as error:
-            return Answer(
-                request.serial, failure=f"a batch cannot be written to shared memory: {error}. {remedy(error)}"
-            )
+            return Answer(request.serial, failure=f"no shared memory for a batch: {error}. {remedy(error)}")
 
 
 def raised(data: Tensor) -> BaseException:
@@ -344,10 +342,8 @@ def remedy(error: Exception) -> str:
     """Advice for an error that the lack of a resource caused."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         return "Allow more open files (`ulimit -n`), or lower `num_workers`."
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.ENOMEM):
-        return (
-            "Memory or /dev/shm is full: enlarge it (`docker run --shm-size`), or lower `num_workers` or `batch_size`."
-        )
+    if getattr(error, "errno", None) == errno.ENOSPC:
+        return "/dev/shm may be full: enlarge it (`docker run --shm-size`), or lower `num_workers`."
     return "Lower `num_workers`; 0 reads in this process."
 
 
