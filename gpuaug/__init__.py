@@ -53,7 +53,6 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time, `__getattr
     from gpuaug.source.coco import CocoSource as CocoSource
     from gpuaug.source.folder import FolderSource as FolderSource
     from gpuaug.source.masks import MaskFolderSource as MaskFolderSource
-    from gpuaug.source.materialized import MaterializedSource as MaterializedSource
     from gpuaug.source.packed import PackedSource as PackedSource
     from gpuaug.source.parquet import ParquetSource as ParquetSource
     from gpuaug.source.remote.storage import Remote as Remote
@@ -66,7 +65,6 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time, `__getattr
     from gpuaug.targets.rules import Keypoints as Keypoints
     from gpuaug.targets.rules import Masks as Masks
     from gpuaug.targets.rules import Targets as Targets
-    from gpuaug.tools.materialize.command import Materialize as Materialize
     from gpuaug.tools.preview.drawing import preview as preview
     from gpuaug.tools.preview.notebook import preview_widgets as preview_widgets
 
@@ -93,7 +91,6 @@ _NAMES = {  # module: its public names
     "gpuaug.source.cache": "RamCache",
     "gpuaug.source.coco": "CocoSource",
     "gpuaug.source.folder": "FolderSource",
-    "gpuaug.source.materialized": "MaterializedSource",
     "gpuaug.source.packed": "PackedSource",
     "gpuaug.source.parquet": "ParquetSource",
     "gpuaug.source.remote.storage": "Remote",
@@ -104,7 +101,6 @@ _NAMES = {  # module: its public names
     "gpuaug.source.yolo": "YoloSource",
     "gpuaug.targets.batch": "BatchTargets",
     "gpuaug.targets.rules": "Boxes Keypoints Masks Targets",
-    "gpuaug.tools.materialize.command": "Materialize",
     "gpuaug.tools.preview.notebook": "preview_widgets",
     "gpuaug.tools.preview.drawing": "preview",
 }

@@ -86,7 +86,7 @@ class Ring:
 
 def _unnamed_file(size: int) -> int:
     if SUPPORTED:
-        fd = os.memfd_create("gpuaug-ring", os.MFD_CLOEXEC)
+        fd = os.memfd_create("batches", os.MFD_CLOEXEC)
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())

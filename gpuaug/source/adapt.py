@@ -22,8 +22,9 @@ log = logging.getLogger("gpuaug")
 
 # attributes that a MapSource takes from its object
 OPTIONAL = (
-    "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "prefetch", "read_many", "stored",
-    "target_kinds", "thread_safe", "zero_copy",
+    "augmented_by", "first_row", "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic",
+    "prefetch", "read_many", "row_count", "sample_count", "target_kinds", "thread_safe",
+    "zero_copy",
 )  # fmt: skip
 
 
@@ -54,6 +55,9 @@ class Source(Protocol):
         flip_pairs: for each keypoint, the number of its mirror image.
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
+        first_row: ``source.first_row(epoch)`` is added to sample numbers before reading. So a source can have other
+            bytes in other epochs. ``row_count`` and
+            ``sample_count`` are then the numbers of its rows and samples.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
 

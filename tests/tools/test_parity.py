@@ -397,8 +397,8 @@ def test_help_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "samples: 8" in capsys.readouterr().out
 
 
-def test_packed_and_materialized_pixels(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Packed ones are compared from the crop on; materialized ones are refused with what to do instead."""
+def test_packed_pixels(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are compared from the crop on; augmented ones are refused with what to do instead."""
     few = [f"source.root={photos}", "source.subset=4", "num_workers=0"]
     assert main(["pack", *few[:2], f"out={tmp_path}/packed", "format=uint8", "sizes=[48,64]", "num_workers=0"]) == 0
     words = ["parity", "samples=2", f"out={tmp_path}/p.png"]
@@ -408,6 +408,6 @@ def test_packed_and_materialized_pixels(photos: Path, tmp_path: Path, capsys: py
     assert main([*words, *by_epoch]) == 0
     assert main(["preview", f"out={tmp_path}/p.png", *by_epoch]) == 0
     assert main(["preview", f"out={tmp_path}/p.png", *by_epoch, "show=operations"]) == 0
-    assert main(["materialize", *few, f"out={tmp_path}/epochs"]) == 0
-    assert main([*words, "source=materialized", f"source.root={tmp_path}/epochs"]) == 2
+    assert main(["pack", *few, "epochs=1", f"out={tmp_path}/epochs"]) == 0
+    assert main([*words, "source=packed", f"source.root={tmp_path}/epochs"]) == 2
     assert "source=folder" in capsys.readouterr().err

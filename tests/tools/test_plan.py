@@ -102,12 +102,12 @@ def test_row_groups_of_parquet_are_in_the_bound_of_every_worker(photos: Path, tm
 
 
 def test_stored_pixels_have_the_size_that_was_stored(photos: Path, tmp_path: Path) -> None:
-    recipe = ["augment=simclr", "device=cpu"]
-    assert main(["materialize", f"source.root={photos}", f"out={tmp_path}/epochs", "store=final", *recipe]) == 0
-    with build(photos, "source=materialized", f"source.root={tmp_path}/epochs", *recipe) as loader:
+    words = ["epochs=1", "augment=simclr", "source.subset=20", "num_workers=0"]
+    assert main(["pack", f"source.root={photos}", f"out={tmp_path}/epochs", *words]) == 0
+    with build(photos, "source=packed", f"source.root={tmp_path}/epochs", "augment=simclr", "device=cpu") as loader:
         bound = predict.upper_bound(loader)
-    assert bound.image == 2 * 3 * 224 * 224 * 4
-    assert bound.ready == 16 * bound.image
+    assert bound.image == 16 + 2 * 3 * 224 * 224
+    assert bound.ready == 16 * 4 * 2 * 3 * 224 * 224
 
 
 def test_sizes_are_those_of_the_files(photos: Path) -> None:

@@ -561,18 +561,17 @@ def test_loaders_of_all_kinds(overrides: tuple[str, ...], photos: Path) -> None:
         assert len(next(iter(loader)))  # it still runs
 
 
-def test_packed_and_materialized(photos: Path, tmp_path: Path) -> None:
+def test_packed_images(photos: Path, tmp_path: Path) -> None:
     few = f"source.root={tmp_path / 'few'}"
     for file in sorted(photos.rglob("00[0-3].jpg")):
         copy = tmp_path / "few" / file.relative_to(photos)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.symlink_to(file)
-    common = [few, "device=cpu", "num_workers=0"]
     assert main(["pack", few, f"out={tmp_path / 'p'}", "format=uint8", "sizes=[48]", "num_workers=0"]) == 0
     recipe = ["augment=flip", "augment.crop.size=32"]
-    assert main(["materialize", *common, *recipe, f"out={tmp_path / 'm'}", "epochs=1"]) == 0
-    for kind, root, workers in (("packed", tmp_path / "p", 1), ("materialized", tmp_path / "m", 0)):
-        words = [f"source={kind}", f"source.root={root}", f"num_workers={workers}", "device=cpu", "batch_size=8"]
+    assert main(["pack", few, "num_workers=0", *recipe, f"out={tmp_path / 'm'}", "epochs=1"]) == 0
+    for root, workers in ((tmp_path / "p", 1), (tmp_path / "m", 0)):
+        words = ["source=packed", f"source.root={root}", f"num_workers={workers}", "device=cpu", "batch_size=8"]
         with gpuaug.build(gpuaug.compose("train", [*words, *recipe])) as loader:
             found, verdict = judged(loader, repeats=1, seconds=0.02)
             sensible(found, verdict)

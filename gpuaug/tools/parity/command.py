@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from gpuaug import checks
 from gpuaug.display.sheet import Cell, Row, printable, scaled, sheet
 from gpuaug.errors import ConfigError
-from gpuaug.source.materialized import MaterializedSource
 from gpuaug.tools.parity import targets
 from gpuaug.tools.parity.differences import Difference, Parity, Worst
 from gpuaug.tools.parity.pixels import BARE, UINT8, compare
@@ -46,10 +45,10 @@ def main(request: Request) -> int:
     out = png(settings.out, "out")
     report = Report(file=settings.json)
     with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # workers would not change the pixels
-        if isinstance(loader.source, MaterializedSource):
+        if getattr(loader.source, "augmented_by", None):
             raise ConfigError(
-                "`source` must have encoded images or packed pixels. Found: materialized epochs, which are already "
-                "decoded and augmented. Compare the original images: source=folder source.root=DIR."
+                "`source` must have images to augment. Found: a packed source of augmented images. Compare "
+                "the original images: source=folder source.root=DIR."
             )
         indices = chosen(loader.source, settings.indices, count=settings.samples)
         parity = compare(loader, indices=indices, epoch=settings.epoch)

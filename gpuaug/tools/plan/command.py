@@ -262,21 +262,20 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
     tasks = [(order.indices[c], order.repeats[c], torch.ones(len(c), dtype=torch.bool)) for c in chunks]
     images, faults, bytes_read, pixels, largest, epoch = 0, 0, 0, 0.0, 0.0, loader.epoch
     later = [first for first in loader.augment.stages if first > epoch]
-    stored = getattr(loader.source, "stored", None)
-    views = [] if stored is None else [tuple(view["size"]) for view in stored.manifest["views"]]
+    views: list[tuple[int, int]] = []
     deadline = time.monotonic() + PATIENCE_S
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
     for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
         headers = stage.read_headers(encoded, loader.epoch)
         images, bytes_read = images + len(encoded), bytes_read + encoded.data.nbytes
         faults += len({fault.row for fault in (*encoded.faults, *headers.faults)})
-        if headers.info is not None:
-            stage.decoder.truncated = 0  # type: ignore[union-attr]  # only training counts truncated images
-            areas = 3.0 * headers.info.height * headers.info.width
-            pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
-            stages = [(loader.epoch, headers), *((first, stage.read_headers(encoded, first)) for first in later)]
-            sizes = [(first, [window.size for window in each.windows]) for first, each in stages]
-            epoch, views = max(sizes, key=lambda each: sum(height * width for height, width in each[1]))
+        stage.decoder.truncated = 0  # only training counts truncated images
+        assert headers.info is not None
+        areas = 3.0 * headers.info.height * headers.info.width
+        pixels, largest = pixels + float(areas.sum()), max(largest, float(areas.max()))
+        stages = [(loader.epoch, headers), *((first, stage.read_headers(encoded, first)) for first in later)]
+        sizes = [(first, [window.size for window in each.windows]) for first, each in stages]
+        epoch, views = max(sizes, key=lambda each: sum(height * width for height, width in each[1]))
         if time.monotonic() > deadline:
             break
     reader.close()
@@ -286,7 +285,7 @@ def upper_bound(loader: Loader, *, model: nn.Module | None = None, averaged: boo
     kept = getattr(source, "row_groups", None)  # Parquet row groups that each reading process keeps in memory
     groups = 0 if kept is None else (kept + 1) * source.group_bytes()
     decoded = min(rows * pixels / images, 2 * loader.decode.max_bytes)
-    decoded += 4 * getattr(stage.decoder, "num_threads", 1) * largest
+    decoded += 4 * stage.decoder.num_threads * largest
     # 3 batches of uint8 wait between threads; mix and uncompiled operations use 9 batches of float32
     work = 200 * MIB + int(2 * decoded) + 10 * encoded_bytes + groups + (3 + 9 * 4) * values
     masks, mask_work = _mask_bytes(loader, views, rows, pixels / 3 / images)

@@ -89,9 +89,9 @@ class Profiler(contextlib.ExitStack):
         self.pipeline = pipeline = lenient(loader)
         self.reader = pipeline.reader
         self.stage: Any = pipeline.stage
-        self._numbers = None if pipeline.numbers is None else pipeline.numbers(loader.epoch)
+        self._first = pipeline.first_row(loader.epoch)
         taken = list(itertools.islice(endless(loader), max(CACHED, -(-IMAGES // loader.batch_size))))
-        with contextlib.closing(self.reader.batches(taken, numbers=self._numbers)) as batches_read:  # type: ignore
+        with contextlib.closing(self.reader.batches(taken, first=self._first)) as batches_read:  # type: ignore
             for batch in batches_read:
                 self.encoded.append(replace(batch, data=batch.data.clone(), offsets=batch.offsets.clone()))
                 if sum(kept.data.nbytes for kept in self.encoded) > CACHE_BYTES:
@@ -109,11 +109,11 @@ class Profiler(contextlib.ExitStack):
                 "To list them with reasons, run `gpuaug train faults.policy=blank faults.file=FILE`."
             )
         self.bytes_per_image = sum(b.data.nbytes for b in self.encoded) / sum(map(len, self.encoded))
-        self._views: list[View] = [] if self.stage.recipe is None else self.stage.recipe.at(loader.epoch).views
+        self._views: list[View] = self.stage.recipe.at(loader.epoch).views
         self.kornia = any(view.augment.backend == "kornia" for view in self._views)
         decoder = self.stage.decoder
-        self.threads = None if decoder is None else int(decoder.num_threads)
-        self.pillow = getattr(decoder, "backend", None) == "pillow" and find_spec("nvidia.dali") is not None
+        self.threads = int(decoder.num_threads)
+        self.pillow = decoder.backend == "pillow" and find_spec("nvidia.dali") is not None
 
     def measure(self) -> Measured:
         stages, rounds, cores = self._stages(), list[Round](), list[float]()
@@ -200,7 +200,7 @@ class Profiler(contextlib.ExitStack):
 
         def read() -> int:
             task = _head(next(self.tasks), count)
-            numbers = (task[0] if self._numbers is None else self._numbers(*task)).tolist()
+            numbers = (task[0] + self._first).tolist()
             for part in numbers if many is None else [numbers]:
                 with contextlib.suppress(OSError, GpuaugError):  # `__init__` counts faults
                     get(part)
@@ -210,7 +210,7 @@ class Profiler(contextlib.ExitStack):
 
     def _read(self, reader: Reader) -> Round:
         workers, small = reader.num_workers, (_head(task, CHUNK) for task in self.tasks)
-        batches: Any = reader.batches(small, numbers=self._numbers, zero_copy=self.loader.ahead is None)
+        batches: Any = reader.batches(small, first=self._first, zero_copy=self.loader.ahead is None)
 
         def take() -> int:
             batch = next(batches)
@@ -350,7 +350,7 @@ class Profiler(contextlib.ExitStack):
     @property
     def reducible(self) -> bool:
         """Whether `decode.reduced=true` would decode some images at a smaller size."""
-        if self.stage.decoder is None or self.stage.settings.reduced or self.loader.device.type != "cpu":
+        if self.stage.settings.reduced or self.loader.device.type != "cpu":
             return False
         with self._other_stage(reduced=True) as stage:
             headers = stage.read_headers(self.encoded[0], self.loader.epoch)
@@ -359,8 +359,7 @@ class Profiler(contextlib.ExitStack):
     def cache_bytes(self) -> tuple[float, float] | None:
         """Bytes of all encoded images, and of those that a cache would hold; None if a cache cannot help."""
         source = self.loader.source
-        stored = getattr(source, "stored", None) is not None  # stored epochs are already mapped into memory
-        if stored or self.pipeline.cache is not None or getattr(source, "mapped", False) or not SUPPORTED:
+        if self.pipeline.cache is not None or getattr(source, "mapped", False) or not SUPPORTED:
             return None
         needed = self.bytes_per_image * len(source)
         left, _ = machine.memory_left() or (0, "")
@@ -368,8 +367,6 @@ class Profiler(contextlib.ExitStack):
 
     def packed(self) -> tuple[int, float] | None:
         """The shorter side that `gpuaug pack` would store, and the share of pixels kept. None: packing saves little."""
-        if self.stage.decoder is None:
-            return None
         side = round(max(max(x.shape[1:3]) for x in self.decoded[0].images) * 256 / 224)
         headers = self.stage.decoder.read_headers(self.encoded[0])
         shorter = float(np.median(np.minimum(headers.height, headers.width)))
