@@ -23,7 +23,8 @@ log = logging.getLogger("gpuaug")
 # attributes that a MapSource takes from its object
 OPTIONAL = (
     "augmented_by", "category_ids", "first_row", "flip_pairs", "label", "mapped", "mask_path", "num_keypoints",
-    "objects_digest", "panoptic", "prefetch", "read_many", "row_count", "sample_count", "target_kinds", "zero_copy",
+    "objects_digest", "panoptic", "prefetch", "read_many", "row_count", "sample_count", "target_kinds", "thread_safe",
+    "zero_copy",
 )  # fmt: skip
 
 
@@ -46,6 +47,8 @@ class Source(Protocol):
         prefetch: ``source.prefetch(numbers)`` announces samples of the second ``read_many`` call from now.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
             ``i`` and are still in memory.
+        thread_safe: True if several threads may call ``source[i]`` at the same time. A worker then reads up to
+            ``read_threads`` samples at a time. Without it, and with ``read_many``, a worker uses one thread.
         mapped: True if the bytes are memory-mapped.
         target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``. A sample is then ``(bytes, gpuaug.Target)``.
         num_keypoints: number of keypoints of an object.

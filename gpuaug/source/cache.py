@@ -85,6 +85,7 @@ class CachedSource:
         self.indices, self.labels = source.indices, source.labels
         self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
         self.num_keypoints: int | None = getattr(source, "num_keypoints", None)
+        self.thread_safe: bool = getattr(source, "thread_safe", False)
         self._filled = False
         numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
         numbers = getattr(source, "row_count", numbers)

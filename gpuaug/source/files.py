@@ -129,6 +129,7 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
 class FileSource(SampleSource):
     """A source whose samples are files. A subclass sets ``_files``, and ``_mask_files`` if masks are files too."""
 
+    thread_safe = True
     _files: Files
     _mask_files: Files | None = None
 
