@@ -17,6 +17,7 @@ from torch import Tensor
 from gpuaug.read.samples import join
 from gpuaug.source.shared_memory import SUPPORTED
 
+NAME = "batches"  # of the memory in /proc
 SLOT_BYTES = 1 << 36  # distance of slots; a page of the file takes memory only after a write
 KEPT_BYTES = 1 << 26  # a slot with a larger batch returns its memory to the system after use
 
@@ -86,7 +87,7 @@ class Ring:
 
 def _unnamed_file(size: int) -> int:
     if SUPPORTED:
-        fd = os.memfd_create("batches", os.MFD_CLOEXEC)
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())

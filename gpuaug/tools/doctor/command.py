@@ -217,9 +217,7 @@ def shared_memory(sizes: tuple[int, int] | None) -> Finding:
     size, free = sizes or (0, SHARED_ENOUGH)
     status = NOTE if sizes is None else BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else OK
     text = "no /dev/shm on this system" if sizes is None else f"{format_bytes(free)} of {format_bytes(size)} free"
-    advice = (
-        "" if sizes is None else "Start Docker with --shm-size=1g: workers copy their source, or cannot start."
-    )
+    advice = "" if sizes is None else "Start Docker with --shm-size=1g: workers copy their source, or cannot start."
     return Finding("shared memory", text, status, advice, sizes and list(sizes))
 
 
