@@ -27,7 +27,7 @@ from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Storage
 
 if TYPE_CHECKING:
-    from gpuaug.source.objects import Damaged, ObjectTable
+    from gpuaug.source.objects import ObjectTable
 
 log = logging.getLogger("gpuaug")
 
@@ -200,11 +200,21 @@ class ListedSource:
 class SampleSource(ListedSource):
     """A source whose samples have an image, and perhaps a mask, objects and extras.
 
-    A subclass sets ``target_kinds``, ``_objects``, ``_damaged`` and ``extra`` before its first sample is read.
+    A subclass sets ``target_kinds`` and ``extra``, and calls :meth:`_set_objects`, before its first sample is read.
     """
 
     extra: Fields | None = None
-    _damaged: Damaged | None = None  # samples whose objects cannot be used
+
+    def _set_objects(self, table: ObjectTable) -> None:
+        """Set the objects. Log how many samples are damaged; SourceError if all are."""
+        self._objects = table
+        if damaged := len(table.damaged):
+            first = int(table.damaged[0])
+            text = f"the objects of {damaged} of {len(table)} samples cannot be used; sample {first}: "
+            text += str(table.reason(first))
+            if damaged == len(table):
+                raise SourceError(f"{text}. Check the format of the annotations.")
+            log.warning("source %s: %s", redact(self.root), text)
 
     def _label_of(self, index: int) -> Any:
         label = super()._label_of(index)
@@ -215,7 +225,7 @@ class SampleSource(ListedSource):
 
         ``extra``: the values of the extra fields. ``objects``: fields of the Target that ``_objects`` lacks.
         """
-        if self._damaged is not None and (reason := self._damaged.reason(index)) is not None:
+        if self._objects is not None and (reason := self._objects.reason(index)) is not None:
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
         for part in (image, mask):
             if isinstance(part, Exception):

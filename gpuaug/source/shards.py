@@ -29,6 +29,7 @@ from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names, bounds_of, locate, share
 from gpuaug.source.local import LARGE, read_file
 from gpuaug.source.object_json import BoxFormat, parse
+from gpuaug.source.objects import MOST_KEYPOINTS
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.disk import locked
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joined
@@ -72,7 +73,7 @@ class ShardSource(SampleSource):
         label_key: field of a .json label; ``a.b`` for a nested field.
         masks: extension of the member with the mask, such as ``png`` or ``seg.png``.
         objects: extension of the member with the objects, such as ``json``.
-        num_keypoints: number of keypoints of an object; None: keypoints are not read.
+        num_keypoints: number of keypoints of an object, at most 4096; None: keypoints are not read.
         box_format: what a field ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         extra: extension of the member with the extra, such as ``txt``. A sample is then ``(bytes, label, extra)``. The
             extra is text for ``.txt``, the parsed content for ``.json``, bytes for other members, and None for a
@@ -151,7 +152,9 @@ class ShardSource(SampleSource):
             None if checks.text(f"source.{key}", value, optional=True) is None else value.lower().lstrip(".")
             for key, value in (("masks", masks), ("objects", objects))
         )
-        self.num_keypoints = checks.whole_number("source.num_keypoints", num_keypoints, 1, optional=True)
+        self.num_keypoints = checks.whole_number(
+            "source.num_keypoints", num_keypoints, 1, MOST_KEYPOINTS, optional=True
+        )
         self.box_format: BoxFormat = checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         if self.num_keypoints is not None and self.objects is None:
             raise ConfigError("`source.num_keypoints` needs the member with the keypoints. Set `source.objects`.")
