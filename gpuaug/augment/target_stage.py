@@ -103,7 +103,7 @@ class TargetStage:
         as_upright = (annotated == sizes).all(axis=1)
         as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
         faults = [
-            Fault(row, "read", f"annotations for {_size(annotated[row])}, but the image has {_size(sizes[row])} pixels")
+            Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
             for row in np.flatnonzero(np.asarray(given & ~as_upright & ~as_stored)).tolist()
         ]
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
@@ -439,4 +439,4 @@ def _number_segments(found: list[NDArray[Any] | None], table: EncodedTargets, *,
 
 def _size(size: NDArray[Any]) -> str:
     height, width = size.tolist()
-    return f"{width} x {height} (width x height)"
+    return f"{width} (width) x {height}"

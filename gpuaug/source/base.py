@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,9 @@ from gpuaug.source.classes import class_mapping, encode, some
 from gpuaug.source.extra import Fields
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, locate, share
+from gpuaug.source.objects import ObjectTable, checked
 from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Storage
-
-if TYPE_CHECKING:
-    from gpuaug.source.objects import ObjectTable
 
 log = logging.getLogger("gpuaug")
 
@@ -232,7 +230,7 @@ class SampleSource(ListedSource):
                 return part
         label = self._label_of(index)
         if mask is not None or objects:
-            label = replace(label, mask=mask, **objects)
+            label = checked(replace(label, mask=mask, **objects))
         return (image, label) if self.extra is None else (image, label, self.extra.value(extra))
 
 

@@ -19,7 +19,7 @@ from gpuaug.source.classes import class_mapping, some
 from gpuaug.source.files import Files, FileSource
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import ObjectTable, checked
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.paths import split as split_path
 from gpuaug.source.remote.storage import Range, Remote, Storage
@@ -116,7 +116,7 @@ class CocoSource(FileSource):
             drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
         except GpuaugError as error:
             return GpuaugError(f"the objects of {self.key(index)!r} in {self._place!r} cannot be used: {error}")
-        return image, replace(target, mask=runs.encode(drawn))
+        return image, checked(replace(target, mask=runs.encode(drawn)))
 
 
 def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> str:

@@ -25,13 +25,19 @@ def check_points(objects: int, keypoints: int) -> str:
     return f"{objects} objects with {keypoints} keypoints each are more than {MOST_POINTS} keypoints in one image"
 
 
+def checked(target: Target) -> Target:
+    """Mark the target, so that reading does not check its objects again."""
+    object.__setattr__(target, "_checked", True)
+    return target
+
+
 def find_faults(
     sample: NDArray[np.int64], columns: Mapping[str, Any], *, num_classes: int | None = None, file: str = ""
 ) -> dict[int, str]:
     """Why objects cannot be used, by sample.
 
     ``sample`` is int64 [N], the sample of each object, ascending. ``columns`` are those of :class:`ObjectTable`, with
-    float32 for coordinates and areas. ``file``: the file that messages name.
+    float32 for coordinates and areas; a column may be missing. ``file``: the file that messages name.
     """
     boxes, labels, keypoints, pointed, area, ids = (
         columns.get(name) for name in ("boxes", "labels", "keypoints", "pointed", "area", "ids")
@@ -59,7 +65,7 @@ def find_faults(
                 name = f"annotation {ids[k]}"
             name += f" in {file!r}" if file else ""
             reasons.setdefault(int(sample[k]), f"the {text.format(name)}. Found: {values[row].tolist()!r:.200}")
-    if keypoints is not None and len(sample):
+    if keypoints is not None and pointed is not None and len(sample):
         counts = np.bincount(sample)
         for i in np.flatnonzero(counts * keypoints.shape[1] > MOST_POINTS).tolist():
             reasons.setdefault(i, check_points(int(counts[i]), keypoints.shape[1]))
@@ -156,7 +162,7 @@ class ObjectTable:
         if self.sizes is not None and all(size := self.sizes.numpy()[index].tolist()):
             more["size"] = tuple(size)
         columns = {name: column[begin:end] for name, column in columns.items()}
-        return Target(**columns, **more, fractions=self._fractions)
+        return checked(Target(**columns, **more, fractions=self._fractions))
 
     def digest(self) -> str:
         hashed = hashlib.blake2b(self.bounds.numpy().data, digest_size=16)
