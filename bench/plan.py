@@ -146,7 +146,7 @@ def measure(configuration: Configuration, where: Sequence[str], *, seconds: floa
     )
     peak = json.loads(done.stdout.splitlines()[-1])
     planned = dict.fromkeys(PARTS, 0)
-    for term in values["terms"]:
+    for term in values["parts"]:
         part = {"workers": "workers", "encoded batches": "shared", "cache": "files"}.get(term["name"], "main")
         planned[part] += term["bytes"]
     return {
@@ -168,7 +168,7 @@ def table(found: dict[str, Any]) -> str:
     left = [r["name"] for r in found["rows"] if r["batches"] <= FILLED]
     lines = [
         f"{found['machine']}, {found['date']}, load {found['load']:.1f}; MiB, planned / measured. "
-        f"{sum(abs(r['off']) <= 0.15 for r in rows)} of {len(rows)} within 15 %."
+        f"{sum(abs(r['off']) <= 0.10 for r in rows)} of {len(rows)} within 10 %."
         + (f" Too slow that day to fill up, and left out: {', '.join(left)}." if left else ""),
         "",
         "| configuration | host | off | main beyond its start | workers | /dev/shm | cache, index | batches |",

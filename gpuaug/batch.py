@@ -51,7 +51,7 @@ class Target:
         area: [n], area of each object in pixels.
         ids: [n], id of each annotation in its file.
         size: (height, width) of the image that the annotations were made for; None: not known.
-        fractions: True: boxes and keypoints are fractions of the upright image's width and height, as in YOLO's files.
+        fractions: True: boxes and keypoints are fractions of the annotated image's sides, as in YOLO's files.
         label: label of the whole image.
 
     >>> Target(boxes=[[10, 20, 30, 60]], labels=[3], size=(100, 80)).labels

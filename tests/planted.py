@@ -10,9 +10,8 @@ import io
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kornia.augmentation as K
 import numpy as np
@@ -22,9 +21,6 @@ from torch import Tensor, nn
 
 import gpuaug
 from gpuaug.decode.header import raw_header
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def burn(seconds: float) -> None:
@@ -121,15 +117,6 @@ class Noting(nn.Module):
         with open(self.file, "a") as file:
             file.write(f"{os.getpid()} {self.training:d} {x.double().sum().item()!r}\n")
         return self.head(x.mean(dim=(2, 3)))
-
-
-def few_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let :class:`gpuaug.tools.profile.measure.Profiler` measure few: enough for what costs many times the rest."""
-    from gpuaug.tools.profile import clock, measure
-
-    monkeypatch.setattr(measure, "IMAGES", 8)
-    monkeypatch.setattr(measure, "FEW", 4)
-    monkeypatch.setattr(measure, "free_cores", partial(clock.free_cores, 0.02))
 
 
 def jpegs(folder: Path, *, count: int = 16, size: tuple[int, int] | None = None) -> list[bytes]:

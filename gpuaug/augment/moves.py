@@ -12,19 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug.augment.ops import entry_of, fields
 from gpuaug.augment.ops.entry import Matrix
+from gpuaug.augment.ops.erasing import RandomErasing
 from gpuaug.augment.ops.geometry import pixel_matrices
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
 from gpuaug.augment.reference import exact_products
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Int
-from gpuaug.targets.geometry import from_indices
-
-Float64 = NDArray[np.float64]
+from gpuaug.targets.geometry import Bool, Float64, both, from_indices, hulls, inverse
+from gpuaug.targets.masks import Erased
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +52,9 @@ class Field:
         return masks.index_copy(0, at[: len(self.rows)], moved)
 
 
+Move = Float64 | Field | Erased
+
+
 class _Step(NamedTuple):
     """The matrices of an alternative, for the rows that take this alternative."""
 
@@ -61,46 +63,96 @@ class _Step(NamedTuple):
     params: Params
 
 
-def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list[Float64 | Field]:
-    """List the moves of B samples, in the order of the operations. The list is empty if no pixel moves.
+def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list[Move]:
+    """List the moves of B samples, in the order of the operations. The list is empty if nothing moves.
 
-    A matrix float64 [B, 3, 3] stands for consecutive operations, and maps (x, y, 1) to the place after them. An elastic
-    transform is a :class:`Field`. :func:`check_carried` must accept ``ops``.
+    A matrix float64 [B, 3, 3] stands for consecutive operations, and maps (x, y, 1) to the place after them. What is
+    outside the canvas after a move is lost. Operations share a matrix only if this loses the same as one after the
+    other. So a sample's matrices do not depend on the other samples. If a sample has fewer matrices than others, its
+    last ones are the identity. :func:`check_carried` must accept ``ops``.
     """
-    parts: list[list[_Step] | Field] = []
+    parts: list[_Step | Field | Erased] = []
     for op, c in zip(ops, chosen, strict=True):
         for slot, modules in enumerate(op.slots):
-            steps, fields = _taken(modules, c, slot)
-            if steps and parts and isinstance(parts[-1], list):
-                parts[-1] += steps
-            elif steps:
-                parts.append(steps)
-            parts += fields
-    products = [part for part in parts if isinstance(part, list)]
-    matrices = iter(_matrices(products, size, len(chosen[0].choice)) if products else ())
-    return [part if isinstance(part, Field) else next(matrices) for part in parts]
+            parts += _taken(modules, c, slot)
+    if not parts:
+        return []
+    steps, count = [part for part in parts if isinstance(part, _Step)], len(chosen[0].choice)
+    matrices = _matrices(steps, size)
+    rows = np.concatenate([step.rows for step in steps]) if steps else np.zeros(0, dtype=np.int64)
+    if len(steps) == len(parts) and np.bincount(rows).max() < 2:  # no sample has two matrices
+        alone = np.tile(np.eye(3), (count, 1, 1))
+        alone[rows] = from_indices(matrices)
+        return [alone]
+    outward, inward = _across_border(matrices, size)
+    paths, done, number = _Paths(count), list[Move](), 0
+    for part in parts:
+        if isinstance(part, _Step):
+            own = slice(number, number := number + len(part.rows))
+            paths.add(part.rows, matrices[own], outward[own], inward[own])
+            continue
+        # only the samples that it changes need a matrix of their own before it
+        changed = part.rows if isinstance(part, Field) else np.flatnonzero(part.boxes.any(axis=1))
+        done += [*paths.taken(changed), part]
+    return done + paths.taken(np.arange(count))
 
 
-def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> tuple[list[_Step], list[Field]]:
-    """List the steps and fields of a slot. No sample takes two alternatives."""
-    steps, fields = [], []
+class _Paths:
+    """Composes the matrices of each of ``count`` samples. Every sample has its own list of composed matrices."""
+
+    def __init__(self, count: int) -> None:
+        self._list: list[Float64] = []  # number k holds the matrix k of each sample, or the identity; pixel indices
+        self._length = np.zeros(count, dtype=np.int64)
+        self._last = np.tile(np.eye(3), (count, 1, 1))  # the matrix that may still grow
+        self._open = np.zeros(count, dtype=bool)  # whether an operation has gone into it
+        self._lost = np.zeros(count, dtype=bool)  # whether it has moved something out of the canvas
+
+    def add(self, rows: Int, matrices: Float64, outward: Bool, inward: Bool) -> None:
+        """Apply ``matrices`` [n, 3, 3] to the samples ``rows`` [n], after all before."""
+        self._close(rows[self._lost[rows] & inward])
+        self._last[rows] = matrices @ self._last[rows]
+        self._open[rows] = True
+        self._lost[rows] |= outward
+
+    def taken(self, rows: Int) -> list[Float64]:
+        """Remove and return the matrices, in pixel edges. Matrices of samples not in ``rows`` may still grow."""
+        self._close(rows)
+        made, self._list = [from_indices(m) for m in self._list], []
+        self._length[:] = 0
+        return made
+
+    def _close(self, rows: Int) -> None:
+        rows = rows[self._open[rows]]
+        for k in np.unique(self._length[rows]).tolist():
+            if k == len(self._list):
+                self._list.append(np.tile(np.eye(3), (len(self._last), 1, 1)))
+            own = rows[self._length[rows] == k]
+            self._list[k][own] = self._last[own]
+        self._length[rows] += 1
+        self._last[rows] = np.eye(3)
+        self._open[rows] = self._lost[rows] = False
+
+
+def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> list[_Step | Field | Erased]:
+    """List the moves of a slot. No sample takes two alternatives."""
+    parts: list[_Step | Field | Erased] = []
     choice = chosen.choice[:, slot]
     for alternative, module in enumerate(modules):
-        entry = entry_of(module)
-        if entry is None or entry.affects == "pixels" or not len(rows := np.flatnonzero(choice == alternative)):
+        entry, params = entry_of(module), chosen.params[slot][alternative]
+        if entry is None or not len(rows := np.flatnonzero(choice == alternative)):
             continue
         if entry.matrix is not None:
-            params = {name: values[rows] for name, values in chosen.params[slot][alternative].items()}
-            steps.append(_Step(entry.matrix, rows, params))
-        else:
+            parts.append(_Step(entry.matrix, rows, {name: values[rows] for name, values in params.items()}))
+        elif entry.affects == "field":
             assert chosen.keys is not None
-            fields.append(Field(module, rows, chosen.keys[rows]))
-    return steps, fields
+            parts.append(Field(module, rows, chosen.keys[rows]))
+        elif isinstance(module, RandomErasing) and module.masks is not None:
+            parts.append(Erased(module.rectangles(params, choice == alternative), module.masks))
+    return parts
 
 
-def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float64]:
-    """Multiply the matrices of each list of steps: float64 [batch, 3, 3], for coordinates from the image's edge."""
-    steps = [step for product in products for step in product]
+def _matrices(steps: Sequence[_Step], size: Size) -> Float64:
+    """The matrices of all steps, one after the other: float64 [n, 3, 3], for pixel indices."""
     ends = np.cumsum([0] + [len(step.rows) for step in steps])
     values = np.zeros((ends[-1], 9), dtype=np.float32)
     for step, start, end in zip(steps, ends[:-1], ends[1:], strict=True):
@@ -110,15 +162,22 @@ def _matrices(products: list[list[_Step]], size: Size, batch: int) -> list[Float
     for kind in set(elements.tolist()):
         own = np.flatnonzero(elements == kind)
         pixels[own] = pixel_matrices(torch.from_numpy(values[own]), size, elements=kind).numpy()
-    made, number = [], 0
-    for product in products:
-        composed = np.broadcast_to(np.eye(3), (batch, 3, 3)).copy()
-        for step in product:
-            own = pixels[ends[number] : ends[number + 1]]
-            composed[step.rows] = own @ composed[step.rows]
-            number += 1
-        made.append(from_indices(composed))
-    return made
+    return pixels
+
+
+_BORDER = 1e-3  # pixels; Kornia's float32 matrices of quarter turns are up to 1e-4 pixels off
+
+
+def _across_border(matrices: Float64, size: Size) -> tuple[Bool, Bool]:
+    """Whether each matrix moves something out of the canvas, and whether it moves something from outside into it."""
+    edges, (H, W) = from_indices(matrices), size
+    canvas = np.broadcast_to(np.array([0.0, 0, W, H]), (len(edges), 4))
+    outward, inward = (
+        # NaN, which is behind the viewer, is outside
+        ~(both(hull[:, :2] >= -_BORDER) & both(hull[:, 2:] <= (W + _BORDER, H + _BORDER)))
+        for hull in (hulls(edges, canvas), hulls(inverse(edges), canvas))
+    )
+    return outward, inward
 
 
 # --- operations that targets can follow

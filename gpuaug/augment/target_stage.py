@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug import checks
-from gpuaug.augment.moves import Field, check_carried, moves
-from gpuaug.augment.parameters import Chosen
+from gpuaug.augment.moves import Field, Move, check_carried, moves
+from gpuaug.augment.ops.erasing import RandomErasing
+from gpuaug.augment.parameters import Chosen, Size
 from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64, Target
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
@@ -24,11 +29,15 @@ from gpuaug.native import buffers
 from gpuaug.read.targets import collect
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
+from gpuaug.targets.masks import Erased, Warp
 from gpuaug.targets.objects import Objects, carry
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
+log = logging.getLogger("gpuaug")
+
 Float64 = NDArray[np.float64]
 _LARGEST_BYTE = 255
+_SHOWN = 8  # values in a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class Placed:
     objects: Objects  # in pixels of the output; `ids` are rows of the batch's table
     matrices: Float64  # [B, 3, 3], from the annotated image to the output
     windows: CropWindows
-    moves: list[Float64 | Field]  # matrices and displacement fields of the operations that masks still have to follow
+    moves: list[Warp | Field]  # what masks still have to follow, in order
     masks: Tensor | None = None  # [B, H, W], set by TargetStage.sample
 
 
@@ -69,8 +78,8 @@ class TargetStage:
     Args:
         rules: which targets the run has, and how they are made.
         recipe: an Augment, MultiView or Progressive. Its type is Any, because recipe.py imports this module.
-        flip: for each keypoint, the index of its mirror image; None: keypoints keep their index.
-        panoptic: whether masks hold annotation ids in three channels, as COCO's panoptic files do.
+        source: the source, for its ``flip_pairs``, ``panoptic``, ``image_ids`` and ``mask_path``; None: it has none.
+        quiet: True: log nothing, because another stage logs the same.
     """
 
     def __init__(
@@ -78,16 +87,28 @@ class TargetStage:
         rules: Targets,
         recipe: Any,
         *,
-        flip: Sequence[int] | None = None,
-        panoptic: bool = False,
+        source: Any = None,
+        quiet: bool = False,
     ) -> None:
-        self.rules, self.recipe, self.panoptic = rules, recipe, panoptic
+        self.rules, self.recipe = rules, recipe
+        flip = getattr(rules.keypoints, "flip", None)
+        flip = getattr(source, "flip_pairs", None) if flip is None else flip
         self.flip = None if flip is None else tuple(flip)
+        self.panoptic = bool(getattr(source, "panoptic", False))  # masks hold annotation ids in three channels
+        self._image_ids: Tensor | None = getattr(source, "image_ids", None)
+        path = getattr(source, "mask_path", None)
+        self._mask_path: Callable[[int], str | None] = path if callable(path) else lambda index: None
         views = [view for stage in recipe.stages.values() for view in stage.views]
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
+        self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
+        self._orientation_logged = quiet
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
-        self._table = None if rules.masks is None else masks.lookup(rules.masks.map, rules.masks.fill)
+        self._table = None if rules.masks is None else masks.lookup(rules.masks)
+        self._unnamed_logged = quiet
+        if self.panoptic and self._table is not None and self._table.colors:
+            raise ConfigError("`targets.masks.colors` must be null, because the colours of panoptic masks are ids.")
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
+        self._largest = max([self.fill, *(_erasing_values(views, rules.masks) if rules.masks is not None else ())])
         self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
     def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
@@ -95,17 +116,9 @@ class TargetStage:
         table = encoded.targets
         assert table is not None
         sizes = np.stack([info.height, info.width], axis=1)
-        table = _in_pixels(table, sizes)
         stored = np.where(info.orientation[:, None] > 4, sizes[:, ::-1], sizes)
-        annotated = table.sizes.astype(np.int64)
-        known: NDArray[Any] = np.asarray((sizes > 0).all(axis=1))
-        given = known & (annotated > 0).all(axis=1)
-        as_upright = (annotated == sizes).all(axis=1)
-        as_stored = given & ~as_upright & (annotated == stored).all(axis=1)
-        faults = [
-            Fault(row, "read", f"annotations for {_size(annotated[row])} pixels, but the image has {_size(sizes[row])}")
-            for row in np.flatnonzero(np.asarray(given & ~as_upright & ~as_stored)).tolist()
-        ]
+        as_stored, faults = self._annotated_as_stored(encoded, info, sizes, stored)
+        table = _in_pixels(table, np.where(as_stored[:, None], stored, sizes))
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
         objects = boxed = Objects.of(replace(table, ids=np.arange(len(table.ids))), self.rules)
         if as_stored.any():
@@ -116,8 +129,42 @@ class TargetStage:
         if self._needs_masks:
             decoded, bad = self._decode(encoded, info, decoder)
             faults += bad
-        sizes = np.where(known[:, None], sizes, 0)
+        sizes = np.where((sizes > 0).all(axis=1, keepdims=True), sizes, 0)
         return Upright(table, objects, boxed, matrices, sizes, decoded, faults)
+
+    def _annotated_as_stored(
+        self, encoded: EncodedBatch, info: HeaderInfo, shown: Int64, stored: Int64
+    ) -> tuple[NDArray[np.bool_], list[Fault]]:
+        """Whether the annotations of each row are for the stored image, [B], and faults of sizes that fit no image.
+
+        ``shown``, ``stored``: sizes [B, 2] of the displayed and the stored images.
+        """
+        table = encoded.targets
+        assert table is not None
+        turned = (info.orientation > 1) & (shown > 0).all(axis=1)
+        given = (table.sizes > 0).all(axis=1) & (shown > 0).all(axis=1)
+        fits_shown, fits_stored = (given & (table.sizes == size).all(axis=1) for size in (shown, stored))
+        faults = [
+            Fault(
+                row, "read", f"annotations for {_size(table.sizes[row])} pixels, but the image has {_size(shown[row])}"
+            )
+            for row in np.flatnonzero(given & ~fits_shown & ~fits_stored).tolist()
+        ]
+        for row in np.flatnonzero(turned & ~given).tolist() if table.masks else ():
+            with suppress(HeaderError):  # decoding the mask gives the fault
+                size, _ = masks.size_and_header(encoded.masks[row].tobytes())
+                fits_shown[row], fits_stored[row] = size == tuple(shown[row]), size == tuple(stored[row])
+        annotated = turned & (table.masks | (np.diff(table.offsets) > 0))
+        if annotated.any() and not self._orientation_logged:
+            self._orientation_logged = True
+            row, name = int(annotated.argmax()), self.rules.orientation
+            log.warning(
+                "sample %d has EXIF orientation %d. Where sizes do not tell, annotations of such images are for the %s "
+                "image (targets.orientation=%s; the other choice is %s)",
+                int(encoded.indices[row]), info.orientation[row], name, name,
+                "displayed" if self._as_stored else "stored",
+            )  # fmt: skip
+        return turned & np.where(fits_shown != fits_stored, fits_stored, self._as_stored), faults
 
     def place(
         self, upright: Upright, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]], *, epoch: int
@@ -127,9 +174,7 @@ class TargetStage:
         for view, window, choices in zip(self.recipe.at(epoch).views, windows, chosen, strict=True):
             crop = geometry.crop(window) @ upright.matrices
             done = moves(view.augment.prepared, choices, window.size)
-            ops = np.tile(np.eye(3), (len(crop), 1, 1))
-            for move in done:
-                ops = ops if isinstance(move, Field) else move @ ops
+            ops = [move for move in done if isinstance(move, np.ndarray)]
             objects = carry(
                 upright.objects,
                 crop=crop,
@@ -140,8 +185,20 @@ class TargetStage:
                 centres=bool(getattr(view.augment.crop, "centres", False)),
                 windows=window,
             )
-            views.append(Placed(objects, ops @ crop, window, done))
+            matrices = reduce(lambda path, op: op @ path, ops, crop)
+            views.append(Placed(objects, matrices, window, self._warps(done, window.size)))
         return TargetBatch(upright, views)
+
+    def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Field]:
+        """Compose the moves between fields, for masks."""
+        found, group = list[Warp | Field](), list[Float64 | Erased]()
+        for move in done if self.rules.masks else ():
+            if not isinstance(move, Field):
+                group.append(move)
+                continue
+            found += [Warp.of(group, size, self.fill), move] if group else [move]
+            group = []
+        return [*found, Warp.of(group, size, self.fill)] if group else found
 
     def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
         """Decode the masks, sample them for every view, and store them in ``batch``. Return the faults."""
@@ -163,22 +220,20 @@ class TargetStage:
     ) -> None:
         """Crop and resize upright masks for every view of ``batch``.
 
-        On the CPU, or if masks hold object numbers, a view's first move is applied too if it is a matrix.
+        On the CPU, or if masks hold object numbers, a view's first warp is applied too.
         """
-        small = self.fill <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
+        small = self._largest <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
         on_host = device.type == "cpu" or self._instances
         for view in batch.views:
             first = view.moves[0] if view.moves and on_host else None
-            inverse = None if first is None or isinstance(first, Field) else geometry.inverse(first)
-            view.moves = view.moves if inverse is None else view.moves[1:]
+            warp = first if isinstance(first, Warp) else None
+            view.moves = view.moves if warp is None else view.moves[1:]
             dtype = torch.uint8 if small else torch.int32
             last = device.type == "cpu" and not view.moves and not self._instances
             if last and (small or self._dtype != torch.uint8):
                 dtype = self._dtype  # the last step writes the final dtype
             view.masks = made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
-            masks.place(
-                decoded, view.windows, made.numpy(), inverse=inverse, fill=self.fill, threads=threads, each=each
-            )
+            masks.place(decoded, view.windows, made.numpy(), warp=warp, fill=self.fill, threads=threads, each=each)
             if self._instances:
                 _drop_vanished(view, batch.upright.table)
 
@@ -220,6 +275,7 @@ class TargetStage:
             crowd=torch.from_numpy(objects.crowd),
             area=torch.from_numpy(objects.area),
             indices=indices[rows],
+            image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
             sizes=torch.from_numpy(upright.sizes[rows]),
             covered=torch.from_numpy(covered[rows].astype(np.int64)),
             matrices=torch.from_numpy(view.matrices[rows]),
@@ -235,11 +291,10 @@ class TargetStage:
             if isinstance(move, Field):
                 made = move.apply(made, self.fill)
                 continue
-            moved = np.flatnonzero((move != np.eye(3)).any(axis=(1, 2)))
+            moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | (move.counts > 0))
             if len(moved):
                 at = buffers.to_device(torch.from_numpy(moved), device)
-                inverse = geometry.inverse(move[moved])
-                made = made.index_copy(0, at, masks.gather(made.index_select(0, at), inverse, self.fill))
+                made = made.index_copy(0, at, masks.gather(made.index_select(0, at), move.rows(moved), self.fill))
         if len(bad):
             made = made.index_fill(0, buffers.to_device(torch.from_numpy(np.array(bad)), device), self.fill)
         if len(rows) < len(made):
@@ -251,9 +306,33 @@ class TargetStage:
     def _decode(
         self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Decode upright masks [h, w] and apply ``map``. A sample without a mask or with a fault gets None."""
+        """Decode upright masks [h, w] of classes or objects. A sample without a mask or with a fault gets None."""
+        found, faults = self.read_masks(encoded, info, decoder)
+        if self.panoptic and encoded.targets is not None:
+            _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
+            if self._table is not None:  # not applied earlier, because `map` is for classes, not for annotation ids
+                unnamed = [Counter[int]() for _ in found]
+                pairs = zip(found, unnamed, strict=True)
+                found = [None if mask is None else self._table.apply(mask, unnamed=each) for mask, each in pairs]
+                self._log_unnamed(encoded, unnamed)
+        for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
+            largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
+            if largest > _LARGEST_BYTE:
+                reason = f"a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+                faults.append(self._mask_fault(encoded, row, reason))
+                found[row] = None
+        return found, sorted(faults, key=lambda fault: fault.row)
+
+    def read_masks(
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int] | None = None
+    ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
+        """Decode upright masks [h, w]. Panoptic masks hold annotation ids; to others, the rules are applied.
+
+        ``rows``: the rows to decode; None: all. The other rows, and rows without a mask or with a fault, get None.
+        """
         data = encoded.masks
         found: list[NDArray[Any] | None] = [None] * len(data)
+        unnamed = [Counter[int]() for _ in data]
         faults: list[Fault] = []
 
         def one(row: int) -> None:
@@ -263,25 +342,45 @@ class TargetStage:
                     data[row].tobytes(),
                     stored=(width, height) if exif > 4 else (height, width),
                     exif=exif,
+                    as_stored=self._as_stored,
                     max_pixels=decoder.settings.max_pixels,
                     table=None if self.panoptic else self._table,
+                    unnamed=None if self._unnamed_logged else unnamed[row],
                     ids_in_rgb=self.panoptic,
                 )
             except HeaderError as error:
-                faults.append(decode_fault(row, data[row], f"its mask: {error}"))
+                faults.append(self._mask_fault(encoded, row, str(error)))
 
-        decoder.each([row for row, mask in enumerate(data) if len(mask) and info.height[row]], one)
-        if self.panoptic and encoded.targets is not None:
-            _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-            if self._table is not None:  # not applied earlier, because `map` is for classes, not for annotation ids
-                found = [None if mask is None else masks.mapped(mask, self._table) for mask in found]
-        for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
-            largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
-            if largest > _LARGEST_BYTE:
-                reason = f"its mask has a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-                faults.append(decode_fault(row, data[row], reason))
-                found[row] = None
-        return found, sorted(faults, key=lambda fault: fault.row)
+        usable = (row for row in (range(len(data)) if rows is None else rows) if len(data[row]) and info.height[row])
+        decoder.each(list(usable), one)
+        self._log_unnamed(encoded, unnamed)
+        return found, faults
+
+    def _mask_fault(self, encoded: EncodedBatch, row: int, reason: str) -> Fault:
+        """The fault of a mask that cannot be used. It names the mask's file, if the mask has one."""
+        path = self._mask_path(int(encoded.indices[row]))
+        return decode_fault(row, encoded.masks[row], f"its mask{'' if path is None else f' {path!r}'}: {reason}")
+
+    def _log_unnamed(self, encoded: EncodedBatch, unnamed: Sequence[Counter[int]]) -> None:
+        """Say once which values of masks have no new value, because a gap in a table raises no error."""
+        row = next((row for row, counts in enumerate(unnamed) if counts), None)
+        if row is None or self._unnamed_logged:
+            return
+        self._unnamed_logged = True
+        counts, index = sum(unnamed, Counter[int]()), int(encoded.indices[row])
+        in_colors = self._table is not None and self._table.colors
+        shown = [
+            f"{[value & 255, value >> 8 & 255, value >> 16] if in_colors else value} ({count} pixels)"
+            for value, count in counts.most_common(_SHOWN)
+        ]
+        more = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
+        log.warning(
+            "masks have %d %s without a class: %s%s. Found first in %s. They become %d. %s",
+            len(counts), "colours" if in_colors else "values", ", ".join(shown), more,
+            repr(self._mask_path(index) or f"sample {index}"), self.fill,
+            "Name them in `targets.masks.colors`, and in `map` if it is set." if in_colors
+            else "Name them in `targets.masks.map`, or list them in `targets.masks.ignore`.",
+        )  # fmt: skip
 
 
 def augment_targets(
@@ -304,7 +403,7 @@ def augment_targets(
             kind = type(view.augment.crop).__name__
             raise ConfigError(f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(rules.names)}. Give `{name}`.")
     table, decoded = given.encoded(len(indices), size)
-    stage = TargetStage(rules, recipe, flip=None if rules.keypoints is None else rules.keypoints.flip)
+    stage = TargetStage(rules, recipe)
     objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), rules)
     count, sizes = len(indices), np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
     upright = Upright(table, objects, objects, np.tile(np.eye(3), (count, 1, 1)), sizes, decoded, [])
@@ -371,11 +470,28 @@ class Given:
         if not 0 <= low <= high < 2**31:
             raise ConfigError(f"`masks` must have values from 0 to {2**31 - 1}. Found: {low} .. {high}.")
         small = values.astype(np.uint8 if values.dtype in (np.bool_, np.uint8) else np.int32, copy=False)
-        table = masks.lookup(rules.map, rules.fill)
-        small = small if table is None else masks.mapped(small, table)
+        if rules.colors is not None:
+            raise ConfigError("`targets.masks.colors` must be null, because `masks` are class numbers.")
+        table = masks.lookup(rules)
+        small = small if table is None else table.apply(small)
         if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > _LARGEST_BYTE:
             raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
         return list(small)
+
+
+def _erasing_values(views: Sequence[Any], rules: Masks) -> list[int]:
+    """The values that the recipe's RandomErasing writes into masks. Raise ConfigError if masks cannot have one."""
+    values = []
+    for key, op in (
+        leaf for view in views for p in view.augment.prepared for leaf in p.leaves(f"augment.ops.{p.name}")
+    ):
+        value = op.op.masks if isinstance(op.op, RandomErasing) else None
+        if value and rules.kind == "instances":
+            raise ConfigError(f"`{key}.masks` must be 0 or null if `targets.masks.kind` is instances. Found: {value}.")
+        if value is not None and value > _LARGEST_BYTE and rules.dtype == "uint8":
+            raise ConfigError(f"`{key}.masks` must be at most 255 for `targets.masks.dtype` uint8. Found: {value}.")
+        values += [] if value is None else [value]
+    return values
 
 
 def _array(value: Any) -> NDArray[Any]:
@@ -387,7 +503,7 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
-    """Convert annotations from fractions to pixels. ``sizes``: int64 [B, 2], (H, W) of the upright images."""
+    """Convert annotations from fractions to pixels. ``sizes``: int64 [B, 2], (H, W) of the annotated images."""
     rows = table.fractions
     if rows is None:
         return table

@@ -85,14 +85,16 @@ def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pix
         return resized
 
 
-def values(png: bytes) -> tuple[NDArray[Any], str]:
+def values(png: bytes, *, colors: bool = False) -> tuple[NDArray[Any], str]:
     """The stored values of a PNG, [h, w] or [h, w, channels], and Pillow's mode. EXIF orientation is ignored.
 
     The values of a palette image are indices of colours. Pillow scales gray values of 2 and 4 bits to 0..255. The
-    caller must check the image's size first.
+    caller must check the image's size first. ``colors``: True: the values are R + 256 G + 65536 B, int32 [h, w].
     """
     with _faults("png"):
         image = _open(png, "png")
+        if colors:
+            return np.asarray(image.convert("RGBA")).view("<i4")[:, :, 0] & 0xFFFFFF, image.mode
         return np.asarray(image), image.mode
 
 

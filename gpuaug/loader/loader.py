@@ -222,10 +222,7 @@ class Loader(AsItIs):
             return None
         from gpuaug.augment.target_stage import TargetStage
 
-        flip = getattr(self.targets.keypoints, "flip", None)
-        flip = getattr(self.source, "flip_pairs", None) if flip is None else flip
-        panoptic = bool(getattr(self.source, "panoptic", False))
-        return TargetStage(self.targets, self.augment, flip=flip, panoptic=panoptic)
+        return TargetStage(self.targets, self.augment, source=self.source)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "pipeline" in vars(self) and (name == "source" or name in self._given):

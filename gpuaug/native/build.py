@@ -30,10 +30,13 @@ _THREADS = Path(__file__).with_name("threads.hpp")  # prepended to every source
 _lock = threading.Lock()
 
 
-def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS) -> ctypes.CDLL | None:
+def load(
+    source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS, definitions: str = ""
+) -> ctypes.CDLL | None:
     """Build or load the library of one C++ file. If that fails, log a warning and return None.
 
-    ``name``: start of the file name. ``without``: what a failure means. The warning is ``NAME on cpu WITHOUT: REASON``.
+    ``definitions``: C++ to put before that of the file. ``name``: start of the file name. ``without``: what a failure
+    means. The warning is ``NAME on cpu WITHOUT: REASON``.
     """
     given = os.environ.get("CXX", "").strip()  # a path, or several words, such as `ccache g++`
     choices = [[given], given.split()] if given else [["g++"], ["clang++"], ["c++"]]
@@ -46,7 +49,7 @@ def load(source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS)
             )
             return None
         try:
-            text = _THREADS.read_text() + source.read_text()
+            text = _THREADS.read_text() + definitions + source.read_text()
             folder = cache()
             try:
                 return _library(compiler, (*flags, "-march=native"), text, folder, name)

@@ -22,8 +22,8 @@ log = logging.getLogger("gpuaug")
 
 # attributes that a MapSource takes from its object
 OPTIONAL = (
-    "flip_pairs", "label", "mapped", "num_keypoints", "objects_digest", "panoptic", "prefetch", "read_many", "stored",
-    "target_kinds", "zero_copy",
+    "category_ids", "flip_pairs", "label", "mapped", "mask_path", "num_keypoints", "objects_digest", "panoptic",
+    "prefetch", "read_many", "stored", "target_kinds", "zero_copy",
 )  # fmt: skip
 
 
@@ -50,7 +50,9 @@ class Source(Protocol):
         target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``. A sample is then ``(bytes, gpuaug.Target)``.
         num_keypoints: number of keypoints of an object.
         flip_pairs: for each keypoint, the number of its mirror image.
+        image_ids: int64 ``[N]``, the id of each sample for evaluation, such as COCO's; None: samples have only numbers.
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
+        mask_path: ``source.mask_path(i)`` is the path of the mask of a sample, for messages; None if it has no file.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
@@ -107,6 +109,7 @@ class MapSource:
         self.labels = _labels(getattr(samples, "targets", None) if labels is None else labels, len(samples))
         self.classes: list[str] | None = getattr(samples, "classes", None)
         self.class_to_idx: dict[str, int] | None = getattr(samples, "class_to_idx", None)
+        self.image_ids = _labels(getattr(samples, "image_ids", None), len(samples))
         number = getattr(samples, "num_classes", None)
         self.num_classes: int | None = len(self.classes) if number is None and self.classes is not None else number
 
@@ -220,7 +223,7 @@ def _check_parts(dataset: Any) -> None:
 
 
 def _labels(labels: Any, length: int) -> Tensor | None:
-    """Labels by sample number as int64; None if a sample's label is not one integer."""
+    """Labels or ids by sample number as int64; None if a sample's label is not one integer."""
     try:
         values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     except (TypeError, ValueError):

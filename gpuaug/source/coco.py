@@ -50,6 +50,10 @@ class CocoSource(FileSource):
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
+    Attributes:
+        image_ids: int64 [N], ``images[].id`` of each sample.
+        category_ids: int64 [C], ``categories[].id`` of each label; -1 for a class of ``classes`` that the file lacks.
+
     Raises:
         SourceError: if a file cannot be read, is damaged, or contradicts itself.
 
@@ -94,7 +98,9 @@ class CocoSource(FileSource):
         self._set_classes(parsed.categories if mapping is None else mapping)
         self._set_objects(parsed.objects)
         self._names = Names.of([parsed.names])
-        self.image_ids = share(torch.from_numpy(parsed.image_ids))  # int64 [N]
+        self.image_ids = share(torch.from_numpy(parsed.image_ids))
+        ids = dict(zip(parsed.categories, parsed.category_ids.tolist(), strict=True))
+        self.category_ids = share(torch.tensor([ids.get(name, -1) for name in self.classes or ()], dtype=torch.int64))
         self._files = Files(self.root, self._names, self._storage)
         self._outlines, self._place = parsed.outlines, redact(place)
         if parsed.masks is not None:

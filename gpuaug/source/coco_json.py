@@ -87,6 +87,7 @@ class Annotations:
     image_ids: Int64  # [N], ascending
     objects: ObjectTable
     categories: list[str]  # names, by ascending id
+    category_ids: Int64
     points: list[str]  # names of the K keypoints
     skeleton: tuple[tuple[int, int], ...]  # pairs of keypoint indices
     outlines: Segmentations | None
@@ -138,16 +139,11 @@ def _annotations(
 ) -> Annotations:
     kind = {"panoptic": _Segments, "instances": _Outlined}.get(masks or "", _Object)
     lists, damaged = _rows(data, {"images": _Image, "categories": _Category, "annotations": kind})
-    categories = sorted(lists["categories"], key=lambda category: category.id)
-    category_ids = np.array([category.id for category in categories], dtype=np.int64)
-    titles = [category.name for category in categories]
-    for what, values in (("id", category_ids.tolist()), ("name", titles)):
-        if twice := _twice(values):
-            raise ValueError(f"two categories have the same {what}. Found twice: {twice[0]!r:.100}")
+    categories = _categories(lists["categories"])
     images, faults = _images(lists["images"], damaged, file)
     if not images or not categories:
         raise ValueError(f"the file has {len(images)} images and {len(categories)} categories")
-    image_ids = np.array([image.id for image in images], dtype=np.int64)
+    image_ids = _column(images, "id")
     rows: list[Any] = lists["annotations"]
     if masks == "panoptic":
         rows, numbers, paths = _segments(rows, faults, image_ids.tolist(), file)
@@ -155,8 +151,7 @@ def _annotations(
         numbers, paths = _column(rows, "image_id"), None
     sample = _positions(numbers, image_ids)
     _warn_left_out(numbers[sample < 0], damaged, image_ids, file)
-    order = np.flatnonzero(sample >= 0)
-    order = order[np.argsort(sample[order], kind="stable")]
+    order = np.argsort(sample, kind="stable")[int((sample < 0).sum()) :]  # without the annotations left out
     columns: dict[str, Any] = {name: None if x is None else x[order] for name, x in _columns(rows).items()}
     sample = sample[order]
     counts = np.bincount(sample, minlength=len(images))
@@ -167,18 +162,15 @@ def _annotations(
         if not len(kept):
             raise SourceError(f"no image in {file!r} has objects, and `source.empty` is drop.")
         reasons = {int(np.searchsorted(kept, i)): reason for i, reason in reasons.items()}
-        images, counts = [images[i] for i in kept.tolist()], counts[kept]
-        sample = np.searchsorted(kept, sample)
+        images, counts, sample = [images[i] for i in kept.tolist()], counts[kept], np.searchsorted(kept, sample)
 
     def fault(k: int, reason: str) -> None:
         number = rows[order[k]].id
         name = f"object {k - np.searchsorted(sample, sample[k])}" if number is None else f"annotation {number}"
         reasons.setdefault(int(sample[k]), f"{name} in {file!r} {reason}")
 
-    labels = _positions(columns.pop("labels"), category_ids)
-    for k in np.flatnonzero(labels < 0).tolist():
-        fault(k, f"has `category_id` {rows[order[k]].category_id}, which `categories` lacks")
-    names, points, pointed = _keypoints(
+    columns["labels"] = _labels(columns["labels"], categories, classes, file, fault)
+    points, columns["keypoints"], columns["pointed"] = _keypoints(
         (rows[i].keypoints for i in order.tolist()), [] if masks == "panoptic" else categories, fault
     )
     outlines = None
@@ -187,25 +179,18 @@ def _annotations(
         for k, reason in outlines.damaged.items():
             fault(k, f"has no usable segmentation: it {reason}")
         outlines.damaged.clear()  # spawned workers get a copy of the source
-    if columns["ids"] is not None:
-        # an id must be unique in the file; the id of a panoptic segment must be unique in its image
-        for k in _repeated(columns["ids"], sample if masks == "panoptic" else None):
-            if columns["ids"][k] >= 0:
-                fault(k, "has an id that another object has too")
-    if classes is not None:
-        labels = numbers_of(titles, classes, f"of the {len(titles)} categories in {file!r}")[np.maximum(labels, 0)]
-    sizes = [(image.height, image.width) for image in images]
-    objects = ObjectTable(
-        counts, labels=np.maximum(labels, 0), keypoints=points, pointed=pointed, **columns, sizes=np.array(sizes),
-        reasons=reasons, file=file,
-    )  # fmt: skip
+    # an id must be unique in the file; the id of a panoptic segment must be unique in its image
+    for k in _repeated(columns["ids"], sample if masks == "panoptic" else None):
+        fault(k, "has an id that another object has too")
+    columns["sizes"] = np.array([(image.height, image.width) for image in images])
     return Annotations(
         names=[os.fsencode(image.file_name) for image in images],
         image_ids=image_ids[kept],
-        objects=objects,
-        categories=titles,
-        points=names,
-        skeleton=_skeleton(map(_value, (category.skeleton for category in categories)), len(names)),
+        objects=ObjectTable(counts, **columns, reasons=reasons, file=file),
+        categories=[category.name for category in categories],
+        category_ids=_column(categories, "id"),
+        points=points,
+        skeleton=_skeleton(map(_value, (category.skeleton for category in categories)), len(points)),
         outlines=outlines,
         masks=None if paths is None else [paths.get(image.id, b"") for image in images],
     )
@@ -258,6 +243,14 @@ def _value(raw: msgspec.Raw) -> Any:
         return msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:
         return str(error)
+
+
+def _categories(rows: list[_Category]) -> list[_Category]:
+    """The categories by ascending id."""
+    for what in ("id", "name"):
+        if twice := _twice(map(attrgetter(what), rows)):
+            raise ValueError(f"two categories have the same {what}. Found twice: {twice[0]!r:.100}")
+    return sorted(rows, key=attrgetter("id"))
 
 
 def _images(rows: list[_Image], damaged: Sequence[_Damaged], file: str) -> tuple[list[_Image], dict[int, str]]:
@@ -320,10 +313,12 @@ def _twice(values: Iterable[Any]) -> list[Any]:
     return [value for value, count in Counter(values).items() if count > 1]
 
 
-def _repeated(ids: Int64, groups: Int64 | None) -> list[int]:
-    """Positions of ids that occur more than once (with ``groups``: in one group)."""
+def _repeated(ids: Int64 | None, groups: Int64 | None) -> list[int]:
+    """Positions of ids above -1 that occur more than once (with ``groups``: in one group)."""
+    if ids is None:
+        return []
     order = np.argsort(ids, kind="stable") if groups is None else np.lexsort((ids, groups))
-    same = ids[order][1:] == ids[order][:-1]
+    same = (ids[order][1:] == ids[order][:-1]) & (ids[order][1:] >= 0)
     if groups is not None:
         same &= groups[order][1:] == groups[order][:-1]
     return sorted({*order[1:][same].tolist(), *order[:-1][same].tolist()})
@@ -363,6 +358,23 @@ def _columns(rows: Sequence[_Object]) -> dict[str, Any]:
         "area": None if np.isnan(area).all() else np.where(np.isnan(area), xywh[:, 2] * xywh[:, 3], area),
         "ids": None if ids.count(None) == len(ids) else np.array(known, dtype=np.int64),
     }
+
+
+def _labels(
+    ids: Int64,
+    categories: Sequence[_Category],
+    classes: Mapping[str, int] | None,
+    file: str,
+    fault: Callable[[int, str], None],
+) -> Int64:
+    """Class numbers of the objects. ``ids``: their categories."""
+    labels = _positions(ids, _column(categories, "id"))
+    for k in np.flatnonzero(labels < 0).tolist():
+        fault(k, f"has `category_id` {ids[k]}, which `categories` lacks")
+    if classes is not None:
+        names = [category.name for category in categories]
+        labels = numbers_of(names, classes, f"of the {len(names)} categories in {file!r}")[labels]
+    return np.maximum(labels, 0)
 
 
 def _keypoints(

@@ -132,6 +132,10 @@ class FileSource(SampleSource):
     _files: Files
     _mask_files: Files | None = None
 
+    def mask_path(self, index: int) -> str | None:
+        """Path or URL of the mask of sample ``index``; None if masks are not files."""
+        return None if self._mask_files is None else redact(self._mask_files.range(self._check(index)).path)
+
     @property
     def _is_remote(self) -> bool:
         return is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root))

@@ -33,6 +33,8 @@ class BatchTargets:
         crowd: bool ``[N]``, True for an annotation that covers many objects (COCO's iscrowd).
         area: float32 ``[N]``, area in the annotation file, in pixels of the source image; NaN: not known.
         indices: int64 ``[B]``, index of the sample in the source.
+        image_ids: int64 ``[B]``, the source's own id of each image, such as ``images[].id`` in COCO's files. If the
+            source has no ids: ``indices``.
         sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
         covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers after the
             crop, before the operations.
@@ -58,6 +60,7 @@ class BatchTargets:
     crowd: Tensor
     area: Tensor
     indices: Tensor
+    image_ids: Tensor
     sizes: Tensor
     covered: Tensor
     matrices: Tensor
@@ -87,14 +90,14 @@ class BatchTargets:
         """Return one dictionary per image, in the form that torchvision's detection models take.
 
         ``masks``, uint8 [n, H, W], exist only with ``targets=instances``. ``area`` is the area of the boxes in the
-        output, in pixels.
+        output, in pixels. ``image_id`` is the image's element of ``image_ids``.
 
         Args:
             first_label: the label of class 0. torchvision's models need 1, because their label 0 is the background.
         """
         images = self._split(labels=self.labels + first_label, boxes=self.boxes, keypoints=self.keypoints)
-        for image, index in zip(images, self.indices.tolist(), strict=True):
-            image["image_id"] = index
+        for image, image_id in zip(images, self.image_ids.tolist(), strict=True):
+            image["image_id"] = image_id
             if "masks" in image:
                 image["masks"] = image["masks"].to(torch.uint8)
         return images
@@ -116,11 +119,11 @@ class BatchTargets:
         """Return one dictionary per image, in the form that DETR's models in ``transformers`` take.
 
         ``boxes`` are centre, width and height as fractions of the output. ``area`` is the area of the boxes in the
-        output, in pixels. ``masks`` exist only with ``targets=instances``.
+        output, in pixels. ``image_id`` [1] is from ``image_ids``. ``masks`` exist only with ``targets=instances``.
         """
         images = self._split(class_labels=self.labels, boxes=self._centred())
         for row, image in enumerate(images):
-            image["image_id"] = self.indices[row : row + 1]
+            image["image_id"] = self.image_ids[row : row + 1]
             image["size"], image["orig_size"] = torch.tensor(self.size, device="cpu"), self.sizes[row]
         return images
 

@@ -5,6 +5,9 @@ Coordinates are pixel edges: pixel i covers i..i+1. A matrix, float64 [3, 3], ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,11 +63,73 @@ def points(m: Float64, xy: Float64) -> tuple[Float64, Bool]:
 def hulls(m: Float64, boxes: Float64) -> Float64:
     """Smallest upright boxes [N, 4] around the corners of ``boxes`` [N, 4] after mapping by ``m`` [N, 3, 3].
 
-    A box becomes NaN if a perspective puts one of its corners behind the viewer.
+    A box becomes NaN if a perspective puts one of its corners behind the viewer; see :func:`visible`.
     """
     x1, y1, x2, y2 = boxes.T
     x, y, _ = _mapped(m, np.stack([x1, x2, x2, x1]), np.stack([y1, y1, y2, y2]))
     return np.array([x.min(axis=0), y.min(axis=0), x.max(axis=0), y.max(axis=0)]).T
+
+
+def visible(paths: Sequence[Float64], boxes: Float64, size: tuple[int, int]) -> tuple[Float64, Float64]:
+    """Clip ``boxes`` [N, 4] as polygons at canvas after canvas.
+
+    Args:
+        paths: for each later canvas, matrices [N, 3, 3] from the first canvas to it.
+        boxes: in pixels of the first canvas, and inside it. The result for a box with x2 < x1 or y2 < y1 is undefined.
+        size: (H, W) of each canvas.
+
+    Returns:
+        The smallest upright boxes [N, 4] around what is left on the last canvas, and the area [N] of this part on the
+        first canvas. Both are NaN if nothing is left. A part behind the viewer is lost.
+    """
+    limits = np.array([size[1], size[0]], dtype=np.float64)
+    area, hull = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]), boxes
+    inside = np.ones(len(boxes), dtype=bool)
+    for path in paths:
+        hull = hulls(path, boxes)
+        inside &= both(hull[:, :2] >= 0) & both(hull[:, 2:] <= limits)
+    rows = np.flatnonzero(~inside & both(boxes[:, :2] <= boxes[:, 2:]))
+    if not len(rows):
+        return hull, area
+    x1, y1, x2, y2 = boxes[rows].T
+    polygon, before = np.array([[x1, x2, x2, x1, x1], [y1, y1, y2, y2, y1]]), np.eye(3)[..., None]
+    for path in paths:
+        m = path[rows].transpose(1, 2, 0)
+        lines = np.array([m[0], limits[0] * m[2] - m[0], m[1], limits[1] * m[2] - m[1]])
+        lines[..., (m == before).all(axis=(0, 1))] = [[0.0], [0.0], [1.0]]  # the canvas before it had the same borders
+        polygon, before = reduce(_clipped, lines, polygon), m
+    x, y = polygon - polygon[:, :1]
+    # not np.sum, whose order depends on the number of boxes
+    area[rows] = sum((x[k] * y[k + 1] - x[k + 1] * y[k] for k in range(1, len(x) - 2)), start=np.zeros(len(rows)))
+    area[rows] = np.abs(area[rows]) / 2
+    x, y, _ = _mapped(paths[-1][rows], *polygon)
+    left = np.array([x.min(axis=0), y.min(axis=0), x.max(axis=0), y.max(axis=0)]).T
+    hull[rows] = left.clip(0, [*limits, *limits])
+    return hull, area
+
+
+def _clipped(polygon: Float64, line: Float64) -> Float64:
+    """Clip convex polygons to the sides ``a x + b y + c >= 0`` of lines [3, N] (Sutherland and Hodgman).
+
+    ``polygon`` is [x or y, V, N]. Its last vertex is its first. A polygon with few vertices repeats the first one. An
+    empty polygon becomes NaN.
+    """
+    d = line[0] * polygon[0] + line[1] * polygon[1] + line[2]
+    kept = d >= 0
+    if kept.all():
+        return polygon
+    start, there = polygon[:, :-1], np.empty((2 * len(d) - 2, d.shape[1]), dtype=bool)
+    there[::2], there[1::2] = kept[:-1], kept[:-1] != kept[1:]  # vertices, and the points where edges cross the line
+    points = np.empty((2, *there.shape))
+    with np.errstate(all="ignore"):  # an edge along the line crosses it nowhere
+        points[:, ::2], points[:, 1::2] = start, start + d[:-1] / (d[:-1] - d[1:]) * (polygon[:, 1:] - start)
+    number = there.cumsum(axis=0)
+    points[:, 0, number[-1] == 0] = np.nan
+    out = np.empty((2, max(int(number[-1].max()), 1) + 1, d.shape[1]))
+    out[:] = points[:, there.argmax(axis=0), np.arange(d.shape[1])][:, None]
+    slot, column = there.nonzero()
+    out[:, number[slot, column] - 1, column] = points[:, slot, column]
+    return out
 
 
 def mirrored(m: Float64) -> Bool:
@@ -83,6 +148,11 @@ def inverse(m: Float64) -> Float64:
     determinant = (c * adjugate[..., :, 2]).sum(axis=-1)
     with np.errstate(all="ignore"):
         return np.asarray(adjugate / np.where(determinant == 0, np.nan, determinant)[..., None, None])
+
+
+def both(true: Bool) -> Bool:
+    """Whether x and y are both True. This is faster than ``all``."""
+    return true[..., 0] & true[..., 1]
 
 
 def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64, Bool]:

@@ -2,7 +2,7 @@
 //
 // If a matrix only flips, scales and shifts, two tables are enough: the source row of each output row, and the source
 // column of each output column. Otherwise, the mask is first cropped and resized to a canvas. Each output pixel then
-// takes one pixel of this canvas.
+// takes one pixel of this canvas. At last, areas get their values: what later canvases lost, and erased rectangles.
 
 #include <algorithm>
 #include <atomic>
@@ -15,12 +15,13 @@ struct Task {
     const uint8_t* src;          // first pixel of the mask; null: the output becomes `fill`
     int64_t row, column;         // bytes to the pixel below, and to the pixel on the right
     const double* inverse;       // [3, 3], output to canvas; null: the identity
+    const double* areas;         // [count, 15], see Warp in masks.py
     void* out;                   // [H, W], contiguous
     int32_t bytes;               // of one pixel of the mask: 1 or 4
     int32_t top, left, height, width;  // window of the mask
     int32_t to_height, to_width;       // size of the window after resizing
     int32_t y, x;                      // position of the window's corner on the canvas; negative: cropped
-    int32_t unused;
+    int32_t count;                     // of areas
 };
 
 namespace {
@@ -174,7 +175,28 @@ struct Worker {
         }
     }
 
+    // Pixels inside a rectangle of a canvas, or outside it, get a value. All other pixels stay.
+    void cover(const double* area, Out* __restrict out) const {
+        const double *const m = area, x1 = area[9], y1 = area[10], x2 = area[11], y2 = area[12];
+        const bool inside = area[13] > 0.0;
+        const Out value = static_cast<Out>(area[14]);
+        for (int64_t i = 0; i < H; ++i, out += W) {
+            const double v = static_cast<double>(i) + 0.5, x_of_row = m[1] * v, y_of_row = m[4] * v, w_of_row = m[7] * v;
+            for (int64_t j = 0; j < W; ++j) {
+                const double u = static_cast<double>(j) + 0.5, z = (m[6] * u + w_of_row) + m[8];
+                const double x = ((m[0] * u + x_of_row) + m[2]) / z, y = ((m[3] * u + y_of_row) + m[5]) / z;
+                const bool at = (z > 0.0) & (x >= x1) & (x < x2) & (y >= y1) & (y < y2);
+                out[j] = at == inside ? value : out[j];
+            }
+        }
+    }
+
     void run(const Task& t) {
+        move(t);
+        for (int32_t k = 0; k < t.count; ++k) cover(t.areas + 15 * k, static_cast<Out*>(t.out));
+    }
+
+    void move(const Task& t) {
         Out* const out = static_cast<Out*>(t.out);
         if (t.src == nullptr) {
             std::fill_n(out, H * W, static_cast<Out>(fill));

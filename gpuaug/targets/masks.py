@@ -14,29 +14,36 @@ The numbers are float64. The order of the steps is fixed. So masks.cpp and torch
 
 The output is the value of canvas pixel (floor(y), floor(x)). The output is ``fill`` if this pixel is outside the canvas
 or the resized window, if ``w <= 0``, or if x, y or w is NaN.
+
+The image after each operation is a canvas too, and pixels outside it are lost. A :class:`Warp` therefore has further
+matrices, from the output to canvases in between. An output pixel outside one of them becomes ``fill``. An erased
+rectangle is an area of a canvas in the same way.
 """
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, Int32, Int64
+from gpuaug.batch import CropWindows, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import oriented_batch
 from gpuaug.decode.resize import Work, one_by_one
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers, build
+from gpuaug.targets.geometry import inverse
+from gpuaug.targets.rules import Masks
 
 Mask = NDArray[Any]  # uint8 or int32 [h, w]
 Float64 = NDArray[np.float64]
@@ -44,10 +51,12 @@ Float64 = NDArray[np.float64]
 _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
-_GRAY = 0  # PNG's colour type
+_GRAY, _RGB = b"\0", b"\2"  # PNG's colour types
 _LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour has three bytes
+_LARGEST_DEEP = 2**16 - 1  # largest value of a PNG without colours
 _LARGEST = 2**31 - 1  # largest int32
 _OUTPUTS = (np.uint8, np.int32, np.int64)
+_NO_AREA = [1.0, 0, 0, 0, 1, 0, 0, 0, 1, -np.inf, -np.inf, np.inf, np.inf, 0, 0]  # changes no pixel
 _PIXELS_AT_ONCE = 2**22  # limit in `gather`, which takes up to 50 bytes per pixel
 
 # labelIds to trainIds: github.com/mcordts/cityscapesScripts, helpers/labels.py
@@ -56,26 +65,70 @@ _TABLES = {
     "cityscapes": {k: i for i, k in enumerate(_CITYSCAPES)},
     "ade20k": {k: k - 1 for k in range(1, 151)},  # 0 is "other" and becomes `fill`
 }
+_LEFT_OUT = {"cityscapes": range(34), "ade20k": (0,)}  # values that become `fill` without a warning
 _TASK = np.dtype(  # ``Task`` of masks.cpp
-    [("src", np.uint64), ("row", np.int64), ("column", np.int64), ("inverse", np.uint64), ("out", np.uint64)]
-    + [(name, np.int32) for name in ("bytes", "top", "left", "height", "width", "to_height", "to_width", "y", "x", "_")]
+    [("src", np.uint64), ("row", np.int64), ("column", np.int64)]
+    + [("inverse", np.uint64), ("areas", np.uint64), ("out", np.uint64)]
+    + [(name, np.int32) for name in ("bytes", "top", "left", "height", "width", "to_height", "to_width", "y", "x")]
+    + [("count", np.int32)]
 )
 
 
 # -- table --
 
 
-def lookup(map: Any, fill: int) -> Int32 | None:
-    """Make a table of new values. The new value of ``value`` is ``table[min(value, len(table) - 1)]``.
+class Lookup:
+    """New values of the values of masks.
 
     Args:
-        map: see :class:`gpuaug.Masks`. Keys of a mapping may be text, as in YAML.
-        fill: the new value of all values that ``map`` does not name.
+        pairs: maps old values to new values. All other old values become ``fill``, and are counted.
+        fill: a new value.
+        colors: whether old values are colours, R + 256 G + 65536 B, instead of class numbers.
     """
+
+    def __init__(self, pairs: Mapping[int, int], fill: int, *, colors: bool = False) -> None:
+        self.fill, self.colors = fill, colors
+        small = {} if colors else {key: value for key, value in pairs.items() if key < 256}
+        self._of_bytes = _table(small, fill, 256)
+        # colours never exceed the table; of other values, the last entry stands for all larger ones
+        self._of_words = _table(pairs, fill, _LARGEST_KEY + 1 if colors else max(256, max(pairs) + 1) + 1)
+
+    def apply(self, mask: Mask, *, unnamed: Counter[int] | None = None) -> Mask:
+        """Replace the values of a mask, none of which is negative. The new mask is uint8 if its table permits.
+
+        ``unnamed``: gets the number of pixels of each old value that is not in ``pairs``.
+        """
+        table, other = self._of_bytes if mask.dtype == np.uint8 else self._of_words
+        made = np.take(table, mask, mode="clip")
+        missing = made == other
+        if missing.any():
+            if unnamed is not None:
+                values, counts = np.unique(mask[missing], return_counts=True)
+                unnamed.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+            made[missing] = self.fill
+        return made
+
+
+def _table(pairs: Mapping[int, int], fill: int, size: int) -> tuple[Mask, int]:
+    """An array of new values, and the value that stands for old values not in ``pairs``."""
+    used = {*pairs.values(), fill}
+    other = next((value for value in range(256) if value not in used), -1)
+    is_small = max(used) <= 255 and (other >= 0 or len(pairs) == size)
+    table = np.full(size, other if is_small else -1, dtype=np.int32)
+    table[list(pairs)] = list(pairs.values())
+    return (table.astype(np.uint8), other) if is_small else (table, -1)
+
+
+def lookup(rules: Masks) -> Lookup | None:
+    """The new values of masks; None: all values stay. Keys of ``rules.map`` may be text, as in YAML."""
+    map, fill, colors = rules.map, rules.fill, rules.colors
+    known: Iterable[int] = ()  # values that a shipped table leaves out on purpose
     if map is None:
-        return None
-    if isinstance(map, str) and map in _TABLES:
-        pairs: dict[int, Any] = dict(_TABLES[map])
+        if not rules.ignore and colors is None:
+            return None
+        pairs: dict[int, Any] = {k: k for k in (range(_LARGEST_DEEP + 1) if colors is None else colors)}
+    elif isinstance(map, str) and map in _TABLES:
+        pairs, known = dict(_TABLES[map]), _LEFT_OUT[map]
     elif isinstance(map, Mapping) and map:
         pairs = {_key(key, map): value for key, value in map.items()}
         if len(pairs) < len(map):
@@ -92,9 +145,11 @@ def lookup(map: Any, fill: int) -> Int32 | None:
             raise ConfigError(
                 f"`targets.masks.map` must give whole numbers from 0 to {_LARGEST}. Found: {value!r:.200} for {key}."
             )
-    table = np.full(max(256, max(pairs) + 1) + 1, fill, dtype=np.int32)  # the last entry stands for all larger values
-    table[list(pairs)] = list(pairs.values())
-    return table
+    known = [*known, *((fill,) if fill <= _LARGEST_DEEP else ())]
+    pairs = dict.fromkeys(known, fill) | pairs | dict.fromkeys(rules.ignore, fill)
+    if colors is not None:
+        pairs = {r + (g << 8) + (b << 16): pairs[k] for k, (r, g, b) in colors.items() if k in pairs}
+    return Lookup(pairs, fill, colors=colors is not None)
 
 
 def _key(key: Any, map: Any) -> int:
@@ -106,15 +161,6 @@ def _key(key: Any, map: Any) -> int:
     return int(key)
 
 
-def mapped(mask: Mask, table: Int32) -> Mask:
-    """Replace the values of a mask by a table of :func:`lookup`. No value of the mask is negative."""
-    small = table.max() <= 255
-    if mask.dtype == np.uint8:
-        return np.take(table[:256].astype(np.uint8) if small else table[:256], mask)
-    values = table[np.minimum(mask, len(table) - 1)]
-    return values.astype(np.uint8) if small else values
-
-
 # -- decode --
 
 
@@ -123,8 +169,10 @@ def decode(
     *,
     stored: tuple[int, int],
     exif: int,
+    as_stored: bool = False,
     max_pixels: int,
-    table: Int32 | None = None,
+    table: Lookup | None = None,
+    unnamed: Counter[int] | None = None,
     ids_in_rgb: bool = False,
 ) -> Mask:
     """Decode the mask of one image.
@@ -132,12 +180,14 @@ def decode(
     Args:
         data: a PNG, or run lengths of object numbers (see `source.runs`).
         stored: (height, width) of the image, as stored.
-        exif: EXIF orientation of the image, 1..8. If the mask has the stored size, and not the upright size, the
-            mask is turned like the image. The mask's own EXIF data are ignored.
+        exif: EXIF orientation of the image, 1..8. A mask of the stored image is turned like the image. The mask's own
+            EXIF data are ignored.
+        as_stored: whether a mask whose size is both the stored and the upright size is of the stored image.
         max_pixels: limit of the number of pixels of the mask.
         table: from :func:`lookup`.
-        ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: a mask in colour is
-            an error.
+        unnamed: see :meth:`Lookup.apply`.
+        ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: without a table of
+            colours, a mask in colour is an error.
 
     Returns:
         The upright mask, uint8 or int32 [h, w], contiguous. It may be read-only.
@@ -146,15 +196,10 @@ def decode(
         HeaderError: if the mask is damaged, has another format, mode or size, or has too many pixels.
     """
     data = bytes(data)
-    if data.startswith(_RUNS):
-        info = None
-        size = _runs_size(data)
-    else:
-        info = header.read(data)
-        size = info.height, info.width
-        if info.codec != "png":
-            lossy = ": its values are not exact" if info.codec == "jpeg" else ""
-            raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
+    size, info = size_and_header(data)
+    if info is not None and info.codec != "png":
+        lossy = ": its values are not exact" if info.codec == "jpeg" else ""
+        raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
     upright = stored[::-1] if exif > 4 else stored
     if size not in (upright, stored):
         (height, width), (h, w) = upright, stored
@@ -162,29 +207,45 @@ def decode(
         raise HeaderError(f"mask of {size[1]} x {size[0]} pixels (width x height), but its image has {sizes}")
     if size[0] * size[1] > max_pixels:
         raise HeaderError(f"mask of {size[0]}x{size[1]} is larger than `decode.max_pixels` ({max_pixels})")
-    mask = _runs(data, size) if info is None else _png(data, info.bits, size, ids_in_rgb)
+    colors = table is not None and table.colors
+    if info is not None:
+        mask = _png(data, info.bits, size, colors or (ids_in_rgb and data[25:26] == _RGB))
+    elif colors:
+        raise HeaderError("mask of run lengths holds numbers, not colours. Remove `targets.masks.colors`")
+    else:
+        mask = _runs(data, size)
     if table is not None:
-        mask = mapped(mask, table)
-    if size != upright:
+        mask = table.apply(mask, unnamed=unnamed)
+    if exif > 1 and size == stored and (as_stored or size != upright):
         mask = oriented_batch(torch.from_numpy(np.array(mask))[None], exif)[0].numpy()
     return np.ascontiguousarray(mask)
 
 
-def _png(data: bytes, bits: int, size: tuple[int, int], ids_in_rgb: bool) -> Mask:
-    values, mode = pillow.values(_checked(data))
+def size_and_header(data: bytes) -> tuple[tuple[int, int], header.Header | None]:
+    """(height, width) of an encoded mask, and its header; None for run lengths. HeaderError if they are damaged."""
+    if data.startswith(_RUNS):
+        return _runs_size(data), None
+    info = header.read(data)
+    return (info.height, info.width), info
+
+
+def _png(data: bytes, bits: int, size: tuple[int, int], in_colors: bool) -> Mask:
+    if in_colors and bits > 8:
+        raise HeaderError(f"mask with colours of {bits} bits: colours need 8 bits")
+    values, mode = pillow.values(_checked(data), colors=in_colors)
     if values.shape[:2] != size:
         raise HeaderError(f"mask of {values.shape[0]}x{values.shape[1]}, but its header says {size[0]}x{size[1]}")
-    if mode == "RGB" and ids_in_rgb:
-        if bits > 8:
-            raise HeaderError(f"mask with colours of {bits} bits: object numbers need 8 bits")
-        red, green, blue = (values[:, :, c].astype(np.int32) for c in range(3))
-        return red + (green << 8) + (blue << 16)
+    if in_colors:
+        return values
     if mode not in _MODES:
-        raise HeaderError(f"mask of Pillow's mode {mode}: class numbers need one of {', '.join(_MODES)}")
+        raise HeaderError(
+            f"mask of Pillow's mode {mode}: class numbers need one of {', '.join(_MODES)}. If its colours are classes, "
+            "set `targets.masks.colors`"
+        )
     if bits > 8:
         return values.astype(np.int32)
     values = values.astype(np.uint8, copy=False)
-    if data[25] == _GRAY and bits in (2, 4):
+    if data[25:26] == _GRAY and bits in (2, 4):
         values = values // np.uint8(255 // ((1 << bits) - 1))  # Pillow has scaled the values to 0..255
     return values
 
@@ -228,6 +289,64 @@ def _runs(data: bytes, size: tuple[int, int]) -> Mask:
 # -- crop, resize and warp --
 
 
+class Erased(NamedTuple):
+    """Rectangles of masks [n, H, W] that get a value."""
+
+    boxes: Float64  # [n, 4], (x1, y1, x2, y2) in pixel edges; no area: nothing is erased
+    value: int
+
+
+class Warp(NamedTuple):
+    """How masks [n, H, W] move.
+
+    Attributes:
+        inverse: [n, 3, 3], from the output to the canvas before all operations.
+        areas: [n, k, 15], rectangles of later canvases, in order: nine elements of the matrix from the output to this
+            canvas, then x1, y1, x2, y2, whether pixels inside (1) or outside (0) change, and their new value.
+        counts: int32 [n], how many areas each mask has.
+    """
+
+    inverse: Float64
+    areas: Float64
+    counts: Int32
+
+    @classmethod
+    def of(cls, moves: Sequence[Float64 | Erased], size: tuple[int, int], fill: int) -> Warp:
+        """Compose moves. Between two matrices [n, 3, 3], pixels outside 0..W x 0..H are lost."""
+        count = len(moves[0].boxes if isinstance(moves[0], Erased) else moves[0])
+        canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
+        after, still, areas, used = None, np.eye(3), list[Float64](), list[Any]()
+        for move in reversed(moves):
+            back = None if after is None else inverse(after)
+            if isinstance(move, Erased):
+                used.append((move.boxes[:, :2] < move.boxes[:, 2:]).all(axis=1))
+                areas.append(_areas(back, move.boxes, 1, move.value))
+                continue
+            if after is not None:
+                # if this matrix is the identity, the canvas before it has the same borders
+                used.append((after != still).any(axis=(1, 2)) & (move != still).any(axis=(1, 2)))
+                areas.append(_areas(back, np.broadcast_to(canvas, (count, 4)), 0, fill))
+            after = move if after is None else after @ move
+        back = np.broadcast_to(still, (count, 3, 3)) if after is None else inverse(after)
+        if not areas:
+            return cls(back, np.empty((count, 0, 15)), np.zeros(count, dtype=np.int32))
+        there = np.stack(used[::-1], axis=1)
+        order = np.argsort(~there, axis=1, kind="stable")[:, : there.sum(axis=1).max(initial=0)]
+        stacked = np.take_along_axis(np.stack(areas[::-1], axis=1), order[..., None], axis=1)
+        stacked[~np.take_along_axis(there, order, axis=1)] = _NO_AREA
+        return cls(back, stacked, there.sum(axis=1).astype(np.int32))
+
+    def rows(self, at: Int64) -> Warp:
+        return Warp(self.inverse[at], self.areas[at], self.counts[at])
+
+
+def _areas(m: Float64 | None, boxes: Float64, inside: int, value: int) -> Float64:
+    out = np.empty((len(boxes), 15))
+    out[:, :9] = _NO_AREA[:9] if m is None else m.reshape(-1, 9)
+    out[:, 9:13], out[:, 13], out[:, 14] = boxes, inside, value
+    return out
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled masks.cpp, or None if it cannot be built."""
@@ -243,7 +362,7 @@ def place(
     windows: CropWindows,
     out: Mask,
     *,
-    inverse: Float64 | None = None,
+    warp: Warp | None = None,
     fill: int,
     threads: int = 1,
     each: Callable[[Sequence[int], Work], None] = one_by_one,
@@ -254,7 +373,7 @@ def place(
         masks: n masks, uint8 or int32 [h, w], upright, with any strides; None: the row becomes ``fill``.
         windows: n rows. Their ``interpolation`` and ``fill`` are not used.
         out: uint8, int32 or int64 [n, H, W], contiguous; not uint8 if any mask is int32.
-        inverse: matrices [n, 3, 3] from the output to the canvas; None: no operation moves the masks.
+        warp: how operations move the n masks; None: they do not.
         fill: value of output pixels that no mask pixel covers.
         threads: number of threads of masks.cpp.
         each: a function that calls ``work(k)`` for every k. It is used only without masks.cpp.
@@ -262,14 +381,13 @@ def place(
     Raises:
         ValueError: if shapes or types do not fit, or a window is not inside its mask.
     """
-    _check(masks, windows, out, inverse, fill)
+    _check(masks, windows, out, warp, fill)
     count, (H, W) = len(masks), windows.size
     if out.size == 0:
         return
-    matrices = None if inverse is None else np.ascontiguousarray(inverse, dtype=np.float64)
     compiled = library() if H * W <= _LARGEST else None  # masks.cpp numbers pixels by int32
     if compiled is None:
-        each(range(count), lambda k: _place(masks[k], windows, k, out[k], matrices, fill))
+        each(range(count), lambda k: _place(masks[k], windows, k, out[k], warp, fill))
         return
     tasks = np.zeros(count, dtype=_TASK)
     some = [mask if mask is not None else np.empty((0, 0), dtype=np.uint8) for mask in masks]
@@ -277,8 +395,11 @@ def place(
     tasks["row"], tasks["column"] = np.array([mask.strides for mask in some]).T
     tasks["bytes"] = [mask.itemsize for mask in some]
     tasks["out"] = out.ctypes.data + np.arange(count, dtype=np.int64) * (H * W * out.itemsize)
-    if matrices is not None:
+    if warp is not None:
+        matrices, areas = (np.ascontiguousarray(x, dtype=np.float64) for x in warp[:2])  # alive until the call
         tasks["inverse"] = matrices.ctypes.data + np.arange(count, dtype=np.int64) * 72
+        tasks["areas"] = areas.ctypes.data + np.arange(count, dtype=np.int64) * areas[0].nbytes
+        tasks["count"] = warp.counts
     tasks["top"], tasks["left"], tasks["height"], tasks["width"] = windows.window.T
     tasks["to_height"], tasks["to_width"] = windows.resized.T
     tasks["y"], tasks["x"] = windows.offset.T
@@ -287,15 +408,19 @@ def place(
         raise MemoryError(f"out of memory while moving {count} masks")
 
 
-def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, inverse: Float64 | None, fill: int) -> None:
+def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, warp: Warp | None, fill: int) -> None:
     """Check shapes and types, because a wrong task in C++ would kill the process."""
     count = len(masks)
     if out.shape != (count, *windows.size) or out.dtype not in _OUTPUTS or not out.flags.c_contiguous:
         kinds = "uint8, int32 or int64"
         raise ValueError(f"out must be a contiguous {kinds} {(count, *windows.size)}: {out.dtype} {out.shape}")
-    if len(windows) != count or (inverse is not None and inverse.shape != (count, 3, 3)):
-        matrices = "no matrices" if inverse is None else f"matrices of shape {inverse.shape}"
+    if len(windows) != count or (warp is not None and warp.inverse.shape != (count, 3, 3)):
+        matrices = "no matrices" if warp is None else f"matrices of shape {warp.inverse.shape}"
         raise ValueError(f"{count} masks, but {len(windows)} windows and {matrices}")
+    if warp is not None and (
+        warp.areas.shape != (count, warp.areas.shape[1], 15) or (warp.counts > warp.areas.shape[1]).any()
+    ):
+        raise ValueError(f"{count} masks, but areas of shape {warp.areas.shape} and counts {warp.counts.tolist()}")
     if not 0 <= fill <= min(np.iinfo(out.dtype).max, _LARGEST):
         raise ValueError(f"fill {fill} does not fit into {out.dtype}")
     found = {mask.dtype for mask in masks if mask is not None}
@@ -309,7 +434,7 @@ def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, invers
         raise ValueError(f"windows {window.tolist()} are not inside masks of {sizes.tolist()}")
 
 
-def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: Float64 | None, fill: int) -> None:
+def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, warp: Warp | None, fill: int) -> None:
     """Do in numpy and torch what masks.cpp does, for one mask."""
     out[:] = fill
     if mask is None:
@@ -321,8 +446,8 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, inverse: 
         for at, to, size, start, extent in ((y, h, out.shape[0], top, height), (x, w, out.shape[1], left, width))
     )
     out[y0 : y0 + len(rows), x0 : x0 + len(columns)] = mask[rows][:, columns]
-    if inverse is not None and not np.array_equal(inverse[k], np.eye(3)):
-        out[:] = gather(torch.from_numpy(out)[None], inverse[k : k + 1], fill)[0].numpy()
+    if warp is not None:
+        out[:] = gather(torch.from_numpy(out)[None], warp.rows(np.array([k])), fill)[0].numpy()
 
 
 def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
@@ -332,42 +457,57 @@ def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int,
     return first, start + (2 * i + 1) * extent // (2 * to)
 
 
-def gather(masks: Tensor, inverse: Float64, fill: int) -> Tensor:
-    """Warp masks [n, H, W] on their device, bit-equal to :func:`place`. Does not wait for the device.
-
-    ``inverse``: matrices [n, 3, 3] from the output to the input.
-    """
+def gather(masks: Tensor, warp: Warp, fill: int) -> Tensor:
+    """Warp masks [n, H, W] on their device, bit-equal to :func:`place`. Does not wait for the device."""
     _, H, W = masks.shape
     out = torch.empty_like(masks, memory_format=torch.contiguous_format)
     samples, rows = max(1, _PIXELS_AT_ONCE // max(1, H * W)), max(1, _PIXELS_AT_ONCE // max(1, W))
-    affine = bool((inverse[:, 2] == (0.0, 0.0, 1.0)).all())
-    matrices = buffers.to_device(torch.from_numpy(np.array(inverse, dtype=np.float64)), masks.device)
+    affine = bool((warp.inverse[:, 2] == (0.0, 0.0, 1.0)).all())
+    matrices, areas = (
+        buffers.to_device(torch.from_numpy(np.array(x, dtype=np.float64)), masks.device)
+        for x in (warp.inverse, warp.areas)
+    )
     for k in range(0, len(masks), samples):
+        own = slice(k, k + samples)
         for i in range(0, H, rows):
-            part = out[k : k + samples, i : i + rows]
-            _gather(masks[k : k + samples], matrices[k : k + samples], i, part, fill, affine)
+            part = out[own, i : i + rows]
+            _gather(masks[own], matrices[own], i, part, fill, affine)
+            for number in range(areas.shape[1]):
+                _cover(areas[own, number], i, part)
     return out
 
 
 def _gather(masks: Tensor, inverse: Tensor, first: int, out: Tensor, fill: int, affine: bool) -> None:
     """Fill ``out`` with rows of the warped masks, from row ``first`` on."""
     _, H, W = masks.shape
-    m = inverse[:, :, :, None, None]
-    u = torch.arange(W, dtype=torch.float64, device=masks.device) + 0.5
-    v = torch.arange(first, first + out.shape[1], dtype=torch.float64, device=masks.device)[:, None] + 0.5
-
-    def row(r: int) -> Tensor:  # a fused multiply-add would round differently
-        return (m[:, r, 0] * u + m[:, r, 1] * v).add_(m[:, r, 2])
-
-    x, y = row(0), row(1)
-    if affine:
-        inside = x >= 0
-    else:
-        w = row(2)
-        x, y = x.div_(w), y.div_(w)
-        inside = (w > 0).logical_and_(x >= 0)
+    x, y, w = _positions(inverse, first, out, affine)
+    inside = (x >= 0) if w is None else (w > 0).logical_and_(x >= 0)
     for condition in (x < W, y >= 0, y < H):
         inside.logical_and_(condition)
     pixel = y.floor_().mul_(W).add_(x.floor_()).masked_fill_(~inside, 0).long()
     values = masks.reshape(len(masks), -1).gather(1, pixel.flatten(1)).view_as(pixel)
     out.copy_(values.masked_fill_(~inside, fill))
+
+
+def _cover(area: Tensor, first: int, out: Tensor) -> None:
+    """Write the values of one area [15] per mask into ``out``, which holds rows from ``first`` on."""
+    x, y, w = _positions(area[:, :9].view(-1, 3, 3), first, out, False)
+    assert w is not None
+    x1, y1, x2, y2, inside, value = area[:, 9:, None, None].unbind(1)
+    at = (w > 0) & (x >= x1) & (x < x2) & (y >= y1) & (y < y2)
+    out.copy_(torch.where(at == (inside > 0), value.to(out.dtype), out))
+
+
+def _positions(m: Tensor, first: int, out: Tensor, affine: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where matrices [n, 3, 3] map the pixels of ``out`` [n, rows, W] to: x, y, and w if not ``affine``."""
+    m = m[:, :, :, None, None]
+    u = torch.arange(out.shape[2], dtype=torch.float64, device=out.device) + 0.5
+    v = torch.arange(first, first + out.shape[1], dtype=torch.float64, device=out.device)[:, None] + 0.5
+
+    def row(r: int) -> Tensor:  # a fused multiply-add would round differently
+        return (m[:, r, 0] * u + m[:, r, 1] * v).add_(m[:, r, 2])
+
+    if affine:
+        return row(0), row(1), None
+    w = row(2)
+    return row(0).div_(w), row(1).div_(w), w

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +13,7 @@ from numpy.typing import NDArray
 from gpuaug.batch import CropWindows, EncodedTargets, Int64
 from gpuaug.errors import ConfigError
 from gpuaug.targets import geometry
-from gpuaug.targets.geometry import Bool, Float64
+from gpuaug.targets.geometry import Bool, Float64, both
 from gpuaug.targets.rules import Targets
 
 _ROUNDING = 1e-9  # pixels; tolerance for rounding errors, so that a box of exactly the smallest size is kept
@@ -89,7 +92,7 @@ def carry(
     objects: Objects,
     *,
     crop: Float64,
-    ops: Float64,
+    ops: Sequence[Float64],
     size: tuple[int, int],
     rules: Targets,
     flip: tuple[int, ...] | None,
@@ -98,16 +101,16 @@ def carry(
 ) -> Objects:
     """Move the objects of a batch through the crop and the operations, and drop objects that the rules leave out.
 
-    Boxes are clipped after the crop, and again at the end. No operation can bring back what the crop removed. A
-    keypoint stays visible if it is inside the image after the crop, and inside the output at the end. If there are no
-    boxes, all objects stay.
+    The image after the crop and after each operation is a canvas. No operation can bring back what is outside a
+    canvas. A keypoint stays visible if it is inside every canvas. A box is clipped at every canvas, as the polygon that
+    it has become. If there are no boxes, all objects stay.
 
     Args:
         objects: in pixels of their images.
-        crop: matrices [B, 3, 3] from the annotated image to the canvas, which is the image after the crop. A crop can
-            only scale, move, mirror and transpose.
-        ops: matrices [B, 3, 3] from the canvas to the output.
-        size: (H, W) of the canvas, and of the output.
+        crop: matrices [B, 3, 3] from the annotated image to the first canvas. A crop can only scale, move, mirror and
+            transpose.
+        ops: matrices [B, 3, 3] from each canvas to the next. The last canvas is the output.
+        size: (H, W) of every canvas.
         rules: limits of boxes.
         flip: for each keypoint, the index of its mirror image. If the crop and the operations together mirror the
             image, the keypoints of each pair are exchanged.
@@ -115,28 +118,28 @@ def carry(
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
     """
     canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
-    # the part of the canvas that the image covers; empty if x2 <= x1 or y2 <= y1
+    # the part of the first canvas that the image covers; empty if x2 <= x1 or y2 <= y1
     start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
     covered = np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
     if objects.boxes is not None:
-        to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
-        cut = geometry.hulls(to_canvas, objects.boxes)
+        part, paths = covered[objects.sample], accumulate(ops, lambda path, op: op @ path)
+        cut = geometry.hulls(crop[objects.sample], objects.boxes)
         boxes, keep = _clip(cut, part)
         if centres:
             keep &= _centre_inside(cut, part)
-        boxes, overlaps = _clip(geometry.hulls(to_output, boxes), canvas)
-        keep &= overlaps & _large_enough(boxes, cut, to_output, rules)
+        boxes, left = geometry.visible([path[objects.sample] for path in paths], boxes, size)
+        keep &= (left >= 0) & _large_enough(boxes, left, cut, rules)  # NaN: nothing is left
         objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
     if objects.keypoints is not None:
-        to_canvas, to_output, part = (per_image[objects.sample] for per_image in (crop, ops, covered))
-        keypoints = _moved_keypoints(objects.keypoints, to_canvas, to_output, part, canvas)
+        path = [(m[objects.sample], area) for m, area in ((crop, covered[objects.sample]), *((m, canvas) for m in ops))]
+        keypoints = _moved_keypoints(objects.keypoints, path)
         if flip is not None and len(flip) != keypoints.shape[1] and len(keypoints):
             raise ConfigError(
                 f"`targets.keypoints.flip` must name the mirror image of each of the {keypoints.shape[1]} keypoints. "
                 f"Found: {len(flip)} numbers."
             )
         if flip is not None and len(keypoints):
-            swap = np.flatnonzero((geometry.mirrored(crop) != geometry.mirrored(ops))[objects.sample])
+            swap = np.flatnonzero(reduce(np.not_equal, map(geometry.mirrored, [crop, *ops]))[objects.sample])
             keypoints[swap] = keypoints[swap][:, flip]
         objects = replace(objects, keypoints=keypoints)
     return objects
@@ -150,41 +153,40 @@ def _half(rules: Targets) -> float:
 def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
     """Clip boxes [N, 4] to ``area`` [N or 1, 4]. Also return which boxes overlap ``area``; NaN does not overlap."""
     start, stop = np.maximum(boxes[:, :2], area[:, :2]), np.minimum(boxes[:, 2:], area[:, 2:])
-    return np.concatenate([start, stop], axis=1), _both(start <= stop)
+    return np.concatenate([start, stop], axis=1), both(start <= stop)
 
 
 def _centre_inside(boxes: Float64, area: Float64) -> Bool:
     """Whether the centres of boxes are inside ``area``, not on its border, as in torchvision's RandomIoUCrop."""
     centre = (boxes[:, :2] + boxes[:, 2:]) / 2
-    return _both((centre > area[:, :2] + _ROUNDING) & (centre < area[:, 2:] - _ROUNDING))
+    return both((centre > area[:, :2] + _ROUNDING) & (centre < area[:, 2:] - _ROUNDING))
 
 
-def _large_enough(boxes: Float64, cut: Float64, ops: Float64, rules: Targets) -> Bool:
-    """Whether boxes [N, 4] of the output satisfy the limits. ``cut`` [N, 4]: the unclipped boxes after the crop."""
+def _large_enough(boxes: Float64, left: Float64, cut: Float64, rules: Targets) -> Bool:
+    """Whether boxes [N, 4] of the output satisfy the limits.
+
+    ``left`` [N]: the area of their visible part, on the first canvas. ``cut`` [N, 4]: the unclipped boxes there.
+    """
     limits = rules.boxes
-    sides = boxes[:, 2:] - boxes[:, :2]
     if limits is None:
         return np.ones(len(boxes), dtype=bool)
-    area = sides[:, 0] * sides[:, 1]
-    keep = _both(sides >= limits.min_size - _ROUNDING) & (area >= limits.min_area - _ROUNDING)
+    sides = boxes[:, 2:] - boxes[:, :2]
+    keep = both(sides >= limits.min_size - _ROUNDING) & (sides[:, 0] * sides[:, 1] >= limits.min_area - _ROUNDING)
     if limits.min_visibility > 0:
-        hull = geometry.hulls(ops, cut)  # NaN if a perspective puts a corner behind the viewer; such a box is dropped
-        whole = (hull[:, 2] - hull[:, 0]) * (hull[:, 3] - hull[:, 1])
-        keep &= area >= limits.min_visibility * whole - _ROUNDING
+        whole = (cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1])
+        keep &= left >= limits.min_visibility * whole - _ROUNDING
     return keep
 
 
-def _moved_keypoints(keypoints: Float64, crop: Float64, ops: Float64, covered: Float64, canvas: Float64) -> Float64:
-    """Keypoints [N, K, 3] after the crop and the operations. Keypoints outside image or output become (0, 0, 0)."""
+def _moved_keypoints(keypoints: Float64, path: Sequence[tuple[Float64, Float64]]) -> Float64:
+    """Keypoints [N, K, 3] after the matrices [N, 3, 3] of ``path``. Keypoints outside a canvas become (0, 0, 0).
+
+    ``path`` also has the canvas after each matrix, [N or 1, 4].
+    """
     visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
-    for m, area in ((crop, covered), (ops, canvas)):
+    for m, area in path:
         xy, _ = geometry.points(m, xy)
-        visible = visible & _both((xy >= area[:, None, :2]) & (xy < area[:, None, 2:]))
+        visible = visible & both((xy >= area[:, None, :2]) & (xy < area[:, None, 2:]))
     moved = np.zeros_like(keypoints)
     moved[..., :2], moved[..., 2] = np.where(visible[..., None], xy, 0), keypoints[..., 2] * visible
     return moved
-
-
-def _both(true: Bool) -> Bool:
-    """Whether x and y are both True. This is faster than ``all``."""
-    return true[..., 0] & true[..., 1]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError
+from gpuaug.targets.colors import color_table
 
 MaskDtype = Literal["int64", "int32", "uint8"]
 MaskKind = Literal["classes", "instances"]
+Orientation = Literal["displayed", "stored"]
 Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
@@ -28,47 +31,69 @@ class Masks:
         fill: value of pixels outside the image, and of all pixels of a sample that cannot be decoded. None: 255, which
             is the usual ``ignore_index`` of losses. With ``kind="instances"``, None means 0.
         map: table of new values: ``cityscapes``, ``ade20k``, a list (the new values of 0, 1, ...), or a mapping such as
-            {7: 0, 8: 1}. Values that ``map`` does not name become ``fill``. None: values stay.
+            {7: 0, 8: 1}. Values that ``map`` does not name become ``fill``, and the log warns once. None: values stay.
+        ignore: values that become ``fill``, whatever ``map`` says about them.
+        colors: the colour of each class, such as {0: [128, 64, 128]}, for masks in RGB, RGBA or palette colours. Or the
+            path of a text file with one class per line, such as CamVid's class_dict.csv or label_colors.txt. Other
+            colours become ``fill``, and the log warns once. ``map`` and ``ignore`` then refer to these classes. None:
+            masks hold class numbers.
         dtype: int64 (which cross_entropy takes), int32 or uint8.
         kind: ``classes``: values are class numbers. ``instances``: 0 is no object, k + 1 is object k of the sample.
 
     >>> Masks(map="cityscapes").fill
     255
+    >>> Masks(colors={0: [128, 64, 128], 1: [70, 70, 70]}, ignore=[1]).colors[0]
+    (128, 64, 128)
     """
 
     def __init__(
-        self, *, fill: int | None = None, map: Table = None, dtype: MaskDtype = "int64", kind: MaskKind = "classes"
+        self,
+        *,
+        fill: int | None = None,
+        map: Table = None,
+        ignore: Sequence[int] | None = None,
+        colors: Mapping[Any, Sequence[int]] | str | os.PathLike[str] | None = None,
+        dtype: MaskDtype = "int64",
+        kind: MaskKind = "classes",
     ) -> None:
         instances = checks.one_of("targets.masks.kind", kind, get_args(MaskKind)) == "instances"
         checks.whole_number("targets.masks.fill", fill, 0, 2**31 - 1, optional=True)
         fill = (0 if instances else 255) if fill is None else fill
         checks.one_of("targets.masks.dtype", dtype, get_args(MaskDtype))
-        if instances and (map is not None or fill):
+        if instances and (fill or any(value is not None for value in (map, ignore, colors))):
             raise ConfigError(
-                "`targets.masks.map` must be null and `targets.masks.fill` 0 if `targets.masks.kind` is instances, "
-                f"because such masks have 0 where no object is. Found: {map!r:.100} and {fill}."
+                "`targets.masks.fill` must be 0 and `map`, `ignore` and `colors` null if `targets.masks.kind` is "
+                f"instances, because such masks hold object numbers. Found: {fill}, {map!r:.100}, {ignore!r:.100} and "
+                f"{colors!r:.100}."
             )
+        if not isinstance(ignore, Sequence | None) or not all(type(v) is int and 0 <= v < 2**24 for v in ignore or ()):
+            raise ConfigError(f"`targets.masks.ignore` must be a list of values such as [11]. Found: {ignore!r:.100}.")
+        table = None if colors is None else color_table(colors)
         if dtype == "uint8" and fill > 255:
             raise ConfigError(f"`targets.masks.fill` must be at most 255 for dtype uint8. Found: {fill}.")
-        if dtype == "uint8" and (high := _largest(map)) > 255:
-            raise ConfigError(f"`targets.masks.map` must give at most 255 for dtype uint8. Found: {high}.")
+        key, made = ("colors", [*table]) if table and map is None else ("map", map)
+        if dtype == "uint8" and (high := _largest(made)) > 255:
+            raise ConfigError(f"`targets.masks.{key}` must give at most 255 for dtype uint8. Found: {high}.")
         self.fill, self.map, self.dtype, self.kind = fill, map, dtype, kind
+        self.ignore, self.colors = tuple(ignore or ()), table
 
     def __repr__(self) -> str:
-        return f"Masks(fill={self.fill}, map={self.map!r}, dtype={self.dtype!r}, kind={self.kind!r})"
+        names = ("fill", "map", "ignore", "colors", "dtype", "kind")
+        return f"Masks({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boxes:
     """Rules for boxes.
 
-    A box becomes the smallest upright box around its moved corners. The box is clipped after the crop, and again after
-    the operations. If the clipped box is below one of the limits, the whole object is dropped.
+    The crop and every operation that moves pixels clip a box as the polygon that it has become. The result is the
+    smallest upright box around what is left. If it is below one of the limits, the whole object is dropped.
 
     Args:
         min_size: smallest width and height in pixels of the output.
-        min_area: smallest area in pixels of the output.
-        min_visibility: smallest area of the clipped box, as a fraction of the area without clipping; 0..1.
+        min_area: smallest area of the upright box in pixels of the output.
+        min_visibility: smallest area of what is left, as a fraction of the box's whole area; 0..1. Both are areas
+            right after the crop, before rotations and perspectives: polygons, not the upright boxes around them.
         crowd: whether to ``drop`` or ``keep`` annotations that cover many objects (COCO's iscrowd).
 
     >>> Boxes(min_visibility=0.1).min_size
@@ -88,7 +113,9 @@ class Boxes:
 
 
 class Keypoints:
-    """Rules for keypoints. A keypoint outside the output gets visibility 0 and the position (0, 0).
+    """Rules for keypoints. A keypoint that leaves the image at the crop or at any operation gets visibility 0.
+
+    Its position becomes (0, 0). A later operation does not bring it back, because the image is empty there too.
 
     Args:
         flip: for each point, the index of its mirror image. For example, the left eye has the index of the right eye.
@@ -128,6 +155,9 @@ class Targets:
         masks: rules of masks.
         boxes: rules of boxes.
         keypoints: rules of keypoints.
+        orientation: the image that annotations were made for, if its EXIF data turn or mirror it. ``displayed``: the
+            image as viewers show it. ``stored``: the pixels in the file, which OpenCV and Pillow give without EXIF. If
+            the size of a mask, or of a Target, fits only one of the two, the size decides.
 
     >>> Targets(masks=Masks()).names
     ('masks',)
@@ -136,8 +166,10 @@ class Targets:
     masks: Masks | None = None
     boxes: Boxes | None = None
     keypoints: Keypoints | None = None
+    orientation: Orientation = "displayed"
 
     def __post_init__(self) -> None:
+        checks.one_of("targets.orientation", self.orientation, get_args(Orientation))
         for name, kind in (("masks", Masks), ("boxes", Boxes), ("keypoints", Keypoints)):
             checks.instance(f"targets.{name}", getattr(self, name), kind, optional=True)
         if self.masks is not None and self.masks.kind == "instances" and self.boxes is None:

@@ -28,6 +28,7 @@ from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.fused import cuda_steps, lower
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
+from gpuaug.augment.ops.codes import as_cpp
 from gpuaug.augment.parameters import Chosen, tensors
 from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.augment.reference import ReferenceBackend
@@ -426,7 +427,9 @@ def test_every_instruction_set_gives_the_same_bits(
         pytest.skip(f"this processor is no {machine}")
     built = tmp_path / "augment.so"
     source = Path(native.__file__).with_name("cpu.cpp")
-    flags = [*native._FLAGS, f"-march={machine}", "-include", str(compiled._THREADS)]
+    (tmp_path / "codes.hpp").write_text(as_cpp())
+    included = [f"-include{file}" for file in (compiled._THREADS, tmp_path / "codes.hpp")]
+    flags = [*native._FLAGS, f"-march={machine}", *included]
     subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
     ops = {**{n: POINTWISE[n]() for n in ("hflip", "vflip", "jitter", "gamma")}, "equalize": JUMPS["equalize"](),
            "snow": JUMPS["snow"](), "jpeg": CODED["jpeg"](),

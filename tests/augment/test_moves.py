@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import kornia.augmentation as K
@@ -49,10 +51,14 @@ def drawn(ops: dict[str, Any], batch: int, size: tuple[int, int], seed: int = 0)
     return prepared, [p.draw(u, size, k) for p, u, k in zip(prepared, uniforms, keys, strict=True)]
 
 
+def product(moved: list[Any], batch: int) -> Float64:
+    """The product of the matrices of all canvases."""
+    assert all(isinstance(move, np.ndarray) and move.dtype == np.float64 for move in moved)
+    return reduce(lambda path, move: move @ path, moved, np.broadcast_to(np.eye(3), (batch, 3, 3)))
+
+
 def only_matrix(ops: dict[str, Any], batch: int, size: tuple[int, int], seed: int = 0) -> Float64:
-    (matrix,) = moves(*drawn(ops, batch, size, seed), size) or [np.broadcast_to(np.eye(3), (batch, 3, 3))]
-    assert isinstance(matrix, np.ndarray)
-    return matrix
+    return product(moves(*drawn(ops, batch, size, seed), size), batch)
 
 
 def taken(prepared: Iterable[Prepared], chosen: Iterable[Chosen], row: int) -> Iterable[tuple[nn.Module, Any]]:
@@ -98,12 +104,9 @@ CHOICE = st.lists(MEMBER, min_size=1, max_size=4, unique_by=lambda item: item[0]
 def test_the_matrix_of_a_recipe_is_the_product_of_kornias(items: Any, size: tuple[int, int], seed: int) -> None:
     prepared, chosen = drawn({name: make() for name, make in items}, 5, size, seed)
     check_carried(prepared, ("masks", "boxes", "keypoints"))
-    found = moves(prepared, chosen, size) or [np.broadcast_to(np.eye(3), (5, 3, 3))]
+    found = product(moves(prepared, chosen, size), 5)
     expected = np.stack([kornias(prepared, chosen, row, size) for row in range(5)])
-    assert len(found) == 1
-    assert isinstance(found[0], np.ndarray)
-    assert found[0].dtype == np.float64
-    np.testing.assert_allclose(found[0], expected, rtol=1e-6, atol=1e-9 * np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", [name for name, make in KNOWN.items() if entry_of(make()).affects == "matrix"])
@@ -132,7 +135,7 @@ def test_a_gate_that_is_off_gives_the_identity() -> None:
     size = (31, 45)
     ops = {"flip": K.RandomHorizontalFlip(p=0.5), "warp": K.RandomAffine(30.0, shear=9.0, p=0.5)}
     prepared, chosen = drawn(ops, 64, size)
-    (found,) = moves(prepared, chosen, size)
+    found = product(moves(prepared, chosen, size), 64)
     off = (chosen[0].choice < 0).all(axis=1) & (chosen[1].choice < 0).all(axis=1)
     assert 5 < off.sum() < 40
     np.testing.assert_array_equal(found[off], np.broadcast_to(np.eye(3), (off.sum(), 3, 3)))
@@ -158,9 +161,27 @@ def test_a_sample_has_the_same_matrix_in_any_batch(names: list[str], seed: int) 
         Chosen(c.choice[[2, 7]], tuple(tuple({k: v[[2, 7]] for k, v in a.items()} for a in slot) for slot in c.params))
         for c in chosen
     ]
-    whole = (moves(prepared, chosen, (40, 33)) or [np.broadcast_to(np.eye(3), (9, 3, 3))])[0]
-    few = (moves(prepared, part, (40, 33)) or [np.broadcast_to(np.eye(3), (2, 3, 3))])[0]
-    np.testing.assert_array_equal(few, whole[[2, 7]])
+    whole, few = moves(prepared, chosen, (40, 33)), moves(prepared, part, (40, 33))
+    for number, matrices in enumerate(whole):  # the others may have more canvases
+        own = few[number] if number < len(few) else np.broadcast_to(np.eye(3), (2, 3, 3))
+        np.testing.assert_array_equal(own, matrices[[2, 7]])
+    assert len(few) <= len(whole)
+
+
+def test_operations_share_a_matrix_if_no_canvas_in_between_loses_anything() -> None:
+    size = (40, 40)
+    flip, turn = K.RandomHorizontalFlip(p=1.0), K.RandomRotation90((1, 3), p=1.0)
+    warp, smaller = K.RandomAffine(30.0, p=1.0), K.RandomAffine(0.0, None, (0.5, 0.5), p=1.0)
+    for count, ops in (
+        (1, [flip, turn, K.RandomVerticalFlip(p=1.0)]),
+        (1, [flip, warp, turn]),
+        (2, [warp, flip, K.RandomPerspective(p=1.0)]),
+        (1, [smaller, warp]),
+        (2, [warp, smaller]),
+        (3, [warp, warp, warp]),
+    ):
+        named = {f"op{k}": copy.deepcopy(op) for k, op in enumerate(ops)}
+        assert len(moves(*drawn(named, 4, size), size)) == count
 
 
 # --- pixels follow the matrix
@@ -211,7 +232,7 @@ def check_pixels(
     image = np.rint(255 * blob(size, place)).astype(np.uint8)
     batch = 16
     prepared, chosen = drawn(ops, batch, size, seed)
-    (matrices,) = moves(prepared, chosen, size) or [np.broadcast_to(np.eye(3), (batch, 3, 3))]
+    matrices = product(moves(prepared, chosen, size), batch)
     images = torch.from_numpy(image)[None, :, :, None].repeat(batch, 1, 1, 3)
     pixels = BACKENDS[backend](prepared)(images, chosen)[:, 0].double().numpy()
     y, x = np.mgrid[: size[0], : size[1]] + 0.5
@@ -345,10 +366,10 @@ def test_a_field_stands_between_the_matrices_before_and_after_it() -> None:
         "shear": K.RandomShear(9.0, p=1.0),
     }
     prepared, chosen = drawn(ops, 3, size)
-    before, field, after = moves(prepared, chosen, size)
+    before, field, *after = moves(prepared, chosen, size)
     assert isinstance(field, Field)
     np.testing.assert_array_equal(before, moves(prepared[:2], chosen[:2], size)[0])
-    np.testing.assert_array_equal(after, moves(prepared[3:], chosen[3:], size)[0])
+    np.testing.assert_array_equal(after, moves(prepared[3:], chosen[3:], size))
     np.testing.assert_array_equal(field.keys, chosen[2].keys)
 
 
@@ -361,15 +382,14 @@ def test_alternatives_of_one_slot_may_be_a_matrix_a_field_or_neither() -> None:
         "random": K.auto.RandAugment(n=2, m=9),
     }
     prepared, chosen = drawn({"one": OneOf(ops=members, p=0.8)}, batch, size)
-    first, field, *rest = moves(prepared, chosen, size)
-    assert isinstance(field, Field)
+    found = moves(prepared, chosen, size)
+    (field,) = (move for move in found if isinstance(move, Field))
+    matrices = [move for move in found if move is not field]
     np.testing.assert_array_equal(field.rows, np.flatnonzero(chosen[0].choice[:, 0] == 0))
-    for matrix in (first, *rest):
-        assert isinstance(matrix, np.ndarray)
+    for matrix in matrices:
         np.testing.assert_array_equal(matrix[field.rows], np.broadcast_to(np.eye(3), (len(field.rows), 3, 3)))
-    product = rest[0] @ first if rest else first
     expected = np.stack([kornias(prepared, chosen, row, size) for row in range(batch)])
-    np.testing.assert_allclose(product, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(product(matrices, batch), expected, rtol=1e-6, atol=1e-6)
 
 
 # --- what targets can follow

@@ -20,7 +20,7 @@ from torch import Tensor
 import gpuaug
 from gpuaug.errors import ConfigError, ReadOnlyError, StateError
 from gpuaug.tools.main import main
-from gpuaug.tools.plan.command import upper_bound
+from gpuaug.tools.plan.command import _look_at
 
 SIZES = {0: 24, 1: 40, 3: 16}
 
@@ -185,12 +185,12 @@ def test_it_is_no_operation_and_no_view() -> None:
 # --- tools
 
 
-def test_a_plan_is_for_the_largest_stage(photos: Path) -> None:
-    with loader(photos, augment=recipe()) as mixed, loader(photos, augment=stage(40)) as largest:
-        bound, want = upper_bound(mixed), upper_bound(largest)
-        assert (bound.ready, bound.epoch) == (want.ready, 1)
-        mixed.set_epoch(3)
-        assert upper_bound(mixed).ready == bound.ready * 16**2 // 40**2
+def test_a_plan_is_for_the_largest_stage_that_comes(photos: Path) -> None:
+    with loader(photos, augment=recipe()) as mixed:
+        for first, largest in ((0, 1), (2, 2), (3, 3)):
+            mixed.set_epoch(first)
+            _look_at(mixed)
+            assert mixed.epoch == largest
 
 
 def test_materialize_refuses(photos: Path, tmp_path: Path) -> None:
@@ -247,7 +247,5 @@ def test_previews_and_plans(conf: Path, photos: Path, tmp_path: Path) -> None:
     operations = report("preview", f"out={tmp_path}/o.png", "show=operations", "epoch=2", "samples=1")
     assert [each["name"] for each in operations["operations"]] == ["flip"]
     assert main(["preview", *given, f"out={tmp_path}/n.png", "show=operations", "samples=1"]) == 2  # epoch 0 has none
-    ready = next(
-        term for term in report("plan", "seconds=1", "batch_size=8")["terms"] if term["name"] == "ready batches"
-    )
-    assert ready["bytes"] % (8 * 3 * 40 * 40 * 4) == 0
+    parts = report("plan", "seconds=1", "batch_size=8")["parts"]
+    assert any(part["name"] == "decoding, augmentation, batches" for part in parts)

@@ -237,31 +237,6 @@ def test_several_views_have_a_list():
         assert next(iter(one)).images.shape[2:] == images[0].shape[2:]
 
 
-def test_annotations_for_the_stored_image_are_turned():
-    """A photograph with EXIF's orientation, annotated as stored and as shown: the same targets."""
-    exif = Image.Exif()
-    exif[274] = 6
-    stored = (80, 120)  # (height, width); upright 120x80
-    data = encode(photograph(size=stored[::-1]), exif=exif)
-    values = np.arange(80 * 120).reshape(stored).astype(np.uint8)
-    box, point = np.array([[10.0, 20, 40, 70]]), np.array([[[12.0, 33, 2]]])
-    as_stored = gpuaug.Target(mask=png(values), boxes=box, labels=[1], keypoints=point, size=stored)
-    # orientation 6: turned by 90 degrees clockwise: x' = height - y, y' = x
-    turned = np.array([[80 - 70.0, 10, 80 - 20, 40]]), np.array([[[79 - 33.0, 12, 2]]])
-    upright = gpuaug.Target(
-        mask=png(np.rot90(values, -1).copy()), boxes=turned[0], labels=[1], keypoints=turned[1], size=stored[::-1]
-    )
-    still = gpuaug.Augment(crop=gpuaug.Resize(stored[::-1]))
-    found = []
-    for target in (as_stored, upright):
-        with targets_loader([(data, target)], augment=still) as made:
-            found.append(next(iter(made)).targets)
-    for name in ("masks", "boxes", "keypoints"):
-        assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
-    assert torch.allclose(found[0].boxes, torch.tensor(turned[0], dtype=torch.float32))
-    assert (found[0].matrices[0, :2, :2] == torch.tensor([[0.0, -1], [1, 0]])).all()
-
-
 def test_what_cannot_be_carried_is_refused():
     class Own(torch.nn.Module):
         def forward(self, x):

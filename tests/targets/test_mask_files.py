@@ -6,6 +6,7 @@ import random
 import struct
 import warnings
 import zlib
+from collections import Counter
 from io import BytesIO
 from typing import Any
 
@@ -19,6 +20,7 @@ from test_masks import placed, shapes, windows
 from gpuaug.decode.header import HeaderError
 from gpuaug.errors import ConfigError
 from gpuaug.targets import masks
+from gpuaug.targets.rules import Masks
 
 Pair = tuple[int, int]
 BIG = 10**9
@@ -86,7 +88,7 @@ def test_panoptic_numbers_are_in_the_colours() -> None:
     mask = decoded(encode(Image.fromarray(colours), "PNG"), (13, 21), ids_in_rgb=True)
     assert mask.dtype == np.int32
     np.testing.assert_array_equal(mask, colours.astype(int) @ [1, 256, 65536])
-    table = masks.lookup({int(mask[3, 4]): 7}, 255)
+    table = masks.lookup(Masks(map={int(mask[3, 4]): 7}))
     small = decoded(encode(Image.fromarray(colours), "PNG"), (13, 21), ids_in_rgb=True, table=table)
     assert small.dtype == np.uint8
     assert small[3, 4] == 7
@@ -259,11 +261,13 @@ def test_damaged_runs() -> None:
 
 
 def test_shipped_tables() -> None:
-    assert masks.lookup(None, 255) is None
-    cityscapes = masks.lookup("cityscapes", 255)
+    assert masks.lookup(Masks()) is None
+    every = np.arange(256, dtype=np.uint8)
+    cityscapes = masks.lookup(Masks(map="cityscapes")).apply(every, unnamed=(missing := Counter()))
     assert cityscapes[[0, 6, 7, 8, 9, 11, 24, 26, 33]].tolist() == [255, 255, 0, 1, 255, 2, 11, 13, 18]
     assert sorted(cityscapes[cityscapes != 255].tolist()) == list(range(19))
-    ade20k = masks.lookup("ade20k", 254)
+    assert missing == dict.fromkeys(range(34, 255), 1)  # the table leaves out 0 to 33 on purpose
+    ade20k = masks.lookup(Masks(map="ade20k", fill=254)).apply(every)
     assert ade20k[[0, 1, 150, 151, 255]].tolist() == [254, 0, 149, 254, 254]
 
 
@@ -280,7 +284,7 @@ def test_shipped_tables() -> None:
 def test_tables_change_every_value(deep: bool, given: Any, expected: dict) -> None:
     values = np.r_[0:256, [300, 999, 65535] if deep else [0, 1, 2]].reshape(7, 37)
     data = encode(Image.fromarray(values.astype(np.uint16 if deep else np.uint8)), "PNG")
-    mask = decoded(data, (7, 37), table=masks.lookup(given, 99))
+    mask = decoded(data, (7, 37), table=masks.lookup(Masks(map=given, fill=99)))
     assert mask.dtype == (np.int32 if 70_000 in expected.values() else np.uint8)
     np.testing.assert_array_equal(mask, np.vectorize(lambda v: expected.get(v, 99))(values))
 
@@ -292,7 +296,7 @@ def test_tables_change_every_value(deep: bool, given: Any, expected: dict) -> No
 )  # fmt: skip
 def test_other_tables_are_errors(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"`targets\.masks\.map` must"):
-        masks.lookup(given, 255)
+        masks.lookup(Masks(map=given))
 
 
 def test_all_the_way_is_what_pillow_does_in_steps() -> None:
@@ -301,7 +305,7 @@ def test_all_the_way_is_what_pillow_does_in_steps() -> None:
     image = Image.fromarray(mask, "P")
     image.putpalette(bytes(768))
     buffer = BytesIO(encode(image, "PNG"))
-    ours = decoded(buffer.getvalue(), (187, 251), table=masks.lookup({k: 6 - k for k in range(7)}, 255))
+    ours = decoded(buffer.getvalue(), (187, 251), table=masks.lookup(Masks(map={k: 6 - k for k in range(7)})))
     flip = np.array([[[-1, 0, 100], [0, 1, 0], [0, 0, 1.0]]])
     placed_mask = placed([ours], windows((20, 30, 160, 200), (80, 100), (0, 0), (80, 100)), flip)[0]
     steps = Image.fromarray(np.where(mask > 6, 255, 6 - mask.astype(int)).astype(np.uint8)).crop((30, 20, 230, 180))

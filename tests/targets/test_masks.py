@@ -46,31 +46,45 @@ def whole(size: Pair, to: Pair | None = None, count: int = 1) -> CropWindows:
     return windows([(0, 0, *size)] * count, [to or size] * count, [(0, 0)] * count, to or size)
 
 
-def placed(parts: list, rows: CropWindows, inverse: np.ndarray | None = None, *, fill: int = 255, **more: Any) -> Any:
+def warp(inverse: np.ndarray, areas: np.ndarray | None = None, counts: Any = 0) -> masks.Warp:
+    """Without ``areas``, no canvas but the first loses anything."""
+    n = len(inverse)
+    return masks.Warp(inverse, np.zeros((n, 0, 15)) if areas is None else areas, np.full(n, counts, dtype=np.int32))
+
+
+def placed(parts: list, rows: CropWindows, inverse: Any = None, *, fill: int = 255, **more: Any) -> Any:
+    inverse = warp(inverse) if isinstance(inverse, np.ndarray) else inverse
     dtype = np.int32 if any(part is not None and part.dtype == np.int32 for part in parts) else np.uint8
     out = np.full((len(parts), *rows.size), 77, dtype=more.pop("dtype", dtype))
-    masks.place(parts, rows, out, inverse=inverse, fill=fill, **more)
+    masks.place(parts, rows, out, warp=inverse, fill=fill, **more)
     return out
 
 
-def written_out(mask: np.ndarray, rows: CropWindows, k: int, inverse: np.ndarray | None, fill: int) -> np.ndarray:
+def position(m: list[list[float]], i: int, j: int) -> tuple[float, float]:
+    """Where a matrix maps the centre of pixel (i, j) to; NaN behind the viewer."""
+    x, y, z = ((a * (j + 0.5) + b * (i + 0.5)) + c for a, b, c in m)
+    return (x / z, y / z) if z > 0 else (math.nan, math.nan)
+
+
+def written_out(mask: np.ndarray, rows: CropWindows, k: int, moved: masks.Warp | None, fill: int) -> np.ndarray:
     """The formula of the module, pixel by pixel, with Python's integers and floats."""
     (H, W), (top, left, height, width) = rows.size, rows.window[k].tolist()
     (h, w), (y0, x0) = rows.resized[k].tolist(), rows.offset[k].tolist()
-    m = (np.eye(3) if inverse is None else inverse[k]).tolist()
+    m = (np.eye(3) if moved is None else moved.inverse[k]).tolist()
     out = np.full((H, W), fill, dtype=np.int64)
     for i in range(H):
         for j in range(W):
-            x, y, z = ((a * (j + 0.5) + b * (i + 0.5)) + c for a, b, c in m)
-            if m[2] != [0, 0, 1]:
-                if not z > 0:
-                    continue
-                x, y = x / z, y / z
-            if not (0 <= x < W and 0 <= y < H):
-                continue
-            row, column = math.floor(y) - y0, math.floor(x) - x0
-            if 0 <= row < h and 0 <= column < w:
-                out[i, j] = mask[top + (2 * row + 1) * height // (2 * h), left + (2 * column + 1) * width // (2 * w)]
+            x, y = position(m, i, j)
+            if 0 <= x < W and 0 <= y < H:
+                row, column = math.floor(y) - y0, math.floor(x) - x0
+                if 0 <= row < h and 0 <= column < w:
+                    at = top + (2 * row + 1) * height // (2 * h), left + (2 * column + 1) * width // (2 * w)
+                    out[i, j] = mask[at]
+            for area in [] if moved is None else moved.areas[k, : moved.counts[k]].tolist():
+                x, y = position([area[:3], area[3:6], area[6:9]], i, j)
+                x1, y1, x2, y2, inside, value = area[9:]
+                if (x1 <= x < x2 and y1 <= y < y2) == inside:
+                    out[i, j] = value
     return out
 
 
@@ -132,6 +146,19 @@ def random_inverse(rng: np.random.Generator, size: Pair) -> np.ndarray:
     return m
 
 
+def random_warp(rng: np.random.Generator, size: Pair, count: int) -> masks.Warp:
+    """Up to three areas per mask, some without any pixel."""
+    areas = np.empty((count, 3, 15))
+    areas[..., :9] = [[random_inverse(rng, size).reshape(9) for _ in range(3)] for _ in range(count)]
+    areas[..., 9:13] = rng.integers(-5, max(size) + 5, (count, 3, 4))
+    areas[..., 13], areas[..., 14] = rng.random((count, 3)) < 0.5, rng.integers(0, 255, (count, 3))
+    areas[rng.random((count, 3)) < 0.3] = masks._NO_AREA
+    areas[0, :, 9:13], areas[0, :, 13] = [0, 0, *size[::-1]], 0  # canvases
+    counts = rng.integers(0, 4, count).astype(np.int32)
+    areas[np.arange(3) >= counts[:, None]] = masks._NO_AREA
+    return masks.Warp(np.stack([random_inverse(rng, size) for _ in range(count)]), areas, counts)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_window_and_matrix_is_the_formula_in_cpp_numpy_and_torch(
@@ -144,8 +171,8 @@ def test_every_window_and_matrix_is_the_formula_in_cpp_numpy_and_torch(
         sources = [(int(rng.integers(1, 50)), int(rng.integers(1, 50))) for _ in range(count)]
         parts = [noise(rng, source, dtype) for source in sources]
         rows = windows(*zip(*(random_row(rng, source, size) for source in sources), strict=True), size)
-        inverse = np.stack([random_inverse(rng, size) for _ in range(count)])
-        for m in (None, inverse):
+        moved = random_warp(rng, size, count)
+        for m in (None, warp(moved.inverse), moved):
             expected = np.stack([written_out(part, rows, k, m, 254) for k, part in enumerate(parts)])
             for native in (compiled, None):
                 monkeypatch.setattr(masks, "library", lambda native=native: native)
@@ -155,7 +182,7 @@ def test_every_window_and_matrix_is_the_formula_in_cpp_numpy_and_torch(
         canvas = placed(parts, rows, fill=254)
         for kind in (torch.uint8, torch.int32, torch.int64):
             if kind != torch.uint8 or dtype == np.uint8:
-                warped = masks.gather(torch.from_numpy(canvas).to(kind), inverse, 254)
+                warped = masks.gather(torch.from_numpy(canvas).to(kind), moved, 254)
                 assert warped.dtype == kind
                 np.testing.assert_array_equal(warped.numpy(), expected)
 
@@ -166,12 +193,12 @@ def test_large_warps_are_equal_in_cpp_and_torch(monkeypatch: pytest.MonkeyPatch,
     size, count = (301, 417), 10
     parts = [noise(rng, (375, 500)) for _ in range(count)]
     rows = windows(*zip(*(random_row(rng, (375, 500), size) for _ in parts), strict=True), size)
-    inverse = np.stack([random_inverse(rng, size) for _ in parts])
-    expected = placed(parts, rows, inverse)
+    moved = random_warp(rng, size, count)
+    expected = placed(parts, rows, moved)
     canvas = torch.from_numpy(placed(parts, rows))
-    assert torch.equal(masks.gather(canvas, inverse, 255), torch.from_numpy(expected))
+    assert torch.equal(masks.gather(canvas, moved, 255), torch.from_numpy(expected))
     monkeypatch.setattr(masks, "_PIXELS_AT_ONCE", 1000)  # parts of two rows
-    assert torch.equal(masks.gather(canvas, inverse, 255), torch.from_numpy(expected))
+    assert torch.equal(masks.gather(canvas, moved, 255), torch.from_numpy(expected))
 
 
 @pytest.mark.gpu
@@ -179,25 +206,25 @@ def test_large_warps_are_equal_in_cpp_and_torch(monkeypatch: pytest.MonkeyPatch,
 def test_cuda_gathers_the_same_bits_and_does_not_wait() -> None:
     rng = np.random.default_rng(0)
     canvas = torch.from_numpy(noise(rng, (200, 123, 231)))
-    inverse = np.stack([random_inverse(rng, (123, 231)) for _ in canvas])
+    moved = random_warp(rng, (123, 231), 200)
     on_device = canvas.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        warped = masks.gather(on_device, inverse, 255)
-        affine = masks.gather(on_device, np.tile(np.eye(3), (200, 1, 1)), 255)
+        warped = masks.gather(on_device, moved, 255)
+        affine = masks.gather(on_device, warp(np.tile(np.eye(3), (200, 1, 1))), 255)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(warped.cpu(), masks.gather(canvas, inverse, 255))
+    assert torch.equal(warped.cpu(), masks.gather(canvas, moved, 255))
     assert torch.equal(affine, on_device)
 
 
 def test_gather_leaves_its_input_and_takes_any_strides() -> None:
     canvas = torch.from_numpy(noise(np.random.default_rng(0), (2, 9, 9)))
     before, quarter = canvas.clone(), np.array([[[0, -1, 9], [1, 0, 0], [0, 0, 1.0]]] * 2)
-    warped = masks.gather(canvas.transpose(1, 2), quarter, 0)
+    warped = masks.gather(canvas.transpose(1, 2), warp(quarter), 0)
     assert torch.equal(canvas, before)
-    assert torch.equal(warped, masks.gather(canvas.transpose(1, 2).contiguous(), quarter, 0))
-    assert masks.gather(canvas[:0], quarter[:0], 0).shape == (0, 9, 9)
+    assert torch.equal(warped, masks.gather(canvas.transpose(1, 2).contiguous(), warp(quarter), 0))
+    assert masks.gather(canvas[:0], warp(quarter[:0]), 0).shape == (0, 9, 9)
 
 
 def test_identity_flips_and_quarter_turns_only_move_pixels(way: str) -> None:
@@ -312,6 +339,8 @@ def test_numpy_gives_its_rows_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"parts": [np.zeros((10, 10), np.int32)], "dtype": np.uint8}, "masks of int32 do not fit into uint8"),
         ({"parts": []}, "0 masks, but 1 windows"),
         ({"inverse": np.zeros((2, 3, 3))}, "matrices of shape"),
+        ({"inverse": masks.Warp(np.zeros((1, 3, 3)), np.zeros((1, 2, 14)), np.zeros(1))}, "areas of shape"),
+        ({"inverse": masks.Warp(np.zeros((1, 3, 3)), np.zeros((1, 2, 15)), np.full(1, 3))}, "areas of shape"),
         ({"fill": 256}, "fill 256 does not fit into uint8"),
         ({"fill": -1}, "fill -1"),
         ({"dtype": np.float32}, "out must be a contiguous uint8, int32 or int64"),

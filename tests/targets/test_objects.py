@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,12 @@ def of(boxes: Any, rules: Targets = ALL, *, keypoints: Any = None, samples: int 
     return Objects.of(encoded, rules)
 
 
-def carry(objects: Objects, *, crop: Any, windows: CropWindows | None = None, **more: Any) -> Objects:
-    """Without ``windows``, the image covers the whole canvas."""
+def carry(objects: Objects, *, crop: Any, ops: Any, windows: CropWindows | None = None, **more: Any) -> Objects:
+    """Without ``windows``, the image covers the whole canvas. ``ops``: a list of canvases, or one."""
     box = np.tile([0, 0, H, W], (len(crop), 1))
     whole = CropWindows(box, box[:, 2:], box[:, :2], (H, W))
-    return objects_module.carry(objects, crop=crop, windows=windows or whole, **more)
+    ops = ops if isinstance(ops, list) else [ops]
+    return objects_module.carry(objects, crop=crop, ops=ops, windows=windows or whole, **more)
 
 
 def moved(objects: Objects, m: Any = None, *, crop: Any = None, rules: Targets = ALL, **more: Any) -> Objects:
@@ -96,18 +98,7 @@ def apply(m: np.ndarray, x: float, y: float) -> tuple[float, float] | None:
     return (x / w, y / w) if w > 0 else None
 
 
-def hull(m: np.ndarray, box: Any) -> list[float] | None:
-    x1, y1, x2, y2 = box
-    corners = [apply(m, x, y) for x in (x1, x2) for y in (y1, y2)]
-    if None in corners:
-        return None
-    xs, ys = zip(*corners, strict=True)
-    return [min(xs), min(ys), max(xs), max(ys)]
-
-
 def clip(box: Any, area: Any) -> list[float] | None:
-    if box is None:
-        return None
     cut = [max(box[0], area[0]), max(box[1], area[1]), min(box[2], area[2]), min(box[3], area[3])]
     return cut if cut[0] <= cut[2] and cut[1] <= cut[3] else None
 
@@ -116,37 +107,63 @@ def area_of(box: list[float]) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])
 
 
+def part(polygon: list[np.ndarray], side: Any) -> list[np.ndarray]:
+    """The part of a polygon where ``side @ (x, y, w) >= 0``, in homogeneous coordinates."""
+    kept = []
+    for before, after in zip(polygon, polygon[1:] + polygon[:1], strict=True):
+        d, e = np.dot(side, before), np.dot(side, after)
+        kept += [before] if d >= 0 else []
+        kept += [before + (after - before) * d / (d - e)] if (d >= 0) != (e >= 0) else []
+    return kept
+
+
+def shoelace(polygon: list[np.ndarray]) -> float:
+    xy = np.array([p[:2] / p[2] for p in polygon])
+    x, y = (xy - xy[0]).T
+    return abs(float(np.sum(x * np.roll(y, -1) - y * np.roll(x, -1)))) / 2
+
+
+def visible(box: Any, ops: list[np.ndarray]) -> tuple[list[float] | None, float]:
+    """The hull of a box after one canvas after the other, and the area of this part on the first canvas."""
+    x1, y1, x2, y2 = box
+    polygon, total = [np.array([x, y, 1.0]) for x, y in ((x1, y1), (x2, y1), (x2, y2), (x1, y2))], np.eye(3)
+    for m in ops:
+        polygon, total = [m @ p for p in polygon], m @ total
+        for side in ([1, 0, 0], [-1, 0, W], [0, 1, 0], [0, -1, H]):
+            polygon = part(polygon, side)
+    if not polygon or min(p[2] for p in polygon) <= 0:
+        return None, 0.0
+    xy = np.array([p[:2] / p[2] for p in polygon])
+    first = [np.linalg.solve(total, p) for p in polygon] if len(polygon) > 2 else []
+    return [*xy.min(axis=0), *xy.max(axis=0)], shoelace(first) if first else 0.0
+
+
 def expected_box(
-    box: Any, crop: np.ndarray, ops: np.ndarray, covered: Any, limits: Boxes, centres: bool
+    box: Any, crop: np.ndarray, ops: list[np.ndarray], covered: Any, limits: Boxes, centres: bool
 ) -> list[float] | None:
-    whole = hull(crop, box)
+    ends = [apply(crop, *box[:2]), apply(crop, *box[2:])]
+    whole = [*np.min(ends, axis=0), *np.max(ends, axis=0)]
     cut = clip(whole, covered)
     if centres:
         x, y = (whole[0] + whole[2]) / 2, (whole[1] + whole[3]) / 2
         if not (covered[0] < x < covered[2] and covered[1] < y < covered[3]):
             return None
-    final = clip(hull(ops, cut), [0, 0, W, H]) if cut else None
+    final, left = visible(cut, ops) if cut else (None, 0.0)
     if final is None or min(final[2] - final[0], final[3] - final[1]) < limits.min_size:
         return None
-    if area_of(final) < limits.min_area:
-        return None
-    if limits.min_visibility:
-        unclipped = hull(ops, whole)
-        if unclipped is None or area_of(final) < limits.min_visibility * area_of(unclipped):
-            return None
-    return final
+    return final if area_of(final) >= limits.min_area and left >= limits.min_visibility * area_of(whole) else None
 
 
-def expected_keypoints(points: Any, crop: np.ndarray, ops: np.ndarray, covered: Any, flip: Any) -> np.ndarray:
+def expected_keypoints(points: Any, crop: np.ndarray, ops: list[np.ndarray], covered: Any, flip: Any) -> np.ndarray:
     result = np.zeros_like(points)
     for k, (x, y, v) in enumerate(points):
         place: Any = (x, y)
-        for m, (x1, y1, x2, y2) in ((crop, covered), (ops, (0, 0, W, H))):
+        for m, (x1, y1, x2, y2) in ((crop, covered), *((m, (0, 0, W, H)) for m in ops)):
             place = place and apply(m, *place)
             place = place if place and x1 <= place[0] < x2 and y1 <= place[1] < y2 else None
         if v > 0 and place:
             result[k] = *place, v
-    swap = flip and np.linalg.det(ops @ crop) < 0
+    swap = flip and np.linalg.det(reduce(lambda path, m: m @ path, ops, crop)) < 0
     return result[list(flip)] if swap else result
 
 
@@ -157,7 +174,7 @@ def test_every_object_follows_the_rules_written_out(seed: int, centres: bool, wi
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 5, 6).tolist()
     encoded, rows = random_targets(rng, counts), len(counts)
-    windows, ops = random_windows(rng, rows), random_matrices(rng, rows)
+    windows, ops = random_windows(rng, rows), [random_matrices(rng, rows) for _ in range(rng.integers(0, 4))]
     limits = Boxes(
         min_size=float(rng.choice([0, 1, 5])),
         min_area=float(rng.choice([0, 1, 40])),
@@ -174,9 +191,10 @@ def test_every_object_follows_the_rules_written_out(seed: int, centres: bool, wi
     for i, sample in enumerate(np.repeat(range(rows), counts)):
         (y, x), (h, w) = windows.offset[sample], windows.resized[sample]
         covered = [max(x, 0), max(y, 0), min(x + w, W), min(y + h, H)] if with_windows else [0, 0, W, H]
-        box = expected_box(encoded.boxes[i].astype(float), crop[sample], ops[sample], covered, limits, centres)
+        own = [m[sample] for m in ops]
+        box = expected_box(encoded.boxes[i].astype(float), crop[sample], own, covered, limits, centres)
         if box and not (encoded.crowd[i] and limits.crowd == "drop"):
-            points = expected_keypoints(encoded.keypoints[i].astype(float), crop[sample], ops[sample], covered, FLIP)
+            points = expected_keypoints(encoded.keypoints[i].astype(float), crop[sample], own, covered, FLIP)
             expected.append((i, sample, box, points))
     assert found.labels.tolist() == [i for i, *_ in expected]
     assert found.sample.tolist() == [sample for _, sample, *_ in expected]
@@ -294,11 +312,11 @@ def test_an_image_does_not_depend_on_the_others(seed: int) -> None:
     rng = np.random.default_rng(seed)
     counts, rules = rng.integers(0, 9, 8), Targets(boxes=Boxes(min_visibility=0.2), keypoints=Keypoints())
     objects = Objects.of(random_targets(rng, counts.tolist()), rules)
-    crop, ops = geometry.crop(random_windows(rng, 8)), random_matrices(rng, 8)
+    crop, ops = geometry.crop(random_windows(rng, 8)), [random_matrices(rng, 8) for _ in range(3)]
     together = carry(objects, crop=crop, ops=ops, size=(H, W), rules=rules, flip=FLIP)
     for row in range(8):
         one = np.array([row])
-        alone = carry(objects.rows(one), crop=crop[one], ops=ops[one], size=(H, W), rules=rules, flip=FLIP)
+        alone = carry(objects.rows(one), crop=crop[one], ops=[m[one] for m in ops], size=(H, W), rules=rules, flip=FLIP)
         for name in COLUMNS:
             np.testing.assert_array_equal(getattr(alone, name), getattr(together.rows(one), name))
 

@@ -1,4 +1,4 @@
-"""`gpuaug plan`: what a rehearsal measures, the formulas around it, and what is said where a machine is too small."""
+"""`gpuaug plan`: what a rehearsal measures, and what is said where a machine is too small."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,24 @@ import forked
 import PIL.Image
 import planted
 import pytest
-import torch
 from common import PROGRAM
 from conftest import ROOT
-from torch import nn
 
 import gpuaug
 from gpuaug import machine
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
-from gpuaug.tools.plan import command as predict
-from gpuaug.tools.plan.command import MIB, Left, Run, limits_of, total
-from gpuaug.tools.train import training
+from gpuaug.tools.memory import Usage
+from gpuaug.tools.plan import command as plan
+from gpuaug.tools.plan.command import Left, Peak, Run
 
-MARGIN = 1.01 / (1 - predict.SPARE)  # of what has to be there over what is needed
+MIB = 2**20
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
 def left(host: int, shared: int = 1 << 40, *, by: str = "test") -> Left:
     """Bytes left in host memory and in /dev/shm."""
     return {"host": (host, by), "shared": (shared, "/dev/shm")}
-
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
 def build(photos: Path, *overrides: str) -> Loader:
@@ -44,243 +39,60 @@ def build(photos: Path, *overrides: str) -> Loader:
     return made
 
 
-def run_of(loader: Loader, **costs: int) -> Run:
-    """A run whose parts cost 10 MiB each, and what is given."""
-    bound = predict.upper_bound(loader)
-    parts = {"worker": 10 * MIB, "encoded": 10 * MIB, "work": 10 * MIB, "base": 10 * MIB, "batches": 1, **costs}
-    return Run(loader=loader, costs=replace(bound, **parts))
+def peak(**measured: Any) -> Peak:
+    """60 MiB of work, 20 of workers, 10 in /dev/shm; every queue was full."""
+    most = Usage(main=100 * MIB, workers=20 * MIB, shared=10 * MIB)
+    plain = {"base": Usage(main=40 * MIB), "most": most, "shared": 10 * MIB, "ready": 99, "batches": 99, "image": 1e4}
+    return Peak(**{**plain, **measured})
 
 
-def need(run: Run, place: predict.Place = "host", **changed: Any) -> int:
-    """Bytes beyond this process, with other settings."""
-    terms = replace(run, changed=changed).terms()
-    return total([t for t in terms if t.name != "this process"], place)
+def sizes(loader: Loader, **measured: Any) -> dict[str, int]:
+    found = plan.parts(loader, peak(**measured))
+    assert len({part.name for part in found}) == len(found)
+    return {part.name: part.bytes for part in found}
 
 
-def terms(loader: Loader) -> dict[str, int]:
-    found = run_of(loader).terms()
-    assert len({t.name for t in found}) == len(found)
-    return {t.name: t.bytes for t in found}
-
-
-def test_ready_batches_are_counted_by_prefetch_views_and_dtype(photos: Path) -> None:
-    view = 16 * 224 * 224 * 3
+def test_parts_are_what_was_measured(photos: Path) -> None:
     with build(photos) as loader:
-        assert terms(loader)["ready batches"] == 4 * view * 4
-    with build(photos, "prefetch=0", "dtype=bfloat16", "last=drop") as loader:
-        assert terms(loader)["ready batches"] == 2 * view * 2
-    with build(photos, "prefetch=50") as loader:  # an epoch has five batches
-        assert terms(loader)["ready batches"] == 5 * view * 4
-    with build(photos, "augment=dino", "memory_format=channels_last", "dtype=float16") as loader:
-        assert terms(loader)["ready batches"] == 4 * 16 * 3 * (2 * 224 * 224 + 6 * 96 * 96) * 2
+        assert sizes(loader, step=15 * MIB) == {
+            "this process": 40 * MIB, "workers": 20 * MIB, "encoded batches": 10 * MIB,
+            "decoding, augmentation, batches": 45 * MIB, "model step": 15 * MIB,
+        }  # fmt: skip
+        assert plan.total(plan.parts(loader, peak()), "host") == 130 * MIB
+        assert plan.total(plan.parts(loader, peak()), "shared") == 10 * MIB
 
 
-def test_workers_have_batches_in_shared_memory(photos: Path) -> None:
-    with build(photos, "num_workers=0") as loader:
-        assert "workers" not in terms(loader)
-        assert total(run_of(loader).terms(), "shared") == 0
-    with build(photos, "batch_size=2") as loader:
-        run, behind = run_of(loader), predict.BEHIND
-        assert total(run.terms(), "shared") == (2 + behind) * 10 * MIB
-        assert need(run, "shared", num_workers=3) == (6 + behind) * 10 * MIB
-        assert need(run, num_workers=3) - need(run) == (2 + 4) * 10 * MIB
-    with build(photos, "batch_size=32", "num_workers=8") as loader:  # an epoch has three batches
-        assert total(run_of(loader).terms(), "shared") == 3 * 10 * MIB
+def test_batches_cache_and_ahead_that_come_later_are_added(photos: Path) -> None:
+    files = [file.stat().st_size for file in photos.rglob("*.jpg")]
+    image = sum(files) / len(files)
+    with build(photos, "prefetch=3") as loader:  # an epoch has five batches
+        assert sizes(loader, ready=1, batch=MIB)["batches that wait later"] == 2 * MIB
+        assert "batches that wait later" not in sizes(loader, ready=3, batch=MIB)
+    with build(photos, "prefetch=50") as loader:
+        assert sizes(loader, ready=1, batch=MIB)["batches that wait later"] == 2 * MIB
+    with build(photos, "cache=ram", "cache.max_bytes=1MiB", "ahead=1KiB") as loader:
+        assert sizes(loader, image=image)["cache"] == MIB
+        assert sizes(loader, image=image)["ahead"] == 1024
+    with build(photos, "cache=ram", "cache.max_bytes=1GiB", "ahead=1GiB", "prefetch=1") as loader:
+        assert sizes(loader, image=image)["cache"] == pytest.approx(sum(files) + 24 * len(files), abs=1)
+        assert sizes(loader, image=image)["ahead"] == pytest.approx(2 * 16 * image, abs=1)
 
 
-def test_row_groups_of_parquet_are_in_the_bound_of_every_worker(photos: Path, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    files = sorted(photos.rglob("*.jpg"))[:60]
-    table = pyarrow.table({"image": [f.read_bytes() for f in files], "label": [0] * len(files)})
-    parquet.write_table(table, tmp_path / "train.parquet", row_group_size=20)
-    with build(photos, "source=parquet", f"source.root={tmp_path / 'train.parquet'}") as loader:
-        worker = predict.upper_bound(loader).worker
-    group = max(sum(f.stat().st_size for f in files[k : k + 20]) for k in (0, 20, 40))
-    assert worker > 64 * MIB + 3 * group
-
-
-def test_stored_pixels_have_the_size_that_was_stored(photos: Path, tmp_path: Path) -> None:
-    recipe = ["augment=simclr", "device=cpu"]
-    assert main(["materialize", f"source.root={photos}", f"out={tmp_path}/epochs", "store=final", *recipe]) == 0
-    with build(photos, "source=materialized", f"source.root={tmp_path}/epochs", *recipe) as loader:
-        bound = predict.upper_bound(loader)
-    assert bound.image == 2 * 3 * 224 * 224 * 4
-    assert bound.ready == 16 * bound.image
-
-
-def test_sizes_are_those_of_the_files(photos: Path) -> None:
-    files = sorted(photos.rglob("*.jpg"))
-    with build(photos, "augment=none", "~augment.crop", "order=sequential", "batch_size=1") as loader:
-        assert predict.upper_bound(loader, sample=1).image == files[0].stat().st_size
-        assert loader.pipeline.stage.second_chances() == (0, 0)
-
-
-def test_cache_and_ahead_are_bounded_by_what_there_is(photos: Path) -> None:
-    every = sum(f.stat().st_size for f in photos.rglob("*.jpg"))
-    with build(photos, "cache=ram", "ahead=1GiB") as loader:
-        assert 0.6 * every < terms(loader)["cache"] < 1.7 * every
-    with build(photos, "ahead=1GiB", "batch_size=2") as loader:
-        assert 0.4 * every < terms(loader)["ahead"] < 1.5 * every
-    with build(photos, "cache=ram", "cache.max_bytes=100KiB", "ahead=64KiB", "batch_size=2") as loader:
-        found = terms(loader)
-    assert found["cache"] == 100 * 1024
-    assert found["ahead"] == 64 * 1024
-
-
-def test_ranks_of_a_machine_have_one_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with build(photos, "cache=ram", "cache.max_bytes=100KiB") as loader:
-        run = run_of(loader)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-        room = 3 * need(run) - 2 * 100 * 1024
-        assert not predict.lacking([run], left(room), share=1.0)
-        assert predict.lacking([run], left(room - 1), share=1.0)
-
-
-def test_what_fits_is_not_spoken_of(photos: Path) -> None:
+def test_shortage_names_the_largest_part_and_its_setting(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with build(photos) as loader:
-        assert predict.shortage([run_of(loader)], left(1 << 40)) is None
-
-
-def test_says_what_would_fit_and_never_a_smaller_batch(photos: Path) -> None:
-    given = ("batch_size=4", "prefetch=5", "num_workers=4", "cache=ram", "cache.max_bytes=64MiB", "ahead=64MiB")
-    with build(photos, *given) as loader:
-        run = run_of(loader)
-        least = need(run, prefetch=3, ahead=None, **{"cache.max_bytes": 4 << 10})
-        here = left(int(least * MARGIN) + 2 * MIB, by="MemAvailable")
-        short = predict.shortage([run], here)
-        assert short is not None
-        assert "MemAvailable has" in short.text
-        assert f"`{' '.join(short.overrides)}`" in short.text
-        assert "\n" not in short.text
-        assert "ahead=null" in short.overrides
-        assert not any("batch_size" in text for text in short.overrides)
-        tight = left(1 << 40, int(need(run, "shared", num_workers=2) * MARGIN))
-        few = predict.shortage([replace(run, prefix="val.")], tight)
-        assert few is not None
-        assert [text.partition("=")[0] for text in few.overrides] == ["val.num_workers"]
-        assert "/dev/shm has" in few.text
-    with build(photos, *given, *short.overrides) as loader:  # what the user gets who copies them
-        assert predict.shortage([run_of(loader)], here) is None
-    with build(photos, *given, few.overrides[0].removeprefix("val.")) as loader:
-        assert predict.shortage([run_of(loader)], tight) is None
-
-
-def test_a_second_loader_is_counted_beside_the_first(photos: Path) -> None:
-    with build(photos, "prefetch=1") as first, build(photos, "prefetch=6", "batch_size=8") as second:
-        runs = [run_of(first), replace(run_of(second), prefix="val.")]
-        here = left(int((need(runs[0]) + need(runs[1], prefetch=3)) * MARGIN))
-        assert predict.shortage(runs[1:], here) is None
-        short = predict.shortage(runs, here)
-    assert short is not None
-    assert short.overrides == ("val.prefetch=3",)
-
-
-def test_what_cannot_fit_asks_for_smaller_batches(photos: Path) -> None:
-    with build(photos) as loader:
-        short = predict.shortage([run_of(loader)], left(MIB))
-    assert short is not None
-    assert short.clear
-    assert not short.overrides
-    assert "`batch_size`, now 16" in short.text
-
-
-def test_what_a_step_takes_is_counted(photos: Path) -> None:
-    with build(photos, "prefetch=3") as loader:
-        run = run_of(loader)
-        here = left(int(need(run) / (1 - predict.SPARE)) + MIB)
-        assert predict.shortage([run], here) is None
-        short = predict.shortage([run_of(loader, step=12 * MIB)], here)
-    assert short is not None
-    assert any(text.startswith("prefetch=") for text in short.overrides)
-    assert "step needs 12.0 MiB" in short.text
-
-
-def test_training_is_refused_with_the_override_that_fits(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[dict[str, Any]] = []
-    jobs: list[Any] = []
-    before = training.Training.__init__
-
-    def noting(self: training.Training, loader: Loader, **rest: Any) -> None:
-        seen.append(limits_of(loader))
-        before(self, loader, **rest)
-
-    def rehearse(job: Any) -> predict.Peak:
-        """As if it had been measured: 20 MiB of work, 20 of a step, and the ready batches."""
-        jobs.append(job)
-        batch = 2 * 32 * 32 * 3 * 4
-        more = (job["config"]["prefetch"] + 2) * batch + 40 * MIB
-        return predict.Peak(predict.Usage(), predict.Usage(more), step=20 * MIB, ready=99, batches=99)
-
-    monkeypatch.setattr(training.Training, "__init__", noting)
-    monkeypatch.setattr(predict, "rehearse", rehearse)
-    small = ["augment.crop.size=32", "+model.width=8", "num_workers=1", "device=cpu", "last=drop", "batch_size=2"]
-    call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "augment=flip", *small]
-
-    def room(size: float) -> None:
-        monkeypatch.setattr(predict, "memory_left", lambda device: left(int(size)))
-
-    needs = 32 * 2 * 32 * 32 * 3 * 4 + 40 * MIB
-    room(1 << 40)
-    assert main([*call, "prefetch=30"]) == 0
-    assert not jobs  # there is much more than an upper bound
-    room(needs)  # 10 % of it are left to others, and a plan is not that exact: it may go on
-    assert main([*call, "prefetch=30"]) == 0
-    assert "memory may not suffice" in capsys.readouterr().err
-    assert seen[-1]["prefetch"] == 30
-    assert jobs[-1]["model"]["settings"]["model"]["width"] == 8
-    room((needs - 2 * MIB) / 1.15)
-    assert main([*call, "prefetch=30"]) == 2
-    said = capsys.readouterr().err
-    assert "test has" in said
-    assert "step needs 20.0 MiB" in said
-    assert "`check_memory=false`" in said
-    assert len(seen) == 2
-    monkeypatch.setattr(predict, "rehearse", lambda job: None)  # it took more than there is, and was ended
-    assert main([*call, "prefetch=30"]) == 2
-    assert main([*call, "prefetch=30", "check_memory=false"]) == 0
-    assert seen[-1]["prefetch"] == 30
-    assert "memory may not suffice" not in capsys.readouterr().err
-    assert main([*call, "check_memory=2"]) == 2
-
-
-def test_held_out_images_are_counted_too(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(predict, "memory_left", lambda device: left(100 * MIB))
-    monkeypatch.setattr(predict, "rehearse", lambda job: predict.Peak(predict.Usage(), predict.Usage(60 * MIB)))
-    call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "+model.width=8", "num_workers=0"]
-    call += ["device=cpu", "last=drop", "batch_size=2", "augment.crop.size=32"]
-    assert main([*call, f"val.source.root={photos}"]) == 2
-    assert "test has 100.0 MiB" in capsys.readouterr().err
-
-
-class Thinking(nn.Module):
-    """Cannot be run without data: it looks at a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images [B, 3, H, W] to [B, 8]."""
-        y = self.norm(self.first(x)).relu()
-        return y.mean(dim=(2, 3)) if float(y.sum().detach()) >= 0 else y.amax(dim=(2, 3))
-
-
-def test_a_step_is_bounded_by_what_autograd_saves(photos: Path) -> None:
-    model, state = Thinking().eval(), torch.random.get_rng_state()
-    with build(photos, "augment.crop.size=32") as loader:
-        bound = predict.upper_bound(loader, model=model).step
-    maps = 16 * 8 * 32 * 32 * 4
-    assert 2 * maps <= bound <= 12 * maps
-    assert int(model.norm.num_batches_tracked) == 0
-    assert not model.training
-    assert torch.equal(torch.random.get_rng_state(), state)
+        run = Run(loader=loader, peak=peak(), prefix="train_data.")
+        assert plan.shortage([run], left(int(90 * MIB / 0.9) + MIB)) == ""
+        said = plan.shortage([run], left(95 * MIB))
+        assert "needs 90.0 MiB of memory, but test has 95.0 MiB left" in said
+        assert "decoding, augmentation, batches, takes 60.0 MiB" in said
+        assert "`train_data.prefetch` or `train_data.batch_size`" in said
+        assert "shared memory, but /dev/shm has" in plan.shortage([run], left(1 << 40, 10 * MIB))
+        held_out = Run(loader=loader, peak=peak(), prefix="val.")
+        assert "needs 180.0 MiB" in plan.shortage([run, held_out], left(95 * MIB))
+    with build(photos, "cache=ram", "cache.max_bytes=1MiB") as loader:
+        monkeypatch.setattr(machine, "local_world_size", lambda: 4)  # ranks of a machine have one cache
+        run = Run(loader=loader, peak=peak(image=1e6))
+        assert "needs 361.0 MiB" in plan.shortage([run], left(MIB))
 
 
 def group(folder: Path, *, limit: int, used: int) -> dict[str, str]:
@@ -294,24 +106,50 @@ def group(folder: Path, *, limit: int, used: int) -> dict[str, str]:
 
 
 def test_the_smallest_limit_counts(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ("batch_size=4", "prefetch=6", "num_workers=3", "ahead=64MiB")
-    with build(photos, *given) as loader:
-        run = run_of(loader)
-        steps: list[dict[str, Any]] = [{}, {"ahead": None}, {"ahead": None, "prefetch": 2}]
-        steps += [{"ahead": None, "prefetch": 1, "num_workers": 1}]
-        group_left, order = machine.cgroup_left, ["ahead", "prefetch", "num_workers"]
-        for at, changed in enumerate(steps):
-            used = 300 * MIB
-            limit = used + int(need(run, **changed) / (1 - predict.SPARE)) + MIB // 8
-            files = group(tmp_path, limit=limit, used=used)
+    group_left = machine.cgroup_left
+    with build(photos) as loader:
+        run = Run(loader=loader, peak=peak())
+        for limit, short in ((401 * MIB, False), (380 * MIB, True)):
+            files = group(tmp_path, limit=limit, used=300 * MIB)
             monkeypatch.setattr(machine, "cgroup_left", lambda files=files: group_left(**files))
-            short = predict.shortage([run], predict.memory_left(loader.device))
-            if not at:
-                assert short is None
-                continue
-            assert short is not None
-            assert [text.partition("=")[0] for text in short.overrides] == order[:at]
-            assert "limit of the control group has" in short.text
+            said = plan.shortage([run], plan.memory_left(loader.device))
+            assert ("limit of the control group has" in said) == short
+
+
+def test_training_rehearses_on_request_and_is_refused_with_the_numbers(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs: list[Any] = []
+
+    def rehearse(job: Any) -> Peak:
+        jobs.append(job)
+        return peak(step=20 * MIB)
+
+    def room(size: float) -> None:
+        monkeypatch.setattr(plan, "memory_left", lambda device: left(int(size)))
+
+    monkeypatch.setattr(plan, "rehearse", rehearse)
+    small = ["augment.crop.size=32", "+model.width=8", "num_workers=0", "device=cpu", "last=drop", "batch_size=2"]
+    call = ["train", f"source.root={photos}", f"out={tmp_path}", "epochs=1", "augment=flip", *small]
+    room(MIB)
+    assert main(call) == 0
+    assert not jobs
+    room(90 * MIB)  # 10 % of it are left to others, and a plan is not that exact: it may go on
+    assert main([*call, "check_memory=true"]) == 0
+    assert "memory may not suffice" in capsys.readouterr().err
+    assert jobs[-1]["model"]["settings"]["model"]["width"] == 8
+    room(78 * MIB)
+    assert main([*call, "check_memory=true"]) == 2
+    said = capsys.readouterr().err
+    assert "test has 78.0 MiB" in said
+    assert "`check_memory=false`" in said
+    room(170 * MIB)  # held-out images are counted too
+    assert main([*call, "check_memory=true"]) == 0
+    room(150 * MIB)
+    assert main([*call, "check_memory=true", f"val.source.root={photos}"]) == 2
+    monkeypatch.setattr(plan, "rehearse", lambda job: None)  # it took more than there is, and was ended
+    assert main([*call, "check_memory=true"]) == 2
+    assert main([*call, "check_memory=2"]) == 2
 
 
 # -- the rehearsal ----------------------------------------------------------------------------------------------------
@@ -322,8 +160,8 @@ def test_command_writes_every_term(photos: Path, tmp_path: Path, capsys: pytest.
     call = ["plan", f"source.root={photos}", "augment=flip", "batch_size=16", "num_workers=1", "device=cpu"]
     assert main([*call, f"json={file}", "seconds=4", "cache=ram", "ahead=1MiB"]) == 0
     printed, values = capsys.readouterr().out, json.loads(file.read_text())
-    names = {t["name"]: t["bytes"] for t in values["terms"]}
-    for name in ("this process", "workers", "encoded batches", "ready batches", "decoding, augmentation", "cache"):
+    names = {part["name"]: part["bytes"] for part in values["parts"]}
+    for name in ("this process", "workers", "encoded batches", "decoding, augmentation, batches", "cache"):
         assert name in printed
         assert names[name] > 0
     assert "2 prefetched" in printed
@@ -337,7 +175,7 @@ def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
 
     config = gpuaug.compose("train", [f"source.root={photos}", "device=cpu", "augment.crop.size=32", *overrides])
     parts = {"config": OmegaConf.to_container(config, resolve=True), "classes": None, "trust": (), "model": None}
-    return {**parts, "epoch": 0, "left": {}, "seconds": 2.0, **changed}
+    return {**parts, "left": {}, "seconds": 2.0, **changed}
 
 
 @pytest.fixture
@@ -354,8 +192,8 @@ def test_images_that_cannot_be_read_are_counted(tmp_path: Path, capsys: pytest.C
     PIL.Image.new("RGB", (40, 30)).save(tmp_path / "a" / "3.jpg")
     words = [f"source.root={tmp_path}", "device=cpu", "num_workers=0", "augment.crop.size=32", "seconds=1"]
     assert main(["plan", *words, f"json={tmp_path}/plan.json"]) == 0
-    assert "2 of 3 images could not be read or decoded" in capsys.readouterr().out
-    assert json.loads((tmp_path / "plan.json").read_text())["faults"] == 2
+    assert "images could not be read or decoded" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["faults"] >= 2
 
 
 @pytest.mark.usefixtures("_forked")
@@ -363,33 +201,33 @@ def test_a_rehearsal_takes_steps_of_the_model(photos: Path, tmp_path: Path) -> N
     faults = (f"faults.file={tmp_path / 'faults'}", "faults.policy=blank")
     model = {"_target_": "gpuaug.tools.train.model.SmallNet", "width": 32}
     given = {"classes": 5, "settings": {"model": model, "optimizer": "adamw"}}
-    peak = predict.rehearse(job(photos, "num_workers=0", "batch_size=32", "last=drop", *faults, model=given))
-    assert peak is not None
-    assert peak.step > MIB
-    assert peak.batches >= 3
+    found = plan.rehearse(job(photos, "num_workers=0", "batch_size=32", "last=drop", *faults, model=given))
+    assert found is not None
+    assert found.step > MIB
+    assert found.batches >= 3
     assert not os.listdir(tmp_path)  # nothing is recorded
 
 
 @pytest.mark.usefixtures("_forked")
 def test_a_rehearsal_that_needs_too_much_is_ended(photos: Path) -> None:
-    assert predict.rehearse(job(photos, "num_workers=1", "prefetch=8", left={"host": 20 * MIB})) is None
+    assert plan.rehearse(job(photos, "num_workers=1", "prefetch=8", left={"host": 20 * MIB})) is None
 
 
 @pytest.mark.usefixtures("_forked")
 def test_the_error_of_a_rehearsal_is_that_of_the_run(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(gpuaug.GpuaugError, match="does not exist"):
-        predict.rehearse(job(tmp_path / "none"))
+        plan.rehearse(job(tmp_path / "none"))
 
 
 def test_an_epoch_without_batches_is_refused_before_the_rehearsal(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(predict, "rehearse", None)
+    monkeypatch.setattr(plan, "rehearse", None)
     assert main(["plan", f"source.root={photos}", "device=cpu", "last=drop", "batch_size=100"]) == 2
     assert "an epoch has no batches: 65 samples, `batch_size=100`, `last=drop`." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", ["seconds=0", "sample=0", "json=3"])
+@pytest.mark.parametrize("wrong", ["seconds=0", "json=3"])
 def test_wrong_keys_are_refused(photos: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"source.root={photos}", wrong]) == 2
     assert f"`{wrong.partition('=')[0]}` must be" in capsys.readouterr().err

@@ -29,7 +29,8 @@ from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Table, groups, motion_kernels, upload
 from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
 from gpuaug.augment.ops import fields
-from gpuaug.augment.ops.entry import Code, Normal
+from gpuaug.augment.ops.codes import Code
+from gpuaug.augment.ops.entry import Normal
 from gpuaug.augment.parameters import Chosen, Prepared, Size, tensors
 from gpuaug.random.keyed import Float, normal_field
 

@@ -24,13 +24,6 @@
 
 namespace {
 
-enum Code : int32_t {
-    NONE = 0, HFLIP, VFLIP, MULTIPLY, ADD, CONTRAST, SATURATION, SATURATION_HSV, HUE, GRAY, SOLARIZE, POSTERIZE, INVERT,
-    GAMMA, SHUFFLE, ERASE, NOISE, AUTOCONTRAST, EQUALIZE, SHARPNESS, BLUR, WARP, LEVELS, RESAMPLE, ERASE_NOISE,
-    FILTER, RAIN, REPLACE, FIELD, FILL, SNOW, JPEG,
-};
-
-constexpr int ARGS = 16;     // floats per operation
 constexpr int BLOCK = 512;   // pixels: three planes of 2 KB stay in the L1 cache
 constexpr int LANES = 16;
 
@@ -87,11 +80,7 @@ inline float power(float x, float gamma) {
 }
 
 bool computes_levels(int32_t code, const float* a) {  // whether the step has Pillow's arithmetic
-    switch (code) {
-        case MULTIPLY: case CONTRAST: case SATURATION: case SOLARIZE: case POSTERIZE: case AUTOCONTRAST: case EQUALIZE: case SHARPNESS:
-            return a[3] != 0.0f;
-        default: return code == LEVELS || code == RESAMPLE;
-    }
+    return has(code, IS_PILLOW) ? a[PILLOW_FLAG] != 0.0f : code == LEVELS || code == RESAMPLE;
 }
 
 struct Op {
@@ -109,8 +98,6 @@ inline float gray_level(float r, float g, float b) {  // exact: sums stay below 
 }
 inline float blended(float start, float v, float f) { return __builtin_floorf(low(high(start + f * (v - start), 0.0f), 255.0f)); }
 
-bool is_pointwise(int32_t code) { return code < SHARPNESS || code == LEVELS || code == ERASE_NOISE || (code >= REPLACE && code <= SNOW); }
-
 struct Statistic {  // of an image, before one operation of its program
     double gray = 0.0;
     float minimum[3], maximum[3];
@@ -127,18 +114,7 @@ struct Statistic {  // of an image, before one operation of its program
     }
 };
 
-bool needs_statistic(int32_t code) { return code == CONTRAST || code == AUTOCONTRAST || code == EQUALIZE; }
-bool ignores_position(int32_t code) {  // such an operation and a flip can change places
-    return (code >= MULTIPLY && code <= SHUFFLE) || (code >= AUTOCONTRAST && code <= BLUR) || code == LEVELS || code == FILL || code == SNOW;
-}
-bool keeps_outside(const Op& op) {  // operations of Kornia that do not clamp their input to [0, 1]
-    if (op.pillow) return false;
-    switch (op.code) {
-        case GRAY: case AUTOCONTRAST: case INVERT: case BLUR: case NOISE: case ERASE: case ERASE_NOISE: case SHUFFLE: case WARP: case HFLIP: case VFLIP:
-        case FILTER: case RAIN: case REPLACE: case FILL: return true;
-        default: return false;
-    }
-}
+bool keeps_outside(const Op& op) { return has(op.code, IS_OUTSIDE) && !op.pillow; }
 bool may_leave_unit(const Op& op, bool outside) {
     switch (op.code) {
         case NOISE: case ERASE_NOISE: return true;
@@ -1332,25 +1308,25 @@ struct Worker {
             if (op.code == HFLIP && commutes) mirror = !mirror;
             else if (op.code == VFLIP && commutes) upside = !upside;
             else {
-                commutes = commutes && ignores_position(op.code);
+                commutes = commutes && has(op.code, IS_ANYWHERE);
                 program.push_back(op);
             }
         }
         jump = program.data();
         for (const Op& op : program)
-            if (op.code == SOLARIZE || op.code == POSTERIZE || op.code == EQUALIZE || op.code == SNOW || op.code == JPEG || op.pillow) jump = &op;
+            if (has(op.code, IS_JUMPS) || op.pillow) jump = &op;
         bool buffered = false, outside = job.src_float != 0, ready = false;
         size_t pos = 0;
         while (true) {
             size_t end = pos;
-            while (end < program.size() && is_pointwise(program[end].code) && program[end].code > VFLIP && (!needs_statistic(program[end].code) || (ready && end == pos))) ++end;
+            while (end < program.size() && has(program[end].code, IS_POINTWISE) && program[end].code > VFLIP && (!has(program[end].code, IS_STATISTIC) || (ready && end == pos))) ++end;
             const Op* ops = program.data();
             if (end == program.size()) {
                 sweep(sample, buffered, mirror, upside, ops + pos, ops + end, nullptr, outside, false, true);
                 return;
             }
             const Op& next = program[end];
-            const bool statistic = needs_statistic(next.code);
+            const bool statistic = has(next.code, IS_STATISTIC);
             // if the statistic is of the source, nothing is buffered, and the next sweep reads the source again
             const bool keep = !(statistic && end == pos && !buffered);
             if (keep) first.resize(3 * apart);

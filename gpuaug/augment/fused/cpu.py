@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug.augment.ops.codes import as_cpp
 from gpuaug.native import build
 from gpuaug.native.buffers import outputs
 from gpuaug.random.keyed import Float
@@ -76,4 +77,6 @@ def run(
 def library() -> ctypes.CDLL | None:
     """The compiled cpu.cpp, or None if it cannot be compiled."""
     source = Path(__file__).with_name("cpu.cpp")
-    return build.load(source, name="augment", flags=_FLAGS, without="runs uncompiled, many times slower")
+    return build.load(
+        source, name="augment", flags=_FLAGS, definitions=as_cpp(), without="runs uncompiled, many times slower"
+    )

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from gpuaug.augment.fused.cuda_levels import PART_1, gray_level, level, over_255, pillow_step
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, table_of
-from gpuaug.augment.ops import entry
-from gpuaug.augment.ops.entry import ARGS, Code
+from gpuaug.augment.ops.codes import ARGS, PILLOW_FLAG, Code
 
 BLOCK = 1024  # pixels per Triton program: 224 x 224 take 49 programs, 96 x 96 take 9
 WARPS = 2  # 64 threads, so 16 pixels per thread
@@ -45,7 +44,7 @@ _SHUFFLE: tl.constexpr = tl.constexpr(int(Code.SHUFFLE))
 _ERASE: tl.constexpr = tl.constexpr(int(Code.ERASE))
 _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
 _ARGS: tl.constexpr = tl.constexpr(ARGS)
-_PILLOW: tl.constexpr = tl.constexpr(entry.PILLOW)
+_PILLOW: tl.constexpr = tl.constexpr(PILLOW_FLAG)
 _REST: tl.constexpr = tl.constexpr(65536 / (255 * 257) - 1)
 _FIXED: tl.constexpr = tl.constexpr(2.0**24)  # gray becomes an integer in units of 2^-24: sums are exact in any order
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpuaug.augment.ops.entry import Code
+from gpuaug.augment.ops.codes import Code
 
 _CONTRAST: tl.constexpr = tl.constexpr(int(Code.CONTRAST))
 _SATURATION: tl.constexpr = tl.constexpr(int(Code.SATURATION))

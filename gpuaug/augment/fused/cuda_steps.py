@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.augment.ops import pillow
-from gpuaug.augment.ops.entry import PILLOW, WITH_PILLOW, Code
+from gpuaug.augment.ops.codes import PILLOW_FLAG, Code, Trait, having
 from gpuaug.augment.reference import exact_products
 from gpuaug.random.keyed import Float, Int
 
@@ -25,11 +25,11 @@ _STATIC = {  # for each step: indices of the arguments that must be equal for al
     Code.RESAMPLE: (12,),
     Code.FILTER: (0, 3, 4),
     Code.RAIN: (3, 4),
-    **dict.fromkeys(WITH_PILLOW, (PILLOW,)),
+    **dict.fromkeys(having(Trait.PILLOW), (PILLOW_FLAG,)),
 }
 _BORDERS = ("constant", "reflect", "replicate", "circular")
 _PADDINGS = ("zeros", "border", "reflection")
-POINTS = frozenset((*range(Code.HFLIP, Code.ERASE + 1), Code.LEVELS))  # steps that can share a kernel
+POINTS = having(Trait.KERNEL)  # steps that can share a kernel
 
 Table = tuple[Int, int, Tensor]  # ascending rows, their column, and float32 values [rows, ...]
 
@@ -50,7 +50,8 @@ def groups(code: NDArray[np.int32], args: Float) -> list[Group]:
     """Group the rows of one column: ``code`` int32 [B], ``args`` float32 [B, ARGS]."""
     made = []
     for number in np.unique(code[code != Code.NONE]):
-        step, rows = Code(number), np.flatnonzero(code == number)
+        step: Code = Code(number)  # type: ignore[call-arg]  # a look-up
+        rows = np.flatnonzero(code == number)
         values = args[rows][:, _STATIC.get(step, ())]
         for kind in np.unique(values, axis=0):
             made.append(Group(step, rows[(values == kind).all(axis=1)], tuple(kind.tolist())))
@@ -76,7 +77,7 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
     """Split a program into as few stretches as possible."""
     made: list[Stretch] = []
     first, contrasts, erased = 0, np.zeros(len(code), dtype=bool), False
-    pillows = np.isin(code, list(WITH_PILLOW & POINTS)) & (args[..., PILLOW] != 0) | (code == Code.LEVELS)
+    pillows = np.isin(code, list(having(Trait.PILLOW) & POINTS)) & (args[..., PILLOW_FLAG] != 0) | (code == Code.LEVELS)
 
     def close(last: int, rest: list[Group]) -> None:
         nonlocal first, contrasts, erased

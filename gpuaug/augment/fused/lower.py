@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.augment.ops import entry_of
-from gpuaug.augment.ops.entry import ARGS, Code, Steps
+from gpuaug.augment.ops.codes import ARGS, Code
+from gpuaug.augment.ops.entry import Steps
 from gpuaug.augment.ops.geometry import pixel_matrices
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.random.keyed import Float

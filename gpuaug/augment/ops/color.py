@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code, Entry, Normal, Steps, step, steps_of, uniform_from
+from gpuaug.augment.ops.codes import Code
+from gpuaug.augment.ops.entry import Entry, Normal, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, Tensors
 from gpuaug.errors import ConfigError

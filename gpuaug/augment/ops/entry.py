@@ -1,14 +1,13 @@
 """:class:`Entry`, and helpers that many entries share.
 
 From the same uniform random numbers ("uniforms"), an entry and Kornia compute bit-identical parameters. A step is an
-instruction of the fused backend. The steps' formulas are in fused/cpu.cpp, fused/cuda.py and fused/cuda_steps.py.
+instruction of the fused backend (codes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
 from typing import Any, Literal
 
@@ -16,60 +15,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from gpuaug.augment.ops import kornia_private
+from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.ops.kornia_private import Range
 from gpuaug.augment.parameters import Params, Prepared, Rule, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
-
-ARGS = 16  # number of float32 arguments per step
-
-
-class Code(IntEnum):
-    """The steps. Their arguments are in parentheses. Colours are clamped to 0..1 wherever Kornia clamps them.
-
-    A step in ``WITH_PILLOW`` has a flag at index ``PILLOW``. If the flag is 1, the step computes as Pillow does on
-    uint8. With flag 1, SOLARIZE has a third argument: 1 keeps levels at or above the threshold, 0 inverts them.
-    """
-
-    NONE = 0
-    HFLIP = 1
-    VFLIP = 2
-    MULTIPLY = 3  # (r, g, b)
-    ADD = 4  # (r, g, b)
-    CONTRAST = 5  # (factor), around the image's mean gray before this step
-    SATURATION = 6  # (factor), towards gray
-    SATURATION_HSV = 7  # (factor)
-    HUE = 8  # (turns)
-    GRAY = 9  # (weights of r, g, b; 1 if the result can leave 0..1, else 0)
-    SOLARIZE = 10  # (threshold, addition)
-    POSTERIZE = 11  # (bits)
-    INVERT = 12  # (maximum)
-    GAMMA = 13  # (gamma, gain)
-    SHUFFLE = 14  # (source channel of r, of g, of b)
-    ERASE = 15  # (x, y, width, height, value)
-    NOISE = 16  # (); adds noise per pixel
-    AUTOCONTRAST = 17  # (1: clamp)
-    EQUALIZE = 18
-    SHARPNESS = 19  # (factor)
-    BLUR = 20  # (taps in x, taps in y, sigma, border: kornia.constants.BorderType)
-    WARP = 21  # (matrix from output to input positions in -1..1, padding: SamplePadding, align_corners, projective)
-    LEVELS = 22  # (offset); x becomes floor(255 x + offset) / 255
-    RESAMPLE = 23  # (Pillow's matrix from output to input: 6 float64 as 12 arguments; interpolation, r, g, b)
-    ERASE_NOISE = 24  # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
-    FILTER = 25  # (kernel size, angle, direction, interpolation: kornia.constants.Resample, border); a motion blur
-    RAIN = 26  # (drops, height, width, limit of drops, limit of height and width); with a table of coordinates
-    REPLACE = 27  # (); with a table: values >= 0 replace pixels
-    FIELD = 28  # (0: add a table, 1: multiply the distance from 0.5 by a table); clamps the result
-    FILL = 29  # (value, then for each of r, g, b: 1 if this channel is filled)
-    SNOW = 30  # (threshold, brightness)
-    JPEG = 31  # (quality); with a table of 64 divisors for luma and 64 for chroma
-
-
-PILLOW = 3  # index of the argument that selects Pillow's arithmetic
-WITH_PILLOW = frozenset(
-    {Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.SOLARIZE, Code.POSTERIZE}
-    | {Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS}
-)
 
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
 Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule

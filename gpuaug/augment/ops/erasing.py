@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug import checks
 from gpuaug.augment.crop import positive_range
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops.entry import Code, Entry, Normal, RecipeOp, Steps
+from gpuaug.augment.ops.codes import Code
+from gpuaug.augment.ops.entry import Entry, Normal, RecipeOp, Steps
 from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size, Tensors
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
@@ -37,6 +39,8 @@ class RandomErasing(RecipeOp):
         mode: ``pixel`` (normal noise per pixel), ``rand`` (one normal colour per box) or ``const`` (the mean).
         count: largest number of boxes. An image gets 1 to ``count``, all equally likely.
         mean, std: three values each, for pixels in 0..1; the same as in the recipe's ``normalize``.
+        masks: new value of the mask inside the boxes, such as 255, which losses ignore. None: masks stay. Boxes and
+            keypoints of objects stay, also inside an erased box, as in timm and torchvision.
 
     >>> import torch, gpuaug
     >>> recipe = gpuaug.Augment(ops={"erase": RandomErasing(p=1.0, mode="const", mean=(0.5, 0.5, 0.5))})
@@ -55,6 +59,7 @@ class RandomErasing(RecipeOp):
         count: int = 1,
         mean: Sequence[float] = (0.485, 0.456, 0.406),
         std: Sequence[float] = (0.229, 0.224, 0.225),
+        masks: int | None = None,
     ) -> None:
         super().__init__()
         self.p = float(checks.number("p", p, 0, 1))
@@ -67,6 +72,7 @@ class RandomErasing(RecipeOp):
         except ConfigError as error:
             raise ConfigError(str(error).replace("augment.normalize.", "", 1)) from None
         self.mean, self.std = tuple(checked["mean"]), tuple(checked["std"])
+        self.masks: int | None = checks.whole_number("masks", masks, 0, 2**31 - 1, optional=True)
 
     def forward(self, images: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:
         """Fill one box in each image. A recipe calls this method with the boxes that the recipe draws.
@@ -91,6 +97,11 @@ class RandomErasing(RecipeOp):
                 value = value + std * noise[row, : 3 * h * w].view(3, h, w)
             made[row, :, y : y + h, x : x + w] = value
         return made
+
+    def rectangles(self, params: Params, taken: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """The box of each sample, float64 [B, 4], (x1, y1, x2, y2) in pixel edges; zeros where ``taken`` is False."""
+        x, y, width, height = (params[name].astype(np.float64) for name in ("xs", "ys", "widths", "heights"))
+        return np.stack([x, y, x + width, y + height], axis=1) * taken[:, None]
 
     def prepare(self, name: str) -> Prepared:
         # one slot per box, so that each box has its own noise

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.ops.entry import Code, Entry, Matrix, Normal, Steps, all_uniform, derived, step, uniform_from
+from gpuaug.augment.ops.codes import Code
+from gpuaug.augment.ops.entry import Entry, Matrix, Normal, Steps, all_uniform, derived, step, uniform_from
 from gpuaug.augment.ops.kornia_private import setting
 from gpuaug.augment.parameters import Params, Rule, Size, Tensors, tensors
 from gpuaug.random.keyed import Float, field, scale

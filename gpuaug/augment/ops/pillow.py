@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.ops.entry import ARGS, Code, Entry, Matrix, Steps, steps_of
+from gpuaug.augment.ops.codes import ARGS, Code
+from gpuaug.augment.ops.entry import Entry, Matrix, Steps, steps_of
 from gpuaug.augment.parameters import Params, Size
 from gpuaug.random.keyed import Float
 

@@ -181,7 +181,7 @@ def pack(
         decode=replace(decode, num_threads=1, backend=choose_backend(decode.backend)),  # type: ignore[arg-type]
         truncated=faults.truncated == "accept",
         drop=faults.policy == "drop",
-        targets=describe(source, pixel_centers=what.pixel_centers),
+        targets=describe(source, pixel_centers=what.pixel_centers, orientation=what.orientation, colors=what.colors),
     )
     if (manifest := finished(place)) is not None:
         store.refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)

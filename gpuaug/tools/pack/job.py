@@ -34,6 +34,8 @@ from gpuaug.source.base import parse_manifest
 from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
+from gpuaug.targets.colors import color_table
+from gpuaug.targets.rules import Orientation
 from gpuaug.tools.pack.targets import TargetPacker
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
 
@@ -63,6 +65,8 @@ class Pack:
     subsampling: str = "4:2:0"
     interpolation: Interpolation = "bicubic"
     pixel_centers: bool = True
+    orientation: Orientation = "displayed"
+    colors: Any = None
     samples: int = 1000
 
     def __post_init__(self) -> None:
@@ -83,6 +87,9 @@ class Pack:
         checks.one_of("subsampling", self.subsampling, subsampling, hint=" In YAML it needs quotes.")
         checks.one_of("interpolation", self.interpolation, get_args(Interpolation))
         checks.flag("pixel_centers", self.pixel_centers)
+        checks.one_of("orientation", self.orientation, get_args(Orientation))
+        if self.colors is not None:
+            object.__setattr__(self, "colors", color_table(self.colors, key="colors"))
         checks.whole_number("samples", self.samples, 1)
 
     @property
@@ -138,7 +145,7 @@ class Job:
         """Everything that decides the written bytes, as JSON."""
         source, extra = self.source, getattr(self.source, "extra", None)
         what = {field.name: getattr(self.what, field.name) for field in fields(Pack)} | {"sizes": self.what.names}
-        del what["pixel_centers"]  # stored in `targets` if keypoints need it
+        del what["pixel_centers"], what["orientation"], what["colors"]  # stored in `targets`
         if self.what.format == "uint8":
             del what["quality"], what["subsampling"]
         return {
@@ -217,7 +224,7 @@ class Packer:
         self.job = job
         self._decoder = job.decode.open("cpu", accept_truncated=job.truncated)
         raw = job.what.format == "uint8"
-        self._targets = None if job.targets is None else TargetPacker(job.targets, self._decoder, raw=raw)
+        self._targets = None if job.targets is None else TargetPacker(job.targets, job.source, self._decoder, raw=raw)
         self._reader = Reader(job.source, num_workers=0, targets=() if self._targets is None else self._targets.kinds)
 
     def close(self) -> None:

@@ -18,16 +18,16 @@ from gpuaug.augment.recipe import Augment
 from gpuaug.augment.target_stage import TargetStage
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode.decoder import Decoder
-from gpuaug.decode.header import HeaderError
-from gpuaug.decode.plan import HeaderInfo, decode_fault
+from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import GpuaugError
 from gpuaug.read.targets import as_target
 from gpuaug.source import runs
 from gpuaug.source.adapt import Source
 from gpuaug.source.packed import Size
 from gpuaug.targets import geometry, masks
+from gpuaug.targets.colors import Color
 from gpuaug.targets.objects import Objects
-from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
+from gpuaug.targets.rules import Boxes, Keypoints, Masks, Orientation, Targets
 
 Columns = dict[str, NDArray[Any]]
 
@@ -35,7 +35,9 @@ EXAMPLES = 4  # number of samples to try if a source does not declare its target
 KINDS = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}  # for each kind, the field of `Target`
 
 
-def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
+def describe(
+    source: Source, *, pixel_centers: bool, orientation: Orientation, colors: Mapping[int, Color] | None
+) -> dict[str, Any] | None:
     """Describe a source's targets as JSON for the manifest. Returns None if the source has no targets."""
     declared = getattr(source, "target_kinds", None)
     found = _of_example(source) if declared is None else declared
@@ -49,6 +51,8 @@ def describe(source: Source, *, pixel_centers: bool) -> dict[str, Any] | None:
         "flip_pairs": None if flip is None or "keypoints" not in kinds else list(flip),
         "num_keypoints": getattr(source, "num_keypoints", None) if "keypoints" in kinds else None,
         "pixel_centers": pixel_centers if "keypoints" in kinds else None,
+        "orientation": orientation,
+        "colors": None if colors is None else {str(number): [*color] for number, color in colors.items()},
         "panoptic": bool(getattr(source, "panoptic", False)),
         "objects": objects() if callable(objects) else None,
     }
@@ -70,45 +74,35 @@ def _of_example(source: Source) -> set[str]:
 class TargetPacker:
     """Encodes the targets of batches. With ``raw``, most masks become run lengths, which need no PNG decoder."""
 
-    def __init__(self, described: Mapping[str, Any], decoder: Decoder, *, raw: bool) -> None:
+    def __init__(self, described: Mapping[str, Any], source: Source, decoder: Decoder, *, raw: bool) -> None:
         self.kinds: tuple[str, ...] = tuple(described["kinds"])
         self._decoder, self._raw, self._panoptic = decoder, raw, bool(described["panoptic"])
         self._rules = Targets(
-            masks=Masks() if "masks" in self.kinds else None,
+            masks=Masks(colors=described["colors"]) if "masks" in self.kinds else None,
             boxes=Boxes(crowd="keep") if "boxes" in self.kinds else None,
             keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
+            orientation=described["orientation"],
         )
-        self._stage = TargetStage(self._rules, Augment())
+        self._stage = TargetStage(self._rules, Augment(), source=source)
 
     def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
         """The targets of a batch at every size. ``windows[k]`` resizes the whole images to size k."""
         upright = self._stage.upright(batch, headers, self._decoder)
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
         faults, encoded = list(upright.faults), dict[int, list[bytes]]()
-        for row, data in enumerate(batch.masks):
-            try:
-                if len(data) and headers.height[row]:
-                    encoded[row] = self._masks(row, data, headers, windows)
-            except HeaderError as error:
-                faults.append(decode_fault(row, data, f"its mask: {error}"))
+        for row in range(len(batch.masks)):  # one at a time, because masks can be large
+            read, bad = self._stage.read_masks(batch, headers, self._decoder, rows=[row])
+            faults += bad
+            if (mask := read[row]) is not None:
+                encoded[row] = self._masks(row, mask, windows)
         sizes = []
         for window in windows:
             matrices, scale = geometry.crop(window) @ upright.matrices, window.resized / window.window[:, 2:]
             sizes.append(_moved(objects, matrices, scale.prod(axis=1)))
         return TargetRows(faults, encoded, sizes, self._rules)
 
-    def _masks(
-        self, row: int, data: NDArray[np.uint8], headers: HeaderInfo, windows: Sequence[CropWindows]
-    ) -> list[bytes]:
+    def _masks(self, row: int, mask: NDArray[Any], windows: Sequence[CropWindows]) -> list[bytes]:
         """The mask of one image at every size."""
-        height, width, exif = int(headers.height[row]), int(headers.width[row]), int(headers.orientation[row])
-        mask = masks.decode(
-            data.tobytes(),
-            stored=(width, height) if exif > 4 else (height, width),
-            exif=exif,
-            max_pixels=self._decoder.settings.max_pixels,
-            ids_in_rgb=self._panoptic,
-        )
         made = []
         for window in windows:
             to = window.take(np.array([row]))

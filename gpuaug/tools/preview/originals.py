@@ -68,7 +68,7 @@ def upright_targets(
     if not isinstance(stage, LiveStage) or stage.targets is None or encoded.faults or headers.faults:
         return None
     recipe = Augment()  # no crop and no operations: the output is the whole image
-    whole = TargetStage(stage.targets.rules, recipe, panoptic=stage.targets.panoptic)
+    whole = TargetStage(stage.targets.rules, recipe, source=loader.source, quiet=True)
     upright = whole.upright(encoded, headers, decoder)
     batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
     if upright.faults or whole.decode(batch, encoded, headers, decoder):

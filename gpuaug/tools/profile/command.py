@@ -1,10 +1,10 @@
-"""`gpuaug profile`: measures a loader, and reports the stages, the bottleneck and what to change."""
+"""`gpuaug profile`: traces a loader, and reports its stages, the bottleneck, and what was tried against it."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from gpuaug.display.sheet import PAPER, Cell, Row, sheet
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.random.generators import restore_generators
-from gpuaug.source.cache import RamCache
-from gpuaug.tools.profile.bottleneck import NOTHING, TITLES, Change, Verdict, diagnose
-from gpuaug.tools.profile.costs import FREE, LOADER, Cost, Measured
-from gpuaug.tools.profile.measure import CACHE_BYTES, Profiler, Step
+from gpuaug.tools.epoch import count_batches
+from gpuaug.tools.profile.advice import TITLES, WORTH, Remedy, Verdict, diagnose
+from gpuaug.tools.profile.trace import STAGES, Step
 from gpuaug.tools.report import Report, png, written
 from gpuaug.tools.request import Keys, Request
 from gpuaug.tools.train.build import build_model
@@ -32,8 +31,18 @@ from gpuaug.tools.train.training import Training
 log = logging.getLogger("gpuaug")
 
 CLASSES = 1000  # default for the number of classes of the model
-LIMIT, STAGE, WHOLE, IDEAL = (230, 57, 70), (29, 130, 200), (70, 70, 78), (42, 157, 90)
-LENGTH = 720  # pixels of the longest bar
+LIMIT, STAGE, IDEAL = (230, 57, 70), (29, 130, 200), (42, 157, 90)
+LENGTH = 720  # pixels of a bar that is as long as the pass
+NAMES = {
+    "read": "waiting for encoded images",
+    "headers": "headers, random values, crops",
+    "decode": "decode",
+    "masks": "masks (decode, crop, move)",
+    "augment": "augment",
+    "targets": "targets (dtype, device)",
+    "mix": "mix",
+    "step": "training step",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +55,8 @@ class Settings(Keys):
     loss: str = "cross_entropy"
     amp: str = "auto"
     out: str | None = "profile.png"
-    repeats: int = 5
-    seconds: float = 0.2
+    repeats: int = 3
+    seconds: float = 1.0
     batches: int | None = None
 
     def __post_init__(self) -> None:
@@ -72,10 +81,11 @@ def main(request: Request) -> int:
     config = request.loader()
     loader: Loader
     with logging_redirect_tqdm(loggers=[log]), request.build(config) as loader:
+        count_batches(loader)
         step = None
         if settings.model not in (None, {"_target_": None}):
             step = training_step(request, loader, settings.training, num_classes=settings.num_classes)
-        report_on(loader, step, report, settings=settings, prefix=request.prefix)
+        report_on(request, loader, step, report, settings=settings)
     report.write()
     return 0
 
@@ -83,14 +93,11 @@ def main(request: Request) -> int:
 def inside(request: Request, config: DictConfig, loader: Loader, settings: TrainingSettings) -> None:
     """Before a training begins, profile its first batches with a separate loader and model."""
     quiet = os.environ.get("RANK", "0") != "0"
-    same = {name: getattr(loader, name) for name in ("num_workers", "source")}
-    if loader.pipeline.cache is not None:  # a small cache is enough for the first batches
-        same["cache"] = RamCache(max_bytes=CACHE_BYTES)
     batches = None if isinstance(settings.profiling, bool) else settings.profiling
     twin: Loader
-    with restore_generators(loader.device), request.build(config, **same) as twin:
+    with restore_generators(loader.device), request.build(config, source=loader.source) as twin:
         step = training_step(request, twin, replace(settings, lr=1e-5))
-        report_on(twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches), prefix=request.prefix)
+        report_on(request, twin, step, Report(quiet=quiet), settings=Settings(out=None, batches=batches))
 
 
 def training_step(
@@ -110,7 +117,7 @@ def training_step(
     return step
 
 
-def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Settings, prefix: str) -> None:
+def report_on(request: Request, loader: Loader, step: Step | None, report: Report, *, settings: Settings) -> None:
     bar = tqdm(
         total=100, desc="profile", bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}", leave=False, disable=None
     )
@@ -119,15 +126,16 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
         bar.n = round(100 * share)
         bar.set_postfix_str(name, refresh=True)
 
-    how: dict[str, Any] = {"repeats": settings.repeats, "seconds": settings.seconds, "batches": settings.batches}
-    with bar, Profiler(loader, step=step, progress=progress, **how) as profiler:
-        measured = profiler.measure()
-        progress("possible changes", 1.0)
-        verdict = diagnose(profiler, measured, prefix=prefix)
+    def build(overrides: tuple[str, ...]) -> Loader:
+        other = replace(request, overrides=(*request.overrides, *overrides))
+        same: dict[str, Any] = {} if any("source" in text for text in overrides) else {"source": loader.source}
+        built: Loader = request.build(other.loader(), **same)
+        return built
+
+    how: dict[str, Any] = {name: getattr(settings, name) for name in ("repeats", "seconds", "batches")}
+    with bar:
+        verdict = diagnose(loader, step, build, prefix=request.prefix, progress=progress, **how)
     _say(report, verdict)
-    if profiler.faults:
-        text = f"{profiler.faults} of the first {profiler.tried} images could not be read or decoded; to list them, "
-        report.add("faults", profiler.faults, f"{text}train with `faults.policy=blank faults.file=FILE`")
     if settings.out is not None:
         picture = bars(verdict, heading=_heading(loader))
         with written(Path(settings.out), "out"):
@@ -135,65 +143,43 @@ def report_on(loader: Loader, step: Step | None, report: Report, *, settings: Se
         report.add("picture", settings.out, f"{settings.out} ({picture.width} x {picture.height})")
 
 
-def rows(m: Measured) -> list[tuple[str, str, Cost]]:
-    """Key, name and cost of every measured stage."""
-    workers = f"{m.workers} workers" if m.workers != 1 else "1 worker"
-    names = {
-        "source": "source, one process",
-        "read": f"read, {workers}" if m.workers else "read, this process",
-        "copy": f"  copying only, {workers}",
-        "decode": "decode",
-        "masks": "masks (decode, crop, move)",
-        "augment": "augment",
-        "finish": "targets (dtype, device)",
-        "host": "host (headers, random values, crops, mix)",
-        "step": "training step (ideal loader)",
-        "whole": "the whole",
-    }
-    return [(key, name, cost) for key, name in names.items() if (cost := getattr(m, key)) != FREE]
-
-
 def _say(report: Report, verdict: Verdict) -> None:
-    m, predicted = verdict.measured, verdict.prediction
-    lines = ["", f"{'each stage alone':<36} {'images/s':>9} {'ms/image':>9} {'CPU ms':>8}"]
-    for key, name, cost in rows(m):
-        mark = " <" if key == TITLES[verdict.bottleneck][0] else ""
-        lines.append(f"{name:<36} {cost.rate:>9.0f} {cost.wall * 1e3:>9.3g} {cost.cpu * 1e3:>8.3g}{mark}")
-    values = {key: {"images_per_second": cost.rate, **cost._asdict()} for key, _, cost in rows(m)}
+    loader, found = verdict.loader, verdict.trace
+    stages = [stage for stage in STAGES if stage in found.busy]
+    report.add("rate", found.rate, f"{found.rate:,.0f} images/s: {found.images} images in {found.seconds:.2g} s")
+    lines = ["", f"{'stage':<40} {'busy':>6} {'waits':>6} {'ms/image':>9} {'CPU ms':>8}"]
+    values = {}
+    for stage in stages:
+        busy, cpu = found.share(stage), found.cpu[stage]
+        seconds = found.busy[stage] / found.images
+        values[stage] = {"busy": busy, "seconds_per_image": seconds, "cpu_seconds_per_image": cpu}
+        mark = " <" if stage == TITLES[verdict.bottleneck][0] else ""
+        name = f"{NAMES[stage]} ({loader.num_workers} workers)" if stage == "read" else NAMES[stage]
+        lines.append(f"{name:<40} {busy:>6.0%} {1 - busy:>6.0%} {seconds * 1e3:>9.3g} {cpu * 1e3:>8.3g}{mark}")
     report.add("stages", values, "\n".join(lines))
-    report.add("batch_size", m.batch_size, f"{m.batch_size}, {m.bytes_per_image / 1024:.0f} KiB per image")
-    report.add("cores", m.cores, f"{m.cores:.2g} of {machine.usable_cpus()} were free")
-    if m.masks != FREE:
-        share = m.total(["masks", "objects", "finish"]).cpu / max(m.total(LOADER).cpu, 1e-9)
-        spent = {"masks": m.masks, "objects": m.objects, "dtype and device": m.finish}
-        text = ", ".join(f"{name} {cost.cpu * 1e3:.3g} ms" for name, cost in spent.items())
-        report.add("targets", share, f"{share:.0%} of the loader's CPU time; per image: {text}")
-    report.add("model_of_it", {"seconds": predicted.seconds, **predicted.terms}, predicted.text)
+    used, cores = sum(found.cpu.values()) * found.rate, machine.usable_cpus()
+    report.add("cores", used, f"{used:.2g} of {cores} were busy with it")
     report.add("bottleneck", verdict.bottleneck, verdict.text)
-    for number, text in enumerate(verdict.evidence, start=1):
-        report.add("because" if number == 1 else f"because_{number}", text, text)
-    for key, changes in (("change", verdict.changes), ("or", verdict.others)):
-        for number, change in enumerate(changes, start=1):
-            report.add(f"{key}_{number}", asdict(change), _advice(verdict, change))
-    if len(verdict.changes) > 1:
-        report.add("together", verdict.overrides, " ".join(verdict.overrides))
-    report.values |= {"overrides": verdict.overrides, "predicted_gain": verdict.gain}
+    report.add("because", verdict.evidence, verdict.evidence)
+    tried = []
+    for number, remedy in enumerate(verdict.tried, start=1):
+        tried.append({name: getattr(remedy, name) for name in ("overrides", "text", "same", "rate", "gain")})
+        report.add(f"tried_{number}", tried[-1], advice(remedy))
+    report.values["tried"] = tried
+    same = [remedy for remedy in verdict.helping if remedy.same]
+    report.values["overrides"] = list(same[0].overrides) if same else []
     if verdict.ideal_gain is not None:
-        nothing = "" if verdict.ideal_gain >= NOTHING else ": not worth it"
+        nothing = ": not worth it" if found.share("step") > WORTH else ""
         report.add("ideal_loader", verdict.ideal_gain, f"{_ideal(verdict.ideal_gain)}{nothing}")
+    if found.faults:
+        text = f"{found.faults} of {found.tried} images could not be read or decoded; to list them, "
+        report.add("faults", found.faults, f"{text}train with `faults.policy=blank faults.file=FILE`")
 
 
-def _advice(verdict: Verdict, change: Change) -> str:
-    words = " ".join(f"'{text}'" if text.startswith("~") else text for text in change.overrides)
-    recipe = any(text.startswith("~") or text.endswith("mix=none") for text in change.overrides)
-    note = "" if change.same else ", changes the training data" if recipe else ", changes pixels a little"
-    rest = f"{words}   {change.text}; " if words else f"{change.text}; "
-    if change in verdict.changes:
-        now = 1 / (verdict.measured.whole.wall or verdict.prediction.seconds)
-        beside = "" if change is verdict.changes[0] else ", with the changes above"
-        return f"{rest}predicted {now * change.gain:.0f} images/s ({change.gain:.2g} x{beside}){note}"
-    alone = "on top of the changes above" if verdict.changes else "alone"
-    return f"{rest}{alone} {change.gain:.2g} x{note}"
+def advice(remedy: Remedy) -> str:
+    """One line about a remedy that was tried."""
+    words = " ".join(f"'{text}'" if text.startswith("~") else text for text in remedy.overrides)
+    return f"{words}   {remedy.gain:.2f} x, {remedy.rate:,.0f} images/s ({remedy.text})"
 
 
 def _ideal(gain: float) -> str:
@@ -201,25 +187,22 @@ def _ideal(gain: float) -> str:
 
 
 def bars(verdict: Verdict, *, heading: str) -> Image.Image:
-    """Draw each stage's time per image as a bar, its CPU time as a thin line. A bottleneck is red, the step green."""
-    shown = rows(verdict.measured)
-    longest = max(max(cost.wall, cost.cpu) for _, _, cost in shown)
-    drawn = []
-    for key, name, cost in shown:
-        limiting = key == TITLES[verdict.bottleneck][0] and key != "step"
-        color = LIMIT if limiting else {"whole": WHOLE, "step": IDEAL}.get(key, STAGE)
+    """Draw the share of the pass in which each stage worked, and as a thin line how many of the cores it kept busy."""
+    found, drawn, cores = verdict.trace, [], machine.usable_cpus()
+    for stage in (stage for stage in STAGES if stage in found.busy):
+        share, used = min(1.0, found.share(stage)), min(1.0, found.cpu[stage] * found.rate / cores)
+        limiting = stage == TITLES[verdict.bottleneck][0]
+        color = IDEAL if stage == "step" else LIMIT if limiting else STAGE
         bar = Image.new("RGB", (LENGTH, 26), PAPER)
         pen = ImageDraw.Draw(bar)
-        pen.rounded_rectangle((0, 0, max(2, round(LENGTH * cost.wall / longest)), 18), 4, color)
-        pen.rectangle((0, 22, round(LENGTH * cost.cpu / longest), 24), color)
-        took = f"{cost.wall * 1e3:.3g} ms" if cost.wall < 1 else f"{cost.wall:.3g} s"
-        rate = f"{cost.rate:,.0f} images/s" if cost.rate >= 10 else f"{cost.rate:.2g} images/s"
-        drawn.append(Row(name.strip(), [f"{took}, {'free' if cost.rate >= 1e6 else rate}"], [Cell(bar, "")]))
-    lines = [heading, "milliseconds per image; thin lines: CPU time of all cores", "", verdict.text]
-    lines += [_advice(verdict, change) for change in verdict.changes or verdict.others]
+        pen.rounded_rectangle((0, 0, max(2, round(LENGTH * share)), 18), 4, color)
+        pen.rectangle((0, 22, round(LENGTH * used), 24), color)
+        drawn.append(Row(NAMES[stage], [f"busy {share:.0%}"], [Cell(bar, "")]))
+    lines = [heading, "share of the pass in which a stage worked; thin lines: share of all cores", "", verdict.text]
+    lines += [advice(remedy) for remedy in verdict.tried]
     if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, see `verdict.text`
         lines.append(_ideal(verdict.ideal_gain))
-    return sheet(drawn, heading="What one image costs", lines=lines)
+    return sheet(drawn, heading=f"{found.rate:,.0f} images per second", lines=lines)
 
 
 def _heading(loader: Loader) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.plan.command import Run, check, upper_bound
+from gpuaug.tools.plan.command import Run, check
 from gpuaug.tools.profile import command as profile
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
@@ -57,11 +57,10 @@ def main(request: Request) -> int:
                     f"Found: {val.source.classes}."
                 )
         if settings.check_memory:
-            costs = upper_bound(loader, model=model, averaged=settings.ema is not None)
-            runs = [Run(loader=loader, costs=costs, config=train, prefix=request.prefix)]
+            runs = [Run(loader=loader, config=train, prefix=request.prefix)]
             if val is not None:
                 prefix = f"{settings.val or 'val'}."
-                runs.append(Run(loader=val, costs=upper_bound(val), config=held_out, prefix=prefix, classes=classes))
+                runs.append(Run(loader=val, config=held_out, prefix=prefix, classes=classes))
             check(request, runs, settings)
         if settings.profiling:
             profile.inside(request, train, loader, settings)

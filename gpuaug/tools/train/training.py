@@ -65,7 +65,7 @@ class Settings(Keys):
     out: str = "outputs/train"
     resume: str | None = None
     val: str | None = None
-    check_memory: bool = True
+    check_memory: bool = False
     profiling: bool | int = False
 
     def __post_init__(self) -> None:

@@ -1,0 +1,307 @@
+"""Names the stage that limits a pass, and tries what may help: each remedy runs, in turns with the loader as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from torch.utils.data import Subset
+
+from gpuaug import machine
+from gpuaug.augment.progressive import views_of
+from gpuaug.errors import GpuaugError
+from gpuaug.loader.loader import Loader
+from gpuaug.source.adapt import adapt
+from gpuaug.tools.pack.command import pack
+from gpuaug.tools.pack.job import Pack
+from gpuaug.tools.profile.trace import THREADS, Step, Trace, endless, read_cpu, trace
+
+log = logging.getLogger("gpuaug")
+
+GAIN = 1.07  # a remedy with a smaller measured gain is not proposed, because measurements vary this much
+TRIED = 3  # remedies per bottleneck
+WORTH = 0.9  # if the training step takes a larger share of the pass, a faster loader is not worth it
+PACKED = 96  # images of a packed copy for a trial
+FEW = 16  # images for the time of an operation
+
+TITLES = {  # bottleneck: its stage, and title
+    "storage": ("read", "storage: reading bytes is slow"),
+    "workers": ("read", "workers: the reading processes are busy"),
+    "inter-process copy": ("read", "inter-process copy: the reading processes are busy with handing bytes over"),
+    "decode": ("decode", "decode"),
+    "masks": ("masks", "masks: decoding, cropping and moving them is slow"),
+    "augment": ("augment", "augment"),
+    "host overhead": ("headers", "host overhead: Python on the host, between the stages"),
+    "model": ("step", "the model is the limit"),
+}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that may help.
+
+    Attributes:
+        overrides: of the configuration.
+        text: what the change does.
+        same: whether pixels and labels stay the same.
+        trial: overrides for the trial, if they differ.
+        rate: measured images per second; 0: not tried yet.
+        gain: ``rate`` over that of the loader as it is, both measured in turns.
+    """
+
+    overrides: tuple[str, ...]
+    text: str
+    same: bool = True
+    trial: tuple[str, ...] = ()
+    rate: float = 0.0
+    gain: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a profile found."""
+
+    loader: Loader
+    trace: Trace
+    bottleneck: str  # a key of TITLES
+    evidence: str
+    tried: list[Remedy] = field(default_factory=list)  # the largest gain first
+
+    @property
+    def helping(self) -> list[Remedy]:
+        """The remedies with a measured gain."""
+        return [remedy for remedy in self.tried if remedy.gain >= GAIN]
+
+    @property
+    def ideal_gain(self) -> float | None:
+        """The speedup with a loader that takes no time; None: no training step ran."""
+        step = self.trace.share("step")
+        return max(1.0, 1 / step) if step else None
+
+    @property
+    def text(self) -> str:
+        """The answer in a few sentences."""
+        text = f"{TITLES[self.bottleneck][1]}."
+        if self.bottleneck == "workers" and not self.loader.num_workers:
+            text = "workers: there are none, so reading keeps this process busy."
+        if self.helping:
+            best = self.helping[0]
+            return f"{text} {' '.join(best.overrides)} is {best.gain:.2g} times as fast, measured."
+        if self.bottleneck == "model" and self.ideal_gain is not None:
+            if self.trace.share("step") > WORTH:
+                return f"{text} A faster loader would not help."
+            return f"{text} With a loader that takes no time, training would be {self.ideal_gain - 1:.0%} faster."
+        if not self.tried:
+            return f"{text} There is no setting to try."
+        return f"{text} Of {len(self.tried)} changes that were tried, none helps."
+
+
+def diagnose(
+    loader: Loader,
+    step: Step | None,
+    build: Callable[[tuple[str, ...]], Loader],
+    *,
+    repeats: int,
+    seconds: float,
+    batches: int | None = None,
+    prefix: str = "",
+    progress: Callable[[str, float], None] = lambda name, share: None,
+) -> Verdict:
+    """Trace the loader, name its bottleneck, and try remedies.
+
+    Args:
+        loader: the loader; it does not change. Do not iterate it at the same time.
+        step: a training step.
+        build: makes the loader with other overrides, which are added to those of ``loader``.
+        repeats: number of passes of each loader. The median counts.
+        seconds, batches: length of a pass.
+        prefix: start of the loader's keys in a larger configuration, such as ``train_data.``.
+        progress: called with the name of what runs, and the share done.
+    """
+    how: dict[str, Any] = {"seconds": seconds, "batches": batches}
+    progress("as it is", 0.0)
+    found = merged([trace(loader, step, **how) for _ in range(repeats)])
+    slow = trace(loader, step, seconds=seconds / 2, lockstep=True)
+    found = replace(found, cpu=found.cpu | {name: value for name, value in slow.cpu.items() if name != "read"})
+    name, evidence = bottleneck(loader, found)
+    tried: list[Remedy] = []
+    with contextlib.ExitStack() as stack:
+        for number, remedy in enumerate(remedies(loader, found, name, prefix, stack)):
+            if number == TRIED:
+                break
+            progress(" ".join(remedy.overrides), (1 + number) / (1 + TRIED))
+            with contextlib.suppress(GpuaugError), build(remedy.trial or remedy.overrides) as other:
+                pairs = [(trace(loader, step, **how).rate, trace(other, step, **how).rate) for _ in range(repeats)]
+                before, after = map(statistics.median, zip(*pairs, strict=True))
+                tried.append(replace(remedy, rate=after, gain=after / before))
+    tried.sort(key=lambda remedy: -remedy.gain)
+    return Verdict(loader=loader, trace=found, bottleneck=name, evidence=evidence, tried=tried)
+
+
+def merged(traces: list[Trace]) -> Trace:
+    """The trace with the median rate. Its times are representative, and belong together."""
+    return sorted(traces, key=lambda each: each.rate)[len(traces) // 2]
+
+
+def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
+    """Name what limits the pass, and say why.
+
+    The queues between the threads are short. So the thread that limits the pass works all the time, and all others
+    wait for it. Without prefetching there is one thread, and its longest stage limits the pass.
+    """
+    if loader.prefetch == 0:
+        stages = [stage for each in THREADS.values() for stage in each]
+        making = 1 - found.share("step")
+        if min(making, found.share("step")) > 0.25:
+            return "host overhead", (
+                f"With prefetch=0 a batch is made only on request. Model and loader wait for each other: the model "
+                f"works {found.share('step'):.0%} of the time."
+            )
+    else:
+        thread = max(THREADS, key=lambda name: found.share(*THREADS[name]))
+        stages = list(THREADS[thread])
+    stage = max(stages, key=found.share)
+    share = f"{found.share(stage):.0%} of the pass"
+    if stage == "read":
+        return _reading(loader, found, share)
+    if stage == "step":
+        return "model", f"The training step takes {share}."
+    if stage in ("headers", "targets", "mix"):
+        name = {"headers": "Headers, random values and crops", "targets": "Converting targets", "mix": "Mixing"}[stage]
+        return "host overhead", f"{name}: {share}."
+    return stage, f"`{stage}` works {share}."
+
+
+def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
+    waits = f"Waiting for encoded images takes {share}, and reading uses a processor {found.reading:.0%} of the time."
+    if found.reading < 0.5:
+        return "storage", waits
+    if loader.num_workers:
+        reading, all_of_it = read_cpu(loader), found.cpu["read"]
+        if reading < 0.4 * all_of_it:
+            return "inter-process copy", (
+                f"Reading an image takes {reading * 1e3:.2g} ms of processor time, and handing over its "
+                f"{found.encoded / 2**20:.2g} MiB another {(all_of_it - reading) * 1e3:.2g} ms."
+            )
+    return "workers", waits
+
+
+# -- what may help ----------------------------------------------------------------------------------------------------
+
+
+def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:
+    """Remedies for a bottleneck, the most likely first. ``stack`` removes what trials need at the end."""
+    workers, cores = loader.num_workers, machine.usable_cpus()
+    key = partial("{}{}".format, prefix)
+    if loader.prefetch == 0 and found.share("step"):
+        yield Remedy((key("prefetch=2"),), "batches are made while the model works")
+    if name == "storage":
+        for count in dict.fromkeys((max(16, 2 * workers), max(2, 4 * workers))):
+            yield Remedy((key(f"num_workers={count}"),), f"{count} workers wait for the storage instead of {workers}")
+    if name in ("storage", "workers") and loader.pipeline.cache is None and not getattr(loader.source, "mapped", False):
+        text = "bytes stay in memory; helps from the second epoch on, which is what was measured"
+        yield Remedy((_group(prefix, "cache", "ram"),), text)
+    if name == "workers" and workers < cores:
+        yield Remedy((key(f"num_workers={cores}"),), f"{cores} workers instead of {workers}")
+    if name == "inter-process copy":
+        yield Remedy((key("num_workers=0"),), "this process reads, so nothing is handed over")
+    if name in ("decode", "masks"):
+        yield from _decoding(loader, name, key)
+    if name in ("decode", "masks", "inter-process copy", "storage"):
+        yield from _packing(loader, found, prefix, stack)
+    if name == "augment":
+        yield from _augmenting(loader, prefix)
+    if name == "host overhead" and loader.mix is not None and found.share("mix") > 0.3:
+        yield Remedy((_group(prefix, "mix", "none"),), "without mixing: other training data", same=False)
+
+
+def _decoding(loader: Loader, name: str, key: Callable[[str], str]) -> Iterator[Remedy]:
+    decoder, cores = loader.pipeline.stage.decoder, machine.usable_cpus()
+    if decoder is None:
+        return
+    if decoder.num_threads < cores:
+        text = f"{cores} decoding threads instead of {decoder.num_threads}"
+        yield Remedy((key(f"decode.num_threads={cores}"),), text)
+    if name == "decode" and decoder.backend == "pillow" and find_spec("nvidia.dali") is not None:
+        yield Remedy(
+            (key("decode.backend=dali"),), "DALI decodes instead of Pillow; pixels change a little", same=False
+        )
+    if name == "decode" and decoder.backend == "pillow" and not loader.decode.reduced:
+        text = "large JPEGs are decoded at a part of their size; pixels change a little"
+        yield Remedy((key("decode.reduced=true"),), text, same=False)
+
+
+def _packing(loader: Loader, found: Trace, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:
+    """A packed copy of the first images with smaller sides. It is written and read for the trial."""
+    side = round(found.largest * 256 / 224)
+    if not 0 < side < 0.67 * found.shorter:
+        return
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    masks: dict[str, Any] = (
+        {"format": "uint8"} if loader.targets is not None and loader.targets.masks is not None else {}
+    )
+    what = Pack(sizes=[side], **masks)
+    source: Any = loader.source
+    numbers = range(min(PACKED, len(source))) if source.indices is None else source.indices[:PACKED].tolist()
+    with contextlib.suppress(GpuaugError):
+        few: Any = adapt(Subset(source, list(numbers)))
+        pack(few, f"{folder}/packed", what=what, decode=loader.decode, num_workers=0)
+        use = _group(prefix, "source", "packed")
+        words = " ".join(["gpuaug pack", *(f"{name}={value}" for name, value in masks.items()), f"sizes=[{side}]"])
+        text = f"after `{words} out=DIR`: shorter side {side} instead of {found.shorter:.0f}; pixels change a little"
+        trial = (use, f"{prefix}source.root={folder}/packed")
+        yield Remedy((use, f"{prefix}source.root=DIR"), text, same=False, trial=trial)
+
+
+def _augmenting(loader: Loader, prefix: str) -> Iterator[Remedy]:
+    if any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
+        yield Remedy((f"{prefix}augment.backend=fused",), "the fused backend gives the same result in one pass")
+    costs = op_seconds(loader)
+    for name in sorted(costs, key=lambda each: -costs[each])[:2]:
+        keys = [f"~{prefix}{key}.ops.{name}" for key, view in views_of(loader.augment)
+                if view.copy == 0 and name in view.augment.ops]  # fmt: skip
+        yield Remedy(tuple(keys), f"without operation `{name}`: other training data", same=False)
+
+
+def op_seconds(loader: Loader) -> dict[str, float]:
+    """Seconds that a few images take less without an operation, by the operation's name."""
+    pipeline, epoch = loader.pipeline, loader.epoch
+    task = next(endless(loader))
+    encoded = next(iter(pipeline.read([tuple(part[:FEW] for part in task)], epoch)))  # type: ignore[list-item]
+    item = pipeline.decode(encoded, epoch)
+    stages: Any = pipeline.stage.recipe
+    views = [view for view in stages.at(epoch).views if not view.copy]
+    level = log.level
+    log.setLevel(max(logging.WARNING, level))  # messages about trial recipes would mislead
+    try:
+
+        def seconds(without: str | None) -> float:
+            best = math.inf
+            made = [view.augment.replace(ops={n: op for n, op in view.augment.ops.items() if n != without})
+                    for view in views]  # fmt: skip
+            drawn = [a.draw(seed=loader.seed, epoch=epoch, indices=encoded.indices.numpy()) for a in made]
+            for _ in range(3):  # the first round compiles
+                began = time.perf_counter()
+                for image, augment, draws in zip(item.images, made, drawn, strict=False):
+                    augment.apply([image] * len(augment.views), draws, dtype=loader.dtype,
+                                  memory_format=loader.memory_format)  # fmt: skip
+                best = min(best, time.perf_counter() - began)
+            return best
+
+        every = seconds(None)
+        return {name: every - seconds(name) for name in dict.fromkeys(n for view in views for n in view.augment.ops)}
+    finally:
+        log.setLevel(level)
+
+
+def _group(prefix: str, group: str, choice: str) -> str:
+    return f"gpuaug/{group}@{prefix}{group}={choice}" if prefix else f"{group}={choice}"

@@ -1,0 +1,318 @@
+"""Traces a pass of a loader: how long each stage works, waits, and keeps processors busy."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from glob import glob
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuaug import machine
+from gpuaug.batch import EncodedBatch
+from gpuaug.errors import GpuaugError
+from gpuaug.loader.batch import Batch
+from gpuaug.loader.faults import Faults
+from gpuaug.loader.loader import Loader
+from gpuaug.loader.pipeline import Pass, Pipeline, Task
+
+Step = Callable[[Batch], None]
+Seconds = defaultdict[str, float]  # by stage
+
+# Thread: its stages. The consumer's thread runs the training step. Without prefetching, one thread runs everything.
+THREADS = {
+    "headers": ("read", "headers"),
+    "decoding": ("decode", "masks"),
+    "loader": ("augment", "targets", "mix"),
+    "consumer": ("step",),
+}
+STAGES = [stage for stages in THREADS.values() for stage in stages]
+WARMUP = 2  # batches before the first measured one: they start workers, and compile kernels
+FEWEST = 3  # batches that are measured, even if they take longer than asked
+REPEATED = 64  # images that a pass repeats if the loader has a cache, so that the cache is full
+LONGEST_S = 20.0  # a pass ends after this time, even before FEWEST batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What the stages did while a pass made ``images`` images in ``seconds``.
+
+    Attributes:
+        busy: seconds of each stage. For ``read``: seconds in which the headers' thread waited for encoded batches.
+        cpu: CPU seconds per image of each stage, over all threads and workers.
+        reading: processor time of a worker by its time, without the time in which it waited for a free processor.
+            Without workers: the same for ``read``.
+        encoded: mean size of an encoded image, in bytes.
+        shorter: median of the images' shorter sides, in pixels; 0: unknown.
+        largest: the largest side of a view, in pixels; 0: unknown.
+        faults, tried: number of bad images, and of all images.
+    """
+
+    images: int
+    seconds: float
+    busy: dict[str, float]
+    cpu: dict[str, float]
+    reading: float
+    encoded: float
+    shorter: float
+    largest: int
+    faults: int
+    tried: int
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return self.images / self.seconds
+
+    def share(self, *stages: str) -> float:
+        """The share of the pass in which a stage worked."""
+        return sum(self.busy.get(stage, 0.0) for stage in stages) / self.seconds
+
+
+def _zeros() -> Seconds:
+    return defaultdict(float)
+
+
+@dataclass
+class _Clock:
+    """Adds up the seconds of the stages from :meth:`start` to :meth:`stop`. Several threads use it."""
+
+    device: torch.device
+    began: float = 0.0
+    ended: float = math.inf
+    busy: Seconds = field(default_factory=_zeros)
+    cpu: Seconds = field(default_factory=_zeros)  # of this process: exact if nothing else runs
+    thread: Seconds = field(default_factory=_zeros)  # CPU of the stage's own thread
+    queued: Seconds = field(default_factory=_zeros)  # seconds in which this thread waited for a free processor
+    events: list[tuple[str, Any, Any]] = field(default_factory=list)  # CUDA: begin and end of a stage's kernels
+
+    def start(self) -> None:
+        self.busy, self.cpu, self.thread, self.queued, self.events = _zeros(), _zeros(), _zeros(), _zeros(), []
+        self.began = time.perf_counter()
+
+    def stop(self) -> float:
+        """Returns the seconds since :meth:`start`. What runs now still adds its part, when it ends."""
+        self.ended = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            kernels = _zeros()
+            for stage, first, last in list(self.events):
+                kernels[stage] += first.elapsed_time(last) / 1e3
+            for stage, took in kernels.items():  # the host only queues the kernels
+                self.busy[stage] = max(self.busy[stage], min(took, self.ended - self.began))
+        return self.ended - self.began
+
+    @contextlib.contextmanager
+    def stage(self, name: str, *, kernels: bool = False) -> Iterator[None]:
+        kernels = kernels and self.device.type == "cuda"
+        first = torch.cuda.current_stream(self.device).record_event(_timed()) if kernels else None
+        queued, cpu, thread = queued_seconds(), time.process_time(), time.thread_time()
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self.busy[name] += max(0.0, min(now, self.ended) - max(since, self.began))
+            if now <= self.ended:
+                self.cpu[name] += time.process_time() - cpu
+                self.thread[name] += time.thread_time() - thread
+                self.queued[name] += queued_seconds() - queued
+                if kernels:
+                    self.events.append((name, first, torch.cuda.current_stream(self.device).record_event(_timed())))
+
+
+def _timed() -> Any:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class _Beside:
+    """Passes everything on to another object, but for what a subclass times."""
+
+    def __init__(self, inner: Any, clock: _Clock) -> None:
+        self._inner, self._clock = inner, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Reader(_Beside):
+    images = encoded = 0
+
+    def batches(self, *args: Any, **given: Any) -> Iterator[EncodedBatch]:
+        with contextlib.closing(self._inner.batches(*args, **given)) as batches:
+            while True:
+                with self._clock.stage("read"):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                self.images, self.encoded = self.images + len(batch), self.encoded + batch.data.nbytes
+                yield batch
+
+
+class _Stage(_Beside):
+    shorter, largest = 0.0, 0
+
+    def read_headers(self, encoded: EncodedBatch, epoch: int) -> Any:
+        with self._clock.stage("headers"):
+            batch = self._inner.read_headers(encoded, epoch)
+        if batch.info is not None:
+            self.shorter = float(np.median(np.minimum(batch.info.height, batch.info.width)))
+            self.largest = max(max(window.size) for window in batch.windows)
+        return batch
+
+    def decode(self, batch: Any) -> Any:
+        with self._clock.stage("decode", kernels=True):
+            images, faults = self._inner.decode(replace(batch, targets=None))
+        if batch.targets is not None:
+            with self._clock.stage("masks"):
+                more = self.targets.decode(batch.targets, batch.encoded, batch.info, self.decoder)
+            faults = [*faults, *more]
+        return images, faults
+
+    def augment(self, *args: Any, **given: Any) -> Any:
+        with self._clock.stage("augment", kernels=True):
+            return self._inner.augment(*args, **given)
+
+    def finish_targets(self, *args: Any, **given: Any) -> Any:
+        if self.targets is None:
+            return None
+        with self._clock.stage("targets"):
+            return self._inner.finish_targets(*args, **given)
+
+
+class _Faults(Faults):
+    """Counts bad samples. They raise no error and are not recorded."""
+
+    bad = tried = 0
+
+    def handle(self, faults: Sequence[Any], *, samples: int, **_: Any) -> None:
+        self.bad, self.tried = self.bad + len(faults), self.tried + samples
+        if self.bad == self.tried >= min(REPEATED, 2 * samples):
+            raise GpuaugError(
+                f"none of the first {self.tried} images could be read and decoded, so nothing can be measured. "
+                "To list them with reasons, run `gpuaug train faults.policy=blank faults.file=FILE`."
+            )
+
+
+def trace(
+    loader: Loader, step: Step | None = None, *, seconds: float, batches: int | None = None, lockstep: bool = False
+) -> Trace:
+    """Run a pass of ``loader``, with a training step per batch, and trace its stages. The loader does not change.
+
+    Do not iterate the loader at the same time.
+
+    Args:
+        loader: the loader. Its workers stay for the next trace.
+        step: a training step. On CUDA the trace waits for its kernels.
+        seconds: duration of the traced part of the pass.
+        batches: number of batches instead of ``seconds``.
+        lockstep: make each batch when it is requested, so that ``cpu`` is exact and the rest is not that of the loader.
+
+    Raises:
+        GpuaugError: if no image can be read and decoded.
+    """
+    clock, mix = _Clock(loader.device), loader.pipeline.mix
+    reader, stage = _Reader(loader.pipeline.reader, clock), _Stage(loader.pipeline.stage, clock)
+    faults = _Faults(policy="drop" if loader.faults.policy == "drop" else "blank", truncated=loader.faults.truncated)
+
+    def mixed(*args: Any, **given: Any) -> Any:
+        assert mix is not None
+        with clock.stage("mix"):
+            return mix(*args, **given)
+
+    wrapped: dict[str, Any] = {"reader": reader, "stage": stage, "mix": None if mix is None else mixed}
+    pipeline: Pipeline = replace(loader.pipeline, faults=faults, **wrapped)
+    tasks, skip = endless(loader), max(WARMUP, loader.num_workers)
+    if pipeline.cache is not None:
+        first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
+        tasks, skip = itertools.cycle(first), skip + len(first)
+    prefetch = 0 if lockstep else loader.prefetch
+    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch, buffer_bytes=loader.ahead)
+    wanted = batches or max(FEWEST, loader.num_workers)
+    images, done, began = 0, 0, time.perf_counter()
+    with contextlib.closing(run):
+        while True:
+            if done == skip:
+                clock.start()
+                images, before = 0, _worker_seconds(reader)
+            batch = next(run)
+            if step is not None:
+                with clock.stage("step"):
+                    step(batch)
+                    if loader.device.type == "cuda":
+                        torch.cuda.current_stream(loader.device).synchronize()
+            images, done, now = images + len(batch), done + 1, time.perf_counter()
+            enough = done >= skip + wanted and (batches is not None or now > clock.began + seconds)
+            if done > skip and (enough or now > began + max(seconds, LONGEST_S)):
+                break
+            del batch
+        spent, queued = (now - then for now, then in zip(_worker_seconds(reader), before, strict=True))
+        took = clock.stop()
+    cpu = {name: (clock.cpu if lockstep else clock.thread)[name] / images for name in clock.busy}
+    cpu["read"] += spent / images
+    if loader.num_workers:
+        reading = spent / max(spent, took * loader.num_workers - queued, 1e-9)
+    else:
+        own = clock.thread["read"]
+        reading = own / max(own, clock.busy["read"] - clock.queued["read"], 1e-9)
+    return Trace(
+        images=images,
+        seconds=took,
+        busy=dict(clock.busy),
+        cpu=cpu,
+        reading=reading,
+        encoded=reader.encoded / max(1, reader.images),
+        shorter=stage.shorter,
+        largest=stage.largest,
+        faults=faults.bad,
+        tried=faults.tried,
+    )
+
+
+def endless(loader: Loader) -> Iterator[Task]:
+    """The batches of the epoch that are as long as the first one, repeated forever."""
+    whole = len(loader.epoch_order[0][0])
+    while True:
+        yield from (task for task in loader.epoch_order if len(task[0]) == whole)
+
+
+def read_cpu(loader: Loader, *, count: int = 32) -> float:
+    """CPU seconds to read one sample in this thread, without handing its bytes over. Errors do not count."""
+    source: Any = loader.pipeline.reader.source
+    numbers = next(iter(loader.epoch_order))[0][:count].tolist()
+    many = getattr(source, "read_many", None)
+    began = time.thread_time()
+    for part in numbers if many is None else [numbers]:
+        with contextlib.suppress(OSError, GpuaugError):
+            source[part] if many is None else many(part)
+    return (time.thread_time() - began) / len(numbers)
+
+
+def _worker_seconds(reader: Any) -> tuple[float, float]:
+    """CPU seconds of all workers so far, and seconds in which their threads waited for a free processor."""
+    tasks = [path for pid in reader.pids for path in glob(f"/proc/{pid}/task/*/schedstat")]
+    return sum(map(cpu_seconds, reader.pids)), sum(map(queued_seconds, tasks))
+
+
+def queued_seconds(path: str = "/proc/thread-self/schedstat") -> float:
+    """Seconds so far in which a thread waited for a free processor; 0 if the kernel does not count them."""
+    try:
+        return int((machine.read(path) or "").split()[1]) / 1e9
+    except (ValueError, IndexError):
+        return 0.0
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process so far; 0 if the system does not report them."""
+    try:
+        # clock_getcpuclockid computes this number on Linux; /proc counts only in steps of 10 ms
+        return time.clock_gettime((~pid << 3) | 2)
+    except (OSError, OverflowError, AttributeError):
+        return 0.0
