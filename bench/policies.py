@@ -38,7 +38,7 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
     import kornia.augmentation as K
 
     import gpuaug
-    from gpuaug.tools.parity.counterpart import torchvision
+    from gpuaug.tools.peers import torchvision
 
     torchvision()
     from timm.data import auto_augment

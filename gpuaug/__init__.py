@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time, `__getattr
     from gpuaug.targets.rules import Targets as Targets
     from gpuaug.tools.materialize.command import Materialize as Materialize
     from gpuaug.tools.preview.drawing import preview as preview
-    from gpuaug.tools.preview.notebook import preview_widgets as preview_widgets
+    from gpuaug.tools.preview.notebook import preview_page as preview_page
 
 _NAMES = {  # module: its public names
     "gpuaug.augment.auto": "AugMix AutoAugment RandAugment TrivialAugmentWide",
@@ -105,7 +105,7 @@ _NAMES = {  # module: its public names
     "gpuaug.targets.batch": "BatchTargets",
     "gpuaug.targets.rules": "Boxes Keypoints Masks Targets",
     "gpuaug.tools.materialize.command": "Materialize",
-    "gpuaug.tools.preview.notebook": "preview_widgets",
+    "gpuaug.tools.preview.notebook": "preview_page",
     "gpuaug.tools.preview.drawing": "preview",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from threading import RLock
 from types import FunctionType, MappingProxyType, ModuleType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -29,6 +30,8 @@ _PACKAGE = sys.modules["gpuaug"]  # a `_target_` may be one of its public names
 
 Target = type | FunctionType  # the kinds of objects that a `_target_` may name
 TRUSTED = ("kornia.augmentation.",)
+_LOCK = RLock()  # Hydra's state is global, and the live page composes in a thread
+OWN = ("train", "eval")  # gpuaug's main configurations
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
@@ -52,11 +55,12 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     The state of a running Hydra application does not change.
 
     Args:
-        name: ``train``, ``eval``, or the name of a file in ``config_dir``.
+        name: ``train`` or ``eval`` for gpuaug's own configurations, or the name of a file in ``config_dir``. Write
+            ``train.yaml`` if your own file has the name ``train``.
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
             ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
-        config_dir: folder with your own configurations. Its subfolder ``gpuaug/augment/`` holds your own recipes. Your
-            files replace gpuaug's files of the same name.
+        config_dir: folder with your own configurations. Its subfolder ``gpuaug/augment/`` holds your own recipes. A
+            file in the subfolder ``gpuaug/`` replaces gpuaug's file of the same name, as in Hydra applications.
 
     >>> import gpuaug
     >>> cfg = gpuaug.compose("train", ["source.root=data/train", "augment=simclr", "augment.crop.size=96"])
@@ -71,17 +75,25 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
     overrides = [text for o in overrides for text in _expand(_SPECIAL_FLOAT.sub(r"\1\2", str(o)))]
     parsed = [_parse(text) for text in overrides]
-    with _hydra(config_dir) as loader:
+    with _LOCK, _hydra(config_dir, ours_first=name in OWN) as loader:
         _refuse_stale(name, parsed)
         try:
             return hydra.compose(name, overrides)
+        except RecursionError as error:
+            raise ConfigError(
+                f"In the configuration {name!r}, a `defaults` list leads back to its own file. A file of yours that "
+                "extends a file of gpuaug needs another name."
+            ) from error
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, name, parsed, loader)) from error
 
 
 @contextmanager
-def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
-    """Start Hydra, which searches ``config_dir`` first. On exit, restore the state of an outer Hydra."""
+def _hydra(config_dir: str | Path | None, *, ours_first: bool) -> Iterator[ConfigLoader]:
+    """Start Hydra. On exit, restore the state of an outer Hydra.
+
+    Hydra searches ``config_dir``, its subfolder ``gpuaug``, and gpuaug's files; ``config_dir`` last if ``ours_first``.
+    """
     from hydra import initialize_config_dir
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
@@ -89,20 +101,20 @@ def _hydra(config_dir: str | Path | None) -> Iterator[ConfigLoader]:
     from hydra.version import VersionBase
 
     ours = conf_folder() / "gpuaug"
-    first = ours if config_dir is None else Path(config_dir).expanduser().resolve()
-    if not first.is_dir():
+    folder = ours if config_dir is None else Path(config_dir).expanduser().resolve()
+    if not folder.is_dir():
         raise ConfigError(f"`config_dir` must be a folder. Found: {str(config_dir)!r}.")
     outer, running = GlobalHydra.instance(), GlobalHydra.instance().hydra
     base, version = VersionBase.instance(), VersionBase.instance().version_base
     job, settings = JobRuntime.instance(), JobRuntime.instance().conf.copy()
     outer.clear()
     try:
-        with initialize_config_dir(str(first), version_base="1.3", job_name="gpuaug"):
+        with initialize_config_dir(str(folder), version_base="1.3", job_name="gpuaug"):
             loader: Any = GlobalHydra.instance().config_loader()
-            if first != ours:  # `hydra.searchpath` would be too late: Hydra finds `name` earlier
-                path = loader.get_search_path()
-                for folder in (first / "gpuaug", ours):  # `first / "gpuaug"` holds the user's recipes
-                    path.prepend("gpuaug", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
+            if folder != ours:  # `hydra.searchpath` would be too late: Hydra finds `name` earlier
+                path, anchor = loader.get_search_path(), SearchPathQuery(provider="main" if ours_first else "schema")
+                for each in (folder / "gpuaug", ours):  # `folder / "gpuaug"` holds the user's recipes
+                    path.prepend("gpuaug", f"file://{each}", anchor=anchor)
                 loader.repository.initialize_sources(path)
             yield loader
     finally:
@@ -147,6 +159,7 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
     from omegaconf import DictConfig
 
     names = [n for n in loader.get_group_options("", results_filter=ObjectType.CONFIG) if not n.startswith("_")]
+    name = name.removesuffix(".yaml")
     if "/" not in name and name not in names:
         return f"There is no configuration {name!r}. Found: {', '.join(names)}.{_nearest(name, names)}"
     for override in overrides:
@@ -220,7 +233,7 @@ def _refuse_stale(name: str, overrides: list[Override]) -> None:
         others = [str(o.input_line) for o in overrides if o is not override and o not in below]
         try:
             before = OmegaConf.select(hydra.compose(name, others), key, throw_on_missing=False)
-        except (HydraException, ValueError):
+        except (HydraException, ValueError, RecursionError):
             continue  # another override is wrong; the real composition reports it
         if not isinstance(before, DictConfig) or before.get("_target_") in (None, value["_target_"]):
             continue

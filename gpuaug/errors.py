@@ -29,7 +29,10 @@ class ConfigError(GpuaugError, ValueError):
 
 
 class ReadOnlyError(ConfigError, AttributeError):
-    """A setting was changed after the loader or recipe was created."""
+    """A setting was changed after the loader or recipe was created, or `dataset` of a loader was read.
+
+    As an AttributeError, it lets ``hasattr(loader, "dataset")`` be False.
+    """
 
 
 class SourceError(GpuaugError, ValueError):

@@ -45,7 +45,8 @@ def test_every_key_of_the_loader_stands_in_the_yaml_with_its_default(name):
     parameters = inspect.signature(gpuaug.Loader).parameters
     assert set(cfg) - {"_target_", "_convert_"} == set(parameters)
     words = {torch.float32: "float32", torch.contiguous_format: "contiguous_format"}
-    for key in set(parameters) - groups:
+    assert cfg.name == {"train": "train", "eval": "val"}[name]
+    for key in set(parameters) - groups - {"name"}:
         assert cfg[key] == words.get(parameters[key].default, parameters[key].default), key
 
 
@@ -219,17 +220,28 @@ def test_a_commands_keys_can_be_composed_in(command):
     assert not set(own) & set(inspect.signature(gpuaug.Loader).parameters)
 
 
-def test_groups_of_a_users_folder_come_first(tmp_path):
-    (tmp_path / "augment").mkdir()
-    (tmp_path / "augment" / "mine.yaml").write_text(
-        "_target_: gpuaug.Augment\nops: {flip: {_target_: kornia.augmentation.RandomHorizontalFlip, p: 0.25}}\n"
-    )
-    (tmp_path / "augment" / "flip.yaml").write_text("_target_: gpuaug.Augment\ncopies: 3\n")
-    (tmp_path / "app.yaml").write_text("defaults: [gpuaug@train_data: train, _self_]\n")
-    cfg = compose("train", ["augment=mine"], config_dir=tmp_path)
-    assert cfg.augment.ops.flip.p == 0.25
-    assert cfg.decode._target_ == "gpuaug.Decode"
+def test_a_users_file_replaces_ours_only_in_the_subfolder_gpuaug(tmp_path):
+    for file, text in {
+        "augment/mine": "_target_: gpuaug.Augment\nops: {flip: {_target_: kornia.augmentation.RandomHorizontalFlip}}\n",
+        "augment/simclr": "wrong: true\n",
+        "gpuaug/augment/flip": "_target_: gpuaug.Augment\ncopies: 3\n",
+        "gpuaug/augment/larger": "defaults: [simclr, _self_]\ncrop: {size: 96}\n",
+        "gpuaug/augment/dino": "defaults: [dino, _self_]\n",
+        "train": "defaults: [gpuaug@train_data: train, _self_]\nlr: 1\n",
+        "eval": "lr: 2\n",
+        "app": "defaults: [gpuaug@train_data: train, _self_]\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{file}.yaml").write_text(text)
+    larger = compose("train", ["augment=larger"], config_dir=tmp_path)
+    assert (larger.augment.copies, larger.augment.crop.size, larger.decode._target_) == (2, 96, "gpuaug.Decode")
+    assert "flip" in compose("train", ["augment=mine"], config_dir=tmp_path).augment.ops
     assert compose("train", ["augment=flip"], config_dir=tmp_path).augment.copies == 3
+    assert compose("eval", config_dir=tmp_path).batch_size == 64
+    own = compose("train.yaml", ["gpuaug/augment@train_data.augment=larger"], config_dir=tmp_path)
+    assert (own.lr, own.train_data.augment) == (1, larger.augment)
+    assert "configuration 'train' has no key 'lrr'" in refused_in(tmp_path, "train.yaml", "lrr=3")
+    assert "needs another name" in refused_in(tmp_path, "train", "augment=dino")
     assert "mine" in refused_in(tmp_path, "train", "augment=mien")
     app = compose("app", ["gpuaug/augment@train_data.augment=simclr"], config_dir=str(tmp_path))
     assert app.train_data.augment.copies == 2

@@ -120,10 +120,7 @@ def test_one_file_is_a_recipe_of_the_command_line_of_an_application_and_of_a_not
 # -- a loader is the DataLoader
 
 
-WRAPPED = [{}, {"batch_size": 4, "shuffle": True}, {"num_workers": 1}, {"batch_size": None}]
-
-
-@pytest.mark.parametrize("settings", [*WRAPPED, {"batch_size": None, "num_workers": 1}])
+@pytest.mark.parametrize("settings", [{}, {"batch_size": 4, "shuffle": True}, {"num_workers": 1}])
 @pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
 def test_wrapping_a_loader_says_that_it_is_the_dataloader(loader: Any, kind: str, settings: dict[str, Any]) -> None:
     opened: list[Any] = []
@@ -169,6 +166,16 @@ def test_a_loader_that_has_samples_is_still_iterated_in_batches(loader: Any) -> 
         with pytest.raises(TypeError):
             call()
     assert [len(batch) for batch in loader] == [16, 16, 16, 16, 1]
+
+
+def test_a_sample_of_a_repeated_order_is_its_first_occurrence(loader: Any) -> None:
+    crop = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(16))
+    loader = loader.replace(order=gpuaug.Repeated(repeats=3), augment=crop, batch_size=3)
+    batch = next(iter(loader))
+    (number,) = set(batch.indices.tolist())
+    assert torch.equal(loader[number][0], batch.images[0])
+    assert torch.equal(loader.fetch([number], repeats=[2]).images[0], batch.images[2])
+    assert not torch.equal(batch.images[0], batch.images[2])
 
 
 # -- Hugging Face
@@ -248,6 +255,38 @@ def test_lightning_takes_a_loader_without_a_warning(overrides: list[str], tmp_pa
     ):
         assert seen(lambda: trainer.fit(Model(), loader, held_out)) == []
         assert trainer.global_step == 10
+
+
+def test_overfitting_says_how_to_repeat_the_same_batches(overrides: list[str], caplog: Any) -> None:
+    """Lightning's `overfit_batches` stops each pass after a few batches, and cannot switch off our shuffling."""
+    lightning = pytest.importorskip("lightning")
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(3, 5), []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.seen.append(batch.indices.tolist())
+            return self.layer(batch.images.mean(dim=(2, 3))).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    said = []
+    for more in ([], ["limit_batches=2", "order=sequential"]):
+        caplog.clear()
+        trainer = lightning.Trainer(
+            max_epochs=3, accelerator="cpu", overfit_batches=2, enable_checkpointing=False, **quiet
+        )
+        with gpuaug.build(gpuaug.compose("train", [*overrides, *more])) as loader:
+            trainer.fit(model := Model(), loader)
+        said += [[record.message for record in caplog.records if "was left" in record.message]]
+        assert (model.seen[:2] == model.seen[2:4] == model.seen[4:]) == bool(more)
+    assert said[0][0].startswith("train: epoch 0 was left 3 batches before its end; epoch 1 begins, with other samples")
+    assert "set `limit_batches` and `order=sequential`" in said[0][0]
+    assert said[1] == []
 
 
 def test_fabric_and_accelerate_take_a_loader_without_a_warning(loader: Any) -> None:

@@ -130,7 +130,7 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
             cell = each.cell(scale, style, "" if n else text, name, color=INK if is_valid else WRONG)
             blank = not is_valid and (row in look.bad if look.bad is not None else not views[n][row].any())
             if blank:
-                _cross(cell.picture)
+                cross(cell.picture)
             if not is_valid and n == 0:
                 why = "cannot be read" if blank else "only fills the batch"
                 cell = cell._replace(caption=f"{cell.caption} (not valid: {why})")
@@ -149,7 +149,7 @@ def _captions(batch: Any, count: int, look: Look) -> list[str]:
     return [f"{index}: {label_text(label, look.style.classes)}" for index, label in zip(numbers, labels, strict=True)]
 
 
-def _cross(image: Image.Image) -> None:
+def cross(image: Image.Image) -> None:
     from PIL import ImageDraw
 
     pen, (right, bottom) = ImageDraw.Draw(image), (image.width - 1, image.height - 1)

@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuaug")
 
+NOT_A_DATASET = (
+    "it takes the place of a DataLoader. Pass the loader itself. Lightning's trainer takes the loader. With Accelerate "
+    "and Fabric, iterate over the loader. For Hugging Face's Trainer, see examples/hugging_face_trainer.py."
+)
+
+
+class NamedLog(logging.LoggerAdapter[logging.Logger]):
+    """Puts the name of a loader before its messages."""
+
+    def process(self, msg: Any, kwargs: Any) -> Any:
+        name = (self.extra or {})["name"]
+        return (f"{name}: {msg}" if name else msg), kwargs
+
 
 def whole_numbers(name: str, values: Any) -> Tensor:
     """Convert whole numbers >= 0 to int64 [n] on the CPU."""
@@ -109,7 +122,7 @@ def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict
     return {"targets": {"rules": repr(targets), "objects": digest() if reads and callable(digest) else None}}
 
 
-def choose_workers(num_workers: int | None, source: Any) -> int:
+def choose_workers(num_workers: int | None, source: Any, log: NamedLog) -> int:
     if num_workers is not None:
         return num_workers
     if getattr(source, "mapped", False):

@@ -16,6 +16,7 @@ from gpuaug.errors import ConfigError, DataError, FaultBudgetError
 from gpuaug.files import LARGEST_FILE, check_regular
 
 log = logging.getLogger("gpuaug")
+Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 Policy = Literal["raise", "blank", "drop"]
 
@@ -81,7 +82,7 @@ class Faults:
             raise DataError(key_of(index), index, faults[0].stage, faults[0].reason)
         self._check_budget(samples, len(faults))
 
-    def end_of_epoch(self, epoch: int, rescued: int, truncated: int) -> None:
+    def end_of_epoch(self, epoch: int, rescued: int, truncated: int, *, log: Log = log) -> None:
         """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
 
         Both ``rescued`` and ``truncated`` count samples of this epoch. ``rescued``: one decoder refused the sample, and

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
 
@@ -20,7 +20,6 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
 from gpuaug.loader import arguments, chosen, describe, distributed
-from gpuaug.loader.as_it_is import AsItIs
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Streams
@@ -40,7 +39,7 @@ if TYPE_CHECKING:  # runs without targets do not import them
 log = logging.getLogger("gpuaug")
 
 
-class Loader(AsItIs):
+class Loader:
     """Yields augmented batches of a source on the device. A run can resume after any batch of an epoch.
 
     Args:
@@ -80,6 +79,7 @@ class Loader(AsItIs):
         seed: together with the epoch, decides the order and all random parameters.
         rank, world_size: rank of this process and number of ranks; None: torch.distributed's values.
         limit_batches: maximum number of batches per epoch.
+        name: stands at the beginning of the loader's log lines, such as ``train``; None: nothing does.
 
     Attributes:
         source: the given source, or a wrapper of the given dataset.
@@ -115,7 +115,7 @@ class Loader(AsItIs):
     # "here": the next pass begins at `_epoch` and `_position`. "left": the last pass stopped inside `_epoch`.
     # "finished": the last pass handed out the last batch of `_epoch`. "left" and "finished" lead to the next epoch.
     _next_pass: Literal["here", "left", "finished"] = "here"
-    _last_logged = False
+    _last_logged = _left_logged = False
     _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
 
     def __init__(
@@ -145,8 +145,11 @@ class Loader(AsItIs):
         rank: int | None = None,
         world_size: int | None = None,
         limit_batches: int | None = None,
+        name: str | None = None,
     ) -> None:
-        self._given = {name: value for name, value in locals().items() if name not in ("self", "source")}
+        self._given = {key: value for key, value in locals().items() if key not in ("self", "source")}
+        self.name: str | None = checks.text("name", name, optional=True)
+        self._log = arguments.NamedLog(log, {"name": name})
         distributed.rank_and_world(rank, world_size)
         last = arguments.choose_last(last, drop_last)
         mix, targets, cache = map(arguments.none_if_empty, (mix, targets, cache))
@@ -165,7 +168,7 @@ class Loader(AsItIs):
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = checks.torch_constant("dtype", dtype)
         self.memory_format: torch.memory_format = checks.torch_constant("memory_format", memory_format)
-        self.num_workers = arguments.choose_workers(num_workers, self.source)
+        self.num_workers = arguments.choose_workers(num_workers, self.source, self._log)
         self.prefetch: int = checks.whole_number("prefetch", prefetch, 0)
         self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
@@ -343,7 +346,7 @@ class Loader(AsItIs):
     def _finish(self) -> None:
         """End a pass whose batches were all handed out. Without `stop`, its iterator would come here again."""
         self.pipeline.stop()
-        self.faults.end_of_epoch(self._epoch, *self.pipeline.stage.second_chances())
+        self.faults.end_of_epoch(self._epoch, *self.pipeline.stage.second_chances(), log=self._log)
         self._advance()
 
     def start_at(self, epoch: int, position: int) -> None:
@@ -384,7 +387,7 @@ class Loader(AsItIs):
                     f"this state was taken inside epoch {epoch} of another configuration. {different}. Restore the "
                     f"configuration to finish the epoch, or start the next epoch with `set_epoch({epoch + 1})`."
                 )
-            log.warning("epoch %d starts from a state of another configuration: %s", epoch, different)
+            self._log.warning("epoch %d starts from a state of another configuration: %s", epoch, different)
         at = locate(state, self._ordered(epoch), self.order, self.seed) if position else 0
         self.start_at(epoch, at)
 
@@ -439,13 +442,32 @@ class Loader(AsItIs):
         Args:
             index: number of the sample in the source; -1 is the last of the samples that the loader uses.
 
+        If the order repeats samples, this is the first occurrence of the sample. :meth:`fetch` makes the others.
         A bad sample does not count towards ``faults.max``, and is not written to ``faults.file``.
 
         Raises:
             IndexError: there is no such sample.
         """
-        self._check_caller()
         return chosen.sample(self, index)
+
+    __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
+
+    def __getitems__(self, indices: Any) -> NoReturn:  # torch's DataLoader reads a dataset by this method
+        raise ConfigError(f"a gpuaug.Loader is not a dataset: {arguments.NOT_A_DATASET}")
+
+    @property
+    def dataset(self) -> NoReturn:
+        """Raises an error, because a loader has no dataset. ``accelerate.skip_first_batches`` asks for it."""
+        raise ReadOnlyError(
+            f"a gpuaug.Loader has no `dataset`: {arguments.NOT_A_DATASET} To continue inside an epoch, use "
+            "`loader.load_state_dict(state)` in place of `skip_first_batches`."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"a gpuaug.Loader cannot be copied or sent to another process: {arguments.NOT_A_DATASET} For a second "
+            "loader, build another. To save the loader's position, use `state_dict`."
+        )
 
     def __repr__(self) -> str:
         return describe.text(self)
@@ -468,9 +490,15 @@ class Loader(AsItIs):
 
     def _begin(self) -> None:
         """Go to the position at which the next pass begins."""
-        if self._next_pass == "left":
-            left = len(self._plan(self._position))
-            log.info("epoch %d was left %d batches before its end; epoch %d begins", self._epoch, left, self._epoch + 1)
+        # with `order=sequential`, the next pass begins with the same samples, as after Lightning's sanity check
+        if self._next_pass == "left" and not isinstance(self.order, orders.Sequential):
+            self._log.log(
+                logging.INFO if self._left_logged else logging.WARNING,
+                "epoch %d was left %d batches before its end; epoch %d begins, with other samples%s",
+                self._epoch, len(self._plan(self._position)), self._epoch + 1,
+                "" if self._left_logged else ". To repeat the same batches, set `limit_batches` and `order=sequential`",
+            )  # fmt: skip
+            self._left_logged = True
         if self._next_pass != "here":
             self._advance()
 
@@ -510,13 +538,13 @@ class Loader(AsItIs):
         most, least = (len(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))
         more = plan.batch_size * plan.world_size * most - plan.remaining
         if most != least:
-            log.warning(
+            self._log.warning(
                 "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. If each step waits for all ranks, "
                 "as in DDP, the run will hang at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
                 most, least, plan.world_size - 1,
             )  # fmt: skip
         elif self._last is None and more > 0:
-            log.info(
+            self._log.info(
                 "last pad: %d samples are repeated, so that each of %d ranks has %d full batches; `batch.valid` is "
                 "False for the repeats", more, plan.world_size, most,
             )  # fmt: skip

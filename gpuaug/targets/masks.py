@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, Int64
+from gpuaug.batch import CropWindows, Int32, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import oriented_batch

@@ -28,7 +28,7 @@ COMMANDS = {
     "plan": "measure in a short trial run how much host and device memory a run needs",
     "preview": "show a recipe's images exactly as training sees them: PNG, HTML or a live page",
     "doctor": "check this machine (versions, devices, decoders, compiler, workers, limits) and give advice",
-    "parity": "compare our pixels with Pillow's and torchvision's on your own images",
+    "parity": "compare our pixels and policies with those of Pillow, torchvision and timm, on your own images",
 }
 EPILOG = """\
 Overrides use Hydra's syntax, as in gpuaug.compose:

@@ -97,7 +97,9 @@ class Request:
         """The part of the configuration at the path ``at`` or ``--at``. Without a path: the whole configuration."""
         self._check_roots()
         overrides = [text for _, text in self.others()]
-        composed = config.compose(self.config_name or "train", overrides, config_dir=self.config_dir)
+        # with `.yaml`, `train` is the user's file and not gpuaug's
+        name = "train" if self.config_name is None else f"{self.config_name.removesuffix('.yaml')}.yaml"
+        composed = config.compose(name, overrides, config_dir=self.config_dir)
         at = at or self.at
         if at is None:
             return composed

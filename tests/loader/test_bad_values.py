@@ -182,7 +182,7 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
 }
 OTHERS = {
     "Loader", "Materialize", "Shuffle", "Sequential", "Batch", "EncodedBatch", "BatchTargets", "Target", "build",
-    "compose", "preview", "preview_widgets",
+    "compose", "preview", "preview_page",
 }  # fmt: skip
 
 

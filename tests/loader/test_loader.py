@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import re
+import shutil
 import threading
 import time
 
@@ -342,6 +343,29 @@ def test_set_epoch_keeps_a_loaded_position(photos, expected):
         ours.load_state_dict(state)
         ours.set_epoch(5)
         assert len(pixels(ours)) == 65
+
+
+def test_log_lines_name_their_loader(photos, caplog, tmp_path):
+    """In order, a pass that was left (as by Lightning's sanity check) is begun again without a word."""
+    caplog.set_level("INFO", logger="gpuaug")
+    shutil.copytree(photos, tmp_path / "photos")
+    next((tmp_path / "photos").rglob("*.jpg")).write_bytes(b"no image")
+    words = [f"source.root={tmp_path}/photos", "faults.policy=blank", "device=cpu", "augment.crop.size=8"]
+    with gpuaug.build(gpuaug.compose("train", words)) as train, gpuaug.build(gpuaug.compose("eval", words)) as val:
+        for each in (train, val):
+            next(iter(each))
+            list(each)
+        changed = train.replace(name=None, seed=7)
+        next(iter(changed))
+        list(changed)
+    chosen = [message.partition(": num_workers")[0] for message in caplog.messages if "num_workers" in message]
+    assert chosen == ["train", "val"]
+    left = [message for message in caplog.messages if "was left" in message]
+    assert [message.partition(" was left")[0] for message in left] == ["train: epoch 0", "epoch 2"]
+    assert [m for m in caplog.messages if "bad samples" in m][:2] == [
+        "train: epoch 1: 1 bad samples (policy blank)",
+        "val: epoch 1: 1 bad samples (policy blank)",
+    ]
 
 
 def test_a_pass_after_one_that_was_left_is_the_next_epoch(photos, expected, caplog):

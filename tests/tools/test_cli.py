@@ -184,12 +184,12 @@ def test_names_of_classes_are_data_and_not_configuration(tmp_path: Path) -> None
 
 def test_own_configuration(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "app.yaml").write_text(
+    (tmp_path / "conf" / "train.yaml").write_text(
         "defaults:\n  - gpuaug@train_data: train\n  - gpuaug@val_data: eval\n  - _self_\n"
         f"batch: 5\ntrain_data:\n  batch_size: ${{batch}}\n  source: {{root: {folder}}}\n"
         f"val_data:\n  batch_size: 3\n  source: {{root: {folder}}}\n"
     )
-    own = {"config_dir": str(tmp_path / "conf"), "config_name": "app"}
+    own = {"config_dir": str(tmp_path / "conf"), "config_name": "train"}
     asked = request(
         "epochs=2", "val=val_data", "batch=6", "gpuaug/augment@train_data.augment=flip", at="train_data", **own
     )
@@ -208,11 +208,11 @@ def test_own_configuration(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be combined"):
         request("val.batch_size=3", at="train_data", **own).held_out(loader, at="val_data")
     with pytest.raises(ConfigError, match="--config-dir"):
-        request(config_name="app")
+        request(config_name="train")
     (tmp_path / "conf" / "augment").mkdir()
     (tmp_path / "conf" / "augment" / "mine.yaml").write_text("_target_: gpuaug.Augment\ncopies: 3\n")
     assert request("augment=mine", config_dir=own["config_dir"]).loader().augment.copies == 3
-    main_words = ["preview", "--config-dir", own["config_dir"], "--config-name", "app", "--at", "train_data"]
+    main_words = ["preview", "--config-dir", own["config_dir"], "--config-name", "train", "--at", "train_data"]
     assert main([*main_words, f"out={tmp_path / 'own.png'}", "samples=1", "draws=1"]) == 0
     assert (tmp_path / "own.png").exists()
 
@@ -284,7 +284,7 @@ def test_what_belongs_to_the_system_is_not_replaced(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "real.json").read_text()) == {"a": 1}
 
 
-@pytest.mark.parametrize("command", ["preview", "profile", "parity"])
+@pytest.mark.parametrize("command", ["preview", "profile"])
 def test_a_picture_is_a_png_and_says_so(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, f"source.root={folder}", "out=look.jpg"]) == 2
     assert "`out` must end in .png" in capsys.readouterr().err

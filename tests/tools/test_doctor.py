@@ -204,23 +204,14 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     with caplog.at_level("INFO", logger="gpuaug"):
         command.keep(Verdict(name="stream", good=True, text="planted"))
     assert "could not be stored" in caplog.text
-    assert command.cache_folder().status == command.SLOW
     machine.verdicts.cache_clear()
-
-
-def test_a_cache_folder_that_only_its_rights_allow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root has all rights in /proc, where nobody can make a file."""
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    finding = command.cache_folder()
-    assert finding.status == command.SLOW
-    assert "cannot be written" in finding.text
 
 
 def test_what_is_late_is_not_called_wrong() -> None:
     slow = command.probe("planted", timeout=0.2, command=["sleep", "60"])
     assert slow.late
     finding = command.tested(Verdict(name="compiler", good=False, text=slow.text))
-    assert "raise `timeout`" in finding.advice
+    assert "Raise `timeout`" in finding.advice
     wrong = command.tested(Verdict(name="compiler", good=False, text="within 3 levels"))
     assert "timeout" not in wrong.advice
 
@@ -407,7 +398,7 @@ GIB = 2**30
     ("finding", "status", "word"),
     [
         (command.shared_memory((64 * 2**20, 64 * 2**20)), command.SLOW, "--shm-size"),
-        (command.shared_memory((64 * 2**20, 2**20)), command.BROKEN, "bus error"),
+        (command.shared_memory((64 * 2**20, 2**20)), command.BROKEN, "would die"),
         (command.shared_memory((8 * GIB, 8 * GIB)), command.OK, ""),
         (command.shared_memory(None), command.NOTE, ""),
         (command.open_files((64, 4096)), command.BROKEN, "ulimit -n 4096"),
@@ -417,10 +408,6 @@ GIB = 2**30
         (command.cpus(64, 6.5), command.SLOW, "decode.num_threads=6 num_workers=3"),
         (command.cpus(8, 8.0), command.OK, ""),
         (command.cpus(8, None), command.OK, ""),
-        (command.memory((64 * GIB, 32 * GIB), (4 * GIB, 3 * GIB)), command.SLOW, "num_workers"),
-        (command.memory((64 * GIB, 32 * GIB), (128 * GIB, 3 * GIB)), command.OK, ""),
-        (command.memory((64 * GIB, GIB), None), command.SLOW, "num_workers"),
-        (command.memory(None, None), command.NOTE, ""),
     ],
 )
 def test_limits_are_judged(finding: command.Finding, status: str, word: str) -> None:
@@ -469,7 +456,7 @@ def test_dali_for_either_cuda_is_what_decodes(cuda: int, monkeypatch: pytest.Mon
         ("nvidia-dali-cuda130", "13.0", "580.1", command.OK, ""),
         ("nvidia-dali-cuda130", "13.0", None, command.OK, ""),
         ("nvidia-dali-cuda130", "12.6", "590.2", command.NOTE, "pip install 'nvidia-dali-cuda120"),
-        ("nvidia-dali-cuda130", "13.0", "575.1", command.SLOW, "install nvidia-dali-cuda120"),
+        ("nvidia-dali-cuda130", "13.0", "575.1", command.SLOW, "pip install 'nvidia-dali-cuda120"),
     ],
 )
 def test_dali_stands_beside_torchs_cuda(

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,7 +19,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection, HTTPException
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +31,7 @@ import forked
 import numpy as np
 import pytest
 from common import PROGRAM, tree
+from jupyter_client.manager import start_new_kernel
 from PIL import Image
 
 import gpuaug
@@ -341,7 +345,7 @@ def test_loaders_of_earlier_changes_are_closed(page: Page) -> None:
 
 def test_without_aiohttp_the_extra_is_named(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "aiohttp", None)
-    with pytest.raises(ConfigError, match=r"serve=true` needs aiohttp .* pip install 'gpuaug\[live\]'"):
+    with pytest.raises(ConfigError, match=r"live page needs aiohttp .* pip install 'gpuaug\[live\]'"):
         from gpuaug.tools.preview import server
 
         server.main(Request(command="preview", overrides=(f"source.root={photos}",)), Settings(serve=True))
@@ -352,29 +356,10 @@ def test_a_training_run_imports_nothing_of_the_page(photos: Path) -> None:
         "import sys, gpuaug\n"
         f"words = ['source.root={photos}', 'batch_size=4', 'num_workers=0', 'device=cpu', 'limit_batches=1']\n"
         "with gpuaug.build(gpuaug.compose('train', words)) as loader: next(iter(loader))\n"
-        "print([name for name in sys.modules if name.startswith(('aiohttp', 'ipywidgets', 'gpuaug.tools'))])"
+        "print([name for name in sys.modules if name.startswith(('aiohttp', 'gpuaug.tools'))])"
     )
     done = subprocess.run([PROGRAM[0], "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_widgets_of_a_notebook(photos: Path) -> None:
-    panel = gpuaug.preview_widgets([f"source.root={photos}", "augment=simclr", *FEW])
-    sliders, right = panel.children
-    message, picture, words, yaml = right.children
-    groups = dict(zip(sliders.titles, sliders.children, strict=True))
-    shown = live(f"source.root={photos}", "augment=simclr", *FEW)
-    assert np.array_equal(pixels(picture.value), pixels(shown.png()))
-    named = {widget.description: widget for widget in groups["ops.gray"].children}
-    named["p"].value = 1.0
-    {widget.description: widget for widget in groups["crop"].children}["scale 1"].value = 0.5
-    asked = {"changes": {"augment.ops.gray.p": 1.0, "augment.crop.scale": [0.5, 1.0]}}
-    assert np.array_equal(pixels(picture.value), pixels(shown.png(asked)))
-    assert words.value == shown.overrides(asked)
-    assert yaml.value == shown.yaml(asked)
-    assert message.value == ""
-    {widget.description: widget for widget in groups["crop"].children}["scale 2"].value = 0.1
-    assert message.value == "`augment.crop.scale` must satisfy 0 < min <= max <= 1. Found: [0.5, 0.1]."
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -385,6 +370,7 @@ class Tab:
 
     def __init__(self, socket: Any) -> None:
         self.socket, self.count = socket, 0
+        self.context: dict[str, int] = {}  # set if the page to evaluate in is an inner frame
 
     async def call(self, method: str, **arguments: Any) -> Any:
         self.count += 1
@@ -396,7 +382,8 @@ class Tab:
 
     async def value(self, code: str) -> Any:
         """The value of an expression, which may be a promise."""
-        found = await self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        asked = {"expression": code, "awaitPromise": True, "returnByValue": True, **self.context}
+        found = await self.call("Runtime.evaluate", **asked)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -501,3 +488,42 @@ def test_in_a_browser(page: Page, tmp_path: Path) -> None:
     assert recipe("augment=mine", config_dir=tmp_path) == expected
     assert seen["error"] == "`augment.ops.gray.p` must be a number in [0, 1]. Found: 7.0."
     assert all(address.startswith((page.url, f"blob:{page.url[:16]}")) for address in seen["requests"])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+def test_in_a_notebook(page: Page, tmp_path: Path) -> None:
+    """A cell of a real kernel shows the page in another page of this machine. It ends with the kernel."""
+    manager, client = start_new_kernel()
+    shown: list[str] = []
+    try:
+        done = client.execute_interactive(
+            f"import gpuaug\ngpuaug.preview_page({list(page.words)!r})",
+            output_hook=lambda told: shown.append(told["content"].get("data", {}).get("text/html", "")),
+            timeout=120,
+        )
+        assert done["content"]["status"] == "ok", done
+        (tmp_path / "index.html").write_text("".join(shown))
+        own = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
+        threading.Thread(target=own.serve_forever, daemon=True).start()
+        drawn = asyncio.run(in_frame(f"http://127.0.0.1:{own.server_port}/"))
+        own.shutdown()
+        assert np.array_equal(drawn, pixels(page.ask("render", {})[1]))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    (address,) = re.findall('src="(.*?)"', "".join(shown))
+    with pytest.raises(ConnectionRefusedError):
+        HTTPConnection("127.0.0.1", urlsplit(address).port or 0, timeout=10).connect()
+
+
+async def in_frame(url: str) -> np.ndarray[Any, Any]:
+    """The picture that the inner frame of a page draws."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        async with browser(folder) as tab:
+            await tab.call("Page.navigate", url=url)
+            await tab.until('document.querySelector("iframe") && document.readyState === "complete"')
+            (frame,) = (await tab.call("Page.getFrameTree"))["frameTree"]["childFrames"]
+            made = await tab.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])
+            tab.context = {"contextId": made["executionContextId"]}
+            await tab.until(f'document.getElementById("status") && {DRAWN}')
+            return pixels(base64.b64decode(await tab.value(SHOWN)))

@@ -20,6 +20,7 @@ from bench import photographs
 from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.display import sheet
 from gpuaug.display.annotations import Annotated, Style
+from gpuaug.display.batches import WRONG
 from gpuaug.errors import ConfigError
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import drawing as preview
@@ -113,18 +114,21 @@ def test_writes_a_picture(more: tuple[str, ...], columns: int, photos: Path, tmp
         assert values["epochs"] == [7, 8]
 
 
-def test_a_broken_image_is_named_or_left_blank(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_image_is_drawn_as_a_cross(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "0_broken.jpg").write_bytes(b"\xff\xd8 no image")
     good = next((photos / "cat").iterdir())
     (tmp_path / "images" / "a" / "1_good.jpg").write_bytes(good.read_bytes())
     words = ["preview", f"source.root={tmp_path}/images", f"out={tmp_path}/p.png", "draws=1"]
-    assert main(words) == 2
-    assert "0_broken.jpg" in capsys.readouterr().err
-    for policy in ("blank", "drop"):
+    for policy in ("raise", "blank", "drop"):
         assert main([*words, f"faults.policy={policy}"]) == 0
+        assert "0_broken.jpg') failed in decode" in capsys.readouterr().err
+    with gpuaug.build(gpuaug.compose("train", [f"source.root={tmp_path}/images", "num_workers=0"])) as loader:
+        bad, well = preview.samples_of(loader, [0, 1], epochs=[0])
+        red, none = ((np.asarray(each.augmented[0].picture) == WRONG).all(axis=2) for each in (bad, well))
+        assert red.diagonal().all()  # a cross
+        assert not none.any()
+        assert loader.faults.count == 0
 
 
 def test_only_samples_that_are_there_can_be_shown() -> None:

@@ -141,4 +141,4 @@ def test_doctor_takes_a_configuration_with_targets(
     monkeypatch.setattr(doctor, "probe", planted)
     monkeypatch.setattr(doctor, "examine", planted)
     assert main(["doctor", *words(scenes)]) in (0, 1)
-    assert "machine:" in capsys.readouterr().out
+    assert "limits:" in capsys.readouterr().out

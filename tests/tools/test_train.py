@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -30,6 +31,7 @@ from gpuaug.tools.train import command as train
 from gpuaug.tools.train import training
 from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.model import SmallNet
+from gpuaug.tools.train.pace import Pace
 
 SMALL = ("augment.crop.size=32", "+model.width=8", "batch_size=8", "num_workers=0", "device=cpu")
 HELD_OUT = ("val.augment=none", "val.augment.crop.size=[32,32]")
@@ -486,3 +488,15 @@ def test_on_the_gpu(amp: str, photos: Path, tmp_path: Path) -> None:
     values = json.loads(file.read_text())
     assert 0 <= values["waiting_for_data"] <= 1
     assert math.isfinite(values["history"][-1]["loss"])
+
+
+def test_the_first_rate_waits_for_a_measured_time() -> None:
+    """The time before the first batch does not count; 64 images in no time were 64,000,000,000 images/s."""
+    pace, sums = Pace(torch.device("cpu")), torch.tensor([2.0, 1.0, 64.0])
+    shown = []
+    for _ in pace.measured(["one", "two"]):
+        pace.images += 64
+        shown.append(training.Training._postfix(SimpleNamespace(pace=pace, sums=sums)))
+    assert "images/s" not in shown[0]
+    assert "loss 0.031" in shown[0]
+    assert shown[1].split()[1] == "images/s,"

@@ -143,6 +143,8 @@ def test_a_model_that_is_refused(model: Any, said: str, nets: Path) -> None:
 @pytest.mark.usefixtures("v2")
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # timm needs it, but is what the user asked for
+    peers.torchvision.cache_clear()
     with pytest.raises(ConfigError, match="this needs timm, which cannot be imported .* pip install timm"):
         build_model(Request(command="train"), "timm:resnet18", num_classes=2, seed=0)
 

@@ -1,1 +1,1 @@
-"""`gpuaug parity`: our pixels compared with Pillow's and torchvision's."""
+"""`gpuaug parity`: our pixels compared with Pillow's, torchvision's and timm's."""

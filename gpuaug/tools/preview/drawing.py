@@ -14,12 +14,11 @@ from tqdm import tqdm
 from gpuaug import checks
 from gpuaug.augment.describe import lines as described
 from gpuaug.display.annotations import Style
-from gpuaug.display.batches import contents, name_of
+from gpuaug.display.batches import contents, cross, name_of
 from gpuaug.display.sheet import Legend, Row, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.chosen import fetch, uncounted
-from gpuaug.loader.faults import Policy
 from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import active_numbers
 from gpuaug.source.materialized import MaterializedSource
@@ -116,8 +115,7 @@ def preview(
         epochs: a list of epoch numbers, or how many epochs to show, beginning with the loader's current epoch.
         size: longer side of the largest augmented image, in pixels; None: 160, or 280 if the loader has targets.
 
-    Raises:
-        DataError: if a sample cannot be decoded, and the loader's ``faults.policy`` is ``raise``.
+    A sample that cannot be read or decoded is drawn as crosses, with any ``faults.policy``.
 
     >>> loader = gpuaug.Loader(gpuaug.FolderSource("data/train"), augment=recipe, num_workers=0, device="cpu")
     >>> gpuaug.preview(loader, [0, 1], epochs=2, size=64).mode
@@ -234,12 +232,14 @@ def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
 def samples_of(loader: Loader, indices: Sequence[int], *, epochs: Sequence[int]) -> list[Sample]:
     """Load the samples ``indices``: the original images, and the images that training sees in ``epochs``."""
     samples = originals(loader, indices, epoch=epochs[0], cropped=epochs)
-    policy: Policy = "blank" if loader.faults.policy == "drop" else loader.faults.policy  # keep the rows of bad samples
-    faults = uncounted(loader.faults, policy)
+    faults = uncounted(loader.faults, "blank")
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
         batch = fetch(loader, indices, epoch=epoch, faults=faults)
-        for sample, views in zip(samples, contents(batch, batch.look), strict=True):
+        for sample, views, valid in zip(samples, contents(batch, batch.look), batch.valid.tolist(), strict=True):
             sample.augmented += views
+            if not valid:
+                for view in views:
+                    cross(view.picture)
     return samples
 
 

@@ -1,4 +1,4 @@
-"""Draws samples again after each change of the recipe's parameters, for the live page and the notebook."""
+"""Draws samples again after each change of the recipe's parameters, for the live page."""
 
 from __future__ import annotations
 

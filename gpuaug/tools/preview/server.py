@@ -37,7 +37,8 @@ LARGEST_BODY = 1 << 16  # bytes
 FILES = {"": "live.html", "live.js": "live.js"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors http://127.0.0.1:* http://localhost:* https://localhost:* vscode-webview:",  # notebooks
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -47,21 +48,14 @@ HEADERS = {
 
 def main(request: Request, settings: Settings) -> int:
     """Serve the page until Ctrl-C."""
-    try:
-        from aiohttp import web
-    except ImportError as error:
-        raise ConfigError(f"`serve=true` needs aiohttp ({error}). Install it: pip install 'gpuaug[live]'.") from error
-    live = Live(request, settings)
-    try:
-        listening = socket.create_server((HOST, settings.port))
-    except OSError as error:
-        raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free port.") from error
-    token, worker = secrets.token_urlsafe(16), ThreadPoolExecutor(1)
+    worker = ThreadPoolExecutor(1)
+    served, listening, address = prepared(request, settings, worker)
+    from aiohttp import web
+
     with listening:
-        print(f"http://{HOST}:{listening.getsockname()[1]}/{token}/", flush=True)
+        print(address, flush=True)
         log.info("open this address in a browser on this machine; Ctrl-C ends the page")
         log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
-        served = application(live, token, worker)
         web.run_app(served, sock=listening, print=None, access_log=None, shutdown_timeout=1)
     idle = worker.submit(int)  # this empty task waits while a picture is being drawn
     worker.shutdown(wait=False)
@@ -69,6 +63,22 @@ def main(request: Request, settings: Settings) -> int:
         sys.stdout.flush()
         os._exit(0)  # a normal exit would wait for the thread that draws
     return 0
+
+
+def prepared(
+    request: Request, settings: Settings, worker: ThreadPoolExecutor
+) -> tuple[web.Application, socket.socket, str]:
+    """The page's routes, its listening socket and its address. ``worker`` must have one thread."""
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"The live page needs aiohttp ({error}). Install it: pip install 'gpuaug[live]'.") from error
+    live, token = Live(request, settings), secrets.token_urlsafe(16)
+    try:
+        listening = socket.create_server((HOST, settings.port))
+    except OSError as error:
+        raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free port.") from error
+    return application(live, token, worker), listening, f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
 
 
 def _guard(token: str) -> Any:

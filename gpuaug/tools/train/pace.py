@@ -20,7 +20,7 @@ class Pace:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.images, self.waited, self.seconds = 0, 0.0, 1e-9
+        self.images, self.waited, self.seconds = 0, 0.0, 0.0
         self._device, self._on_cuda = device, device.type == "cuda"
         self._last: float | None = None  # time up to which `seconds` counts; None between epochs
         self._gaps: deque[tuple[Any, Any]] = deque()  # (begin, end) of waits not yet in `waited`
@@ -38,7 +38,7 @@ class Pace:
                 self._gaps.append((begin, end))
                 self._settle(2 if self._on_cuda else 0)  # the host runs at most two steps ahead
             else:
-                self.seconds = 1e-9
+                self.seconds = 0.0
             yield batch
 
     def stop(self) -> None:

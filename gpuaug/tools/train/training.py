@@ -355,8 +355,10 @@ class Training:
     def _postfix(self) -> str:
         pace = self.pace
         loss, _, samples = self.sums.tolist()
-        speed, waiting = pace.images / pace.seconds, pace.waited / pace.seconds
-        return f"{speed:.0f} images/s, loss {loss / max(1.0, samples):.3f}, waiting {waiting:.0%}"
+        text = f"loss {loss / max(1.0, samples):.3f}"
+        if not pace.seconds:  # the time before the first batch does not count
+            return text
+        return f"{pace.images / pace.seconds:.0f} images/s, {text}, waiting {pace.waited / pace.seconds:.0%}"
 
     def _lacks_accuracy(self) -> bool:
         """Whether the weights are those of the end of an epoch whose held-out accuracy is not in the history."""
@@ -467,7 +469,7 @@ class Training:
 
     def _report(self, report: Report, file: Path) -> None:
         pace, last = self.pace, self.history[-1] if self.history else {}
-        waited = _sum([pace.waited / self.ranks])[0] / pace.seconds
+        waited = _sum([pace.waited / self.ranks])[0] / (pace.seconds or 1.0)
         if pace.images:
             ranks = "" if self.ranks == 1 else f" on {self.ranks} ranks"
             speed = pace.images / pace.seconds
