@@ -21,10 +21,12 @@ from gpuaug.batch import Target
 from gpuaug.errors import ReadError, SourceError
 from gpuaug.source.classes import class_mapping, encode, some
 from gpuaug.source.extra import Fields
+from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, locate, share
+from gpuaug.source.local import read_file
 from gpuaug.source.objects import ObjectTable, checked
-from gpuaug.source.paths import is_url, redact
+from gpuaug.source.paths import is_url, join, redact
 from gpuaug.source.remote.storage import Range, Storage
 
 log = logging.getLogger("gpuaug")
@@ -35,11 +37,13 @@ Classes = Sequence[str] | Mapping[str, int] | str | os.PathLike[str] | None
 class ListedSource:
     """A source that lists its samples once. All processes share the tensors of sample numbers, keys and labels.
 
-    A subclass sets ``root``, ``_storage`` and ``_names``, calls :meth:`_set_labels` and :meth:`_activate`, and
-    implements :meth:`_range` or :meth:`_read`.
+    A sample has an image, and perhaps a label, a mask, objects and extras. A subclass sets ``root``, ``_storage`` and
+    ``_names``, calls :meth:`_set_labels`, :meth:`_set_objects` and :meth:`_activate` as it needs, and sets ``_files``
+    or implements :meth:`_range` or :meth:`_read`.
     """
 
     root: str
+    extra: Fields | None = None
     indices: Tensor | None = None
     labels: Tensor | None = None
     target_kinds: frozenset[str] = frozenset()
@@ -53,6 +57,8 @@ class ListedSource:
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
     _has_ranges = True  # whether every sample has its own byte ranges
+    _files: Files | None = None  # the image of each sample
+    _mask_files: Files | None = None
 
     def __len__(self) -> int:
         return len(self._names) if self.indices is None else len(self.indices)
@@ -96,7 +102,7 @@ class ListedSource:
 
     @property
     def _is_remote(self) -> bool:
-        return is_url(self.root)
+        return is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root))
 
     def key(self, index: int) -> str:
         """Path of sample ``index`` below ``root``, with ``/`` between folders."""
@@ -107,7 +113,7 @@ class ListedSource:
 
         If samples have targets, the label is a :class:`~gpuaug.Target`. It lacks masks from files.
         """
-        return self._label_of(self._check(index))
+        return self._target_of(self._check(index))
 
     def digest(self) -> str:
         """Hash of the sorted keys of all samples. It does not depend on ``root``, ``subset`` or ``exclude``."""
@@ -119,21 +125,34 @@ class ListedSource:
         """Hash of all objects; None if there are none."""
         return None if self._objects is None else self._objects.digest()
 
+    def mask_path(self, index: int) -> str | None:
+        """Path or URL of the mask of sample ``index``; None if masks are not files."""
+        return None if self._mask_files is None else redact(self._mask_files.range(self._check(index)).path)
+
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        results = self._storage.read(self._ranges(numbers))
-        return [
-            result if isinstance(result, Exception) else (result, self._label_of(i))
-            for i, result in zip(numbers, results, strict=True)
-        ]
+        if self._files is not None and self._mask_files is None and not self._is_remote:
+            return [self._read_local(self._files, i) for i in numbers]  # takes 17 us per image instead of 22 us
+        data = self._storage.read(self._ranges(numbers))
+        masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
+        return list(map(self._item, numbers, data, masks))
+
+    def _read_local(self, files: Files, index: int) -> Any:
+        try:
+            return self._item(index, read_file(join(files.root, os.fsdecode(files.names[index])), image=True))
+        except OSError as error:
+            return error
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
         self._storage.prefetch(self._ranges(numbers))
 
     def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        return [self._range(i) for i in numbers]
+        masks = [] if self._mask_files is None else [self._mask_files.range(i) for i in numbers]
+        return [*map(self._range, numbers), *masks]
 
     def _range(self, index: int) -> Range:
-        raise NotImplementedError
+        """The bytes of image ``index``."""
+        assert self._files is not None
+        return self._files.range(index)
 
     def _label_of(self, index: int) -> Any:
         if self.labels is not None:
@@ -141,6 +160,36 @@ class ListedSource:
         else:
             label = None if self._targets is None else self._targets.numpy()[index].tolist()
         return label if self._objects is None else self._objects.target(index, label=label)
+
+    def _target_of(self, index: int) -> Any:
+        label = self._label_of(index)
+        return checked(Target(label=label)) if self.target_kinds and not isinstance(label, Target) else label
+
+    def _item(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
+        """``(bytes, label or Target)`` and perhaps the extra; or the error of the image, the mask or the objects.
+
+        ``extra``: the values of the extra fields. ``objects``: fields of the Target that ``_objects`` lacks.
+        """
+        if self._objects is not None and (reason := self._objects.reason(index)) is not None:
+            return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
+        for part in (image, mask):
+            if isinstance(part, Exception):
+                return part
+        label = self._target_of(index)
+        if mask is not None or objects:
+            label = checked(replace(label, mask=mask, **objects))
+        return (image, label) if self.extra is None else (image, label, self.extra.value(extra))
+
+    def _set_objects(self, table: ObjectTable) -> None:
+        """Set the objects. Log how many samples are damaged; SourceError if all are."""
+        self._objects = table
+        if damaged := len(table.damaged):
+            first = int(table.damaged[0])
+            text = f"the objects of {damaged} of {len(table)} samples cannot be used; sample {first}: "
+            text += str(table.reason(first))
+            if damaged == len(table):
+                raise SourceError(f"{text}. Check the format of the annotations.")
+            log.warning("source %s: %s", redact(self.root), text)
 
     def _check(self, index: int) -> int:
         index = operator.index(index)
@@ -193,45 +242,6 @@ class ListedSource:
         text = f"{len(self)} images" if self.indices is None else f"{len(self)} of {len(self._names)} images"
         text += "" if self.classes is None else f", {len(self.classes)} classes"
         log.info("source %s: %s, listed in %.1f s", redact(self.root), text, time.monotonic() - began)
-
-
-class SampleSource(ListedSource):
-    """A source whose samples have an image, and perhaps a mask, objects and extras.
-
-    A subclass sets ``target_kinds`` and ``extra``, and calls :meth:`_set_objects`, before its first sample is read.
-    """
-
-    extra: Fields | None = None
-
-    def _set_objects(self, table: ObjectTable) -> None:
-        """Set the objects. Log how many samples are damaged; SourceError if all are."""
-        self._objects = table
-        if damaged := len(table.damaged):
-            first = int(table.damaged[0])
-            text = f"the objects of {damaged} of {len(table)} samples cannot be used; sample {first}: "
-            text += str(table.reason(first))
-            if damaged == len(table):
-                raise SourceError(f"{text}. Check the format of the annotations.")
-            log.warning("source %s: %s", redact(self.root), text)
-
-    def _label_of(self, index: int) -> Any:
-        label = super()._label_of(index)
-        return Target(label=label) if self.target_kinds and self._objects is None else label
-
-    def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
-        """``(bytes, label or Target)`` and perhaps the extra; or the error of the image, the mask or the objects.
-
-        ``extra``: the values of the extra fields. ``objects``: fields of the Target that ``_objects`` lacks.
-        """
-        if self._objects is not None and (reason := self._objects.reason(index)) is not None:
-            return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
-        for part in (image, mask):
-            if isinstance(part, Exception):
-                return part
-        label = self._label_of(index)
-        if mask is not None or objects:
-            label = checked(replace(label, mask=mask, **objects))
-        return (image, label) if self.extra is None else (image, label, self.extra.value(extra))
 
 
 class FileKeys(Names):

@@ -14,9 +14,9 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source import runs
-from gpuaug.source.base import Classes
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.files import Files, FileSource
+from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
 from gpuaug.source.objects import ObjectTable, checked
@@ -28,7 +28,7 @@ from gpuaug.source.segmentations import import_pycocotools
 PART_BYTES = 1 << 28  # bytes per read of a file above 1 GiB
 
 
-class CocoSource(FileSource):
+class CocoSource(ListedSource):
     """Images with boxes, keypoints and masks of objects, in COCO's format: ``root/<split>/*.jpg``.
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.
@@ -111,8 +111,8 @@ class CocoSource(FileSource):
         self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
         self._activate(subset, exclude, began=began)
 
-    def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
-        item = super()._sample(index, image, mask, extra, **objects)
+    def _item(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
+        item = super()._item(index, image, mask, extra, **objects)
         if isinstance(item, Exception) or self._outlines is None:
             return item
         _, target = item

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import ReadError, SourceError
-from gpuaug.source.base import Classes, SampleSource
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, encode, numbers_of
 from gpuaug.source.object_json import BoxFormat, column_names, corners
 from gpuaug.source.objects import MOST_CLASSES, MOST_KEYPOINTS, ObjectTable
@@ -59,7 +59,7 @@ def _read_objects(
     return ObjectTable(counts, sizes=sizes, **values, reasons=reasons), known
 
 
-class RowSource(SampleSource):
+class RowSource(ListedSource):
     """A source of rows, each with an image.
 
     A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_columns` and :meth:`_row`.
@@ -96,7 +96,7 @@ class RowSource(SampleSource):
         image, mask = values[0], values[1] if self._has_masks else None
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
-        return self._sample(index, image, mask, values[1 + self._has_masks :])
+        return self._item(index, image, mask, values[1 + self._has_masks :])
 
 
 def import_pyarrow() -> Any:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpuaug import checks, files
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import LARGEST_FILE
-from gpuaug.source.base import Classes, FileKeys, SampleSource
+from gpuaug.source.base import Classes, FileKeys, ListedSource
 from gpuaug.source.classes import class_mapping, some
 from gpuaug.source.extra import Extra, decoded, fields_of
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
@@ -43,7 +43,7 @@ PIECE_BYTES = 8 << 20  # per request while a remote shard is indexed; one reques
 LOCAL_PIECE_BYTES = 1 << 14  # per read while a local shard is indexed; larger reads would include more image bytes
 
 
-class ShardSource(SampleSource):
+class ShardSource(ListedSource):
     """Samples of WebDataset shards, in stored order.
 
     Adjacent members with the same name up to the first dot are one sample. Hidden members are ignored. Samples that
@@ -237,7 +237,7 @@ class ShardSource(SampleSource):
             extra = [*map(decoded, self._extras, extras)]
         except ValueError as error:
             return GpuaugError(f"the {what} of {self.key(index)!r} cannot be used: {error}")
-        return self._sample(index, members[0], given.get(self.masks or ""), extra, **objects)
+        return self._item(index, members[0], given.get(self.masks or ""), extra, **objects)
 
 
 def _member(data: list[tuple[int, bytes]], begin: int, size: int) -> bytes | None:

@@ -16,9 +16,9 @@ import numpy as np
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.files import Files, FileSource, by_stem, listed, open_tree, read_list, texts
+from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.objects import ObjectTable
@@ -36,7 +36,7 @@ MOST_PROPOSED = 100  # classes that a message lists
 LARGEST_PIXEL = 1 << 24  # above this number, float32 cannot represent every whole number
 
 
-class VocSource(FileSource):
+class VocSource(ListedSource):
     """Images and boxes in the folders of Pascal VOC.
 
     In the folder ``<root>/<year>``, the objects of the image ``JPEGImages/1.jpg`` are in ``Annotations/1.xml``. Each

@@ -12,9 +12,9 @@ from typing import Any
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.source.base import Classes
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, numbers_of, some
-from gpuaug.source.files import Files, FileSource, open_tree, read_list, read_text, texts
+from gpuaug.source.files import Files, open_tree, read_list, read_text, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.objects import MOST_KEYPOINTS, ObjectTable
@@ -28,7 +28,7 @@ LARGEST_YAML = 1 << 20  # characters; the parser needs about 10 s for so many
 MOST_CLASSES = 1 << 20
 
 
-class YoloSource(FileSource):
+class YoloSource(ListedSource):
     """Images with YOLO's label files, as ultralytics reads them. A sample is ``(bytes, Target)``.
 
     The labels of ``images/train/a/1.jpg`` are in ``labels/train/a/1.txt``: the last ``/images/`` of the full path
