@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug.errors import printable
+
 Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -24,6 +26,7 @@ class Fault:
     Attributes:
         row: the sample's row in the batch.
         stage: ``read``, ``decode`` or ``encode``.
+        reason: the cause of the failure. Control characters are escaped.
         size: number of encoded bytes of the sample.
         head: the first of these bytes.
     """
@@ -33,6 +36,9 @@ class Fault:
     reason: str
     size: int = 0
     head: bytes = b""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ Target = type | FunctionType  # the kinds of objects that a `_target_` may name
 TRUSTED = ("kornia.augmentation.",)
 _LOCK = RLock()  # Hydra's state is global, and the live page composes in a thread
 OWN = ("train", "eval")  # gpuaug's main configurations
+_DEEPEST = 100  # levels of nesting in a YAML file; OmegaConf fails at about 150
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
@@ -70,6 +71,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     if isinstance(overrides, str):
         raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
@@ -79,13 +81,37 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         _refuse_stale(name, parsed)
         try:
             return hydra.compose(name, overrides)
-        except RecursionError as error:
-            raise ConfigError(
-                f"In the configuration {name!r}, a `defaults` list leads back to its own file. A file of yours that "
-                "extends a file of gpuaug needs another name."
-            ) from error
+        except (YAMLError, RecursionError, UnicodeDecodeError) as error:
+            raise ConfigError(_unreadable(error, config_dir)) from error
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, name, parsed, loader)) from error
+
+
+def _unreadable(error: Exception, folder: str | Path | None) -> str:
+    """A message that names the YAML file and the line that cannot be read."""
+    import yaml
+
+    for path in sorted(Path(folder).expanduser().rglob("*.yaml")) if folder is not None else []:
+        depth = 0
+        try:
+            for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if depth > _DEEPEST and isinstance(error, RecursionError):
+                    line = event.start_mark.line + 1
+                    return f"{path}, line {line}: more than {_DEEPEST} levels of nesting. Use fewer levels."
+        except (yaml.YAMLError, ValueError, OSError, RecursionError) as found:
+            if isinstance(error, UnicodeDecodeError) and isinstance(found, UnicodeDecodeError):
+                line = found.object[: found.start].count(b"\n") + 1
+                return f"{path}, line {line}: {found}. Save the file as UTF-8."
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        if isinstance(error, RecursionError):
+            return (
+                "the configuration cannot be read: a `defaults` list leads back to its own file, or a value refers to "
+                "itself. A file of yours that extends a file of gpuaug needs another name."
+            )
+        return f"the configuration cannot be read: {error}. Correct it in the YAML files or the overrides."
+    return f"{mark.name}, line {mark.line + 1}: {error.problem or 'not valid YAML'}. Correct this line."  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -144,6 +170,8 @@ def _parse(override: str) -> Override:
 
     try:
         return OverridesParser.create().parse_override(override)
+    except RecursionError as error:
+        raise ConfigError(f"The override {override[:40]!r}... is nested too deeply. Use fewer brackets.") from error
     except HydraException as error:
         raise ConfigError(
             f"The override {override!r} cannot be read: {str(error).splitlines()[0]}. Put a value that "

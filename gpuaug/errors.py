@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
+# control characters but the end of a line, and characters that change the direction of text
+_UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""Escape control characters, because messages quote servers and files, and a terminal would obey: ``\x1b[2J``."""
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
+
 
 class GpuaugError(Exception):
-    """Base class of all gpuaug errors.
+    """Base class of all gpuaug errors. Control characters in a message are escaped.
 
     >>> import gpuaug
     >>> try:
@@ -13,6 +23,9 @@ class GpuaugError(Exception):
     ...     print(type(error).__name__)
     SourceError
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 class ConfigError(GpuaugError, ValueError):
@@ -100,7 +113,7 @@ class DataError(GpuaugError, RuntimeError):
     )
 
     def __init__(self, key: str, index: int, stage: str, reason: str, remedy: str = REMEDY) -> None:
-        self.key, self.index, self.stage, self.reason, self._remedy = key, index, stage, reason, remedy
+        self.key, self.index, self.stage, self.reason, self._remedy = key, index, stage, printable(reason), remedy
         super().__init__(f"sample {index} ({key!r}) failed in {stage}: {reason}. {remedy}")
 
     def __reduce__(self) -> tuple[type, tuple[str, int, str, str, str]]:

@@ -51,7 +51,7 @@ SETTINGS = {
     "pillow": {"codecs": gpuaug.decode.decoder.CODECS, "backend": "pillow"},
     "reduced": {"codecs": gpuaug.decode.decoder.CODECS, "reduced": True},
 }
-FAMILIES = ("jpeg", "jpeg", "png", "png", "webp", "bmp", "bmp", "gif", "tiff", "jpeg2000")
+FAMILIES = ("jpeg", "jpeg", "png", "png", "webp", "bmp", "bmp", "gif", "tiff", "jpeg2000", "avif", "heif")
 
 
 # -- inputs
@@ -114,6 +114,7 @@ class Images:
         self.fixed += others if share == 1 else random.Random(seed).sample(others, round(share * len(others)))
         self.fixed += hostile.corpus(share)
         self.families = {family: [n for n in valid if n.split()[0] == family] for family in FAMILIES}
+        self.families = {family: names for family, names in self.families.items() if names}  # HEIF is an extra
         self.valid = valid
 
     def __len__(self) -> int:
@@ -124,9 +125,9 @@ class Images:
         if number < len(self.fixed):
             return self.fixed[number]
         rng = random.Random(f"{self.seed} {number - len(self.fixed)}")
-        family = rng.choice(FAMILIES)
+        family = rng.choice([family for family in FAMILIES if family in self.families])
         name = rng.choice(self.families[family])
-        other = rng.choice(self.families[family if rng.random() < 0.5 else rng.choice(FAMILIES)])
+        other = rng.choice(self.families[family if rng.random() < 0.5 else rng.choice([*self.families])])
         return f"mutant of {name}", mutated(self.valid[name], self.valid[other], rng), EITHER
 
 

@@ -4,6 +4,7 @@ import random
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, lru_cache
 
 import numpy as np
@@ -448,7 +449,14 @@ def originals() -> dict[str, bytes]:
         "tiff 16 bits": encode(deep, "TIFF"),
         "tiff cmyk": encode(small.convert("CMYK"), "TIFF"),
         "jpeg2000": encode(small, "JPEG2000"),
+        "avif": encode(small, "AVIF", exif=turned),
+        "avif alpha": encode(small.convert("RGBA"), "AVIF", subsampling="4:4:4"),
     }
+    with suppress(ImportError):
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()  # the encoder
+        files |= {"heif": encode(small, "HEIF", exif=turned.tobytes()), "heif gray": encode(gray, "HEIF")}
     files |= {f"bmp {bits}": bmp(bits) for bits in (1, 4, 8, 16, 24, 32)}
     for color, depths in {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}.items():
         files |= {

@@ -647,3 +647,20 @@ def test_the_argument_that_a_constructor_did_not_name_is_found_by_its_annotation
         assert refused(cfg={"_target_": "gpuaug.Augment", "crop": crop}, trust=[__name__]) == expected
     crop = {"_target_": own, "a": "1"}  # its annotations cannot be read
     assert "refused its arguments" in refused(cfg={"_target_": "gpuaug.Augment", "crop": crop}, trust=[__name__])
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        (b"seed: 1\nseed: 2\n", 2, "duplicate key"),
+        (b"seed: !!python/object:os.system x\n", 1, "tag"),
+        (b"seed: 1\na: 'x\n", 3, "quoted scalar|end of stream"),
+        (b"seed: 1\na: " + b"[" * 3000 + b"]" * 3000, 2, "100 levels"),
+        (b"a: 1\nb: " + b"{b: " * 400 + b"1" + b"}" * 400, 2, "100 levels"),
+        (b"a: 1\nb: \xff\n", 2, "UTF-8"),
+    ],
+)
+def test_yaml_that_cannot_be_read_names_file_and_line(tmp_path, text, line, reason):
+    (tmp_path / "mine.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"mine\.yaml, line {line}: .*({reason})"):
+        gpuaug.compose("mine", config_dir=tmp_path)

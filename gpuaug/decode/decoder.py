@@ -31,6 +31,7 @@ from gpuaug.decode.plan import (
     Plan,
     Route,
     decode_fault,
+    largest_view,
     num_parts,
     oriented,
     oriented_batch,
@@ -64,9 +65,11 @@ class Decode:
             the CUDA cores, and the batch decides which JPEGs the engine gets.
         max_pixels: if the header of an image claims more pixels, the image is a fault. A large image is also a fault if
             its file has less than one byte per 64 pixels.
-        max_bytes: memory limit for decoding, in bytes. If a batch needs more, it is decoded in chunks. If an image
-            needs more, it is decoded alone.
-        codecs: names from jpeg, png, webp, bmp, gif, ppm, tiff, jpeg2000, raw. Images of other codecs are faults.
+        max_bytes: memory limit for decoding, in bytes, for all threads of the decoder together. The batch's encoded
+            bytes, views and masks are not counted. If a batch needs more, it is decoded in chunks. If a single image
+            needs more, it is a fault: an RGB image takes 7 bytes per pixel, a progressive JPEG up to 15, WebP 17.
+        codecs: names from jpeg, png, webp, bmp, gif, ppm, avif, heif, tiff, jpeg2000, raw. Images of other codecs are
+            faults. AVIF needs Pillow 11.3. HEIF (the files of many phones, .heic) needs ``pip install 'gpuaug[heif]'``.
             `gpuaug pack` writes `raw`.
         reduced: decode large JPEGs at 1/2, 1/4 or 1/8 of their size, if resizing divides both sides of every crop by
             at least 2, 5 or 12. Pillow decodes these images on the CPU, also with ``device=cuda``. Pixels change by
@@ -82,7 +85,7 @@ class Decode:
     hardware_load: float = 0.0
     max_pixels: int = 178_000_000
     max_bytes: int = 2**30
-    codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "raw")
+    codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "avif", "heif", "raw")
     reduced: bool = False
 
     def __post_init__(self) -> None:
@@ -145,7 +148,7 @@ class Decoder:
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
-        reducible = np.zeros(len(batch), dtype=bool)
+        reducible, memory = np.zeros(len(batch), dtype=bool), np.zeros(len(batch), dtype=np.int64)
         faults, replaced = [], dict[int, Pixels]()
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs per sample
@@ -162,8 +165,11 @@ class Decoder:
             orientation[row] = info.orientation
             reducible[row] = self.settings.reduced and info.codec == "jpeg" and info.dali_safe
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
+            # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
+            each = info.pixel_bytes + (3 if info.orientation == 1 else 6)
+            memory[row] = info.height * info.width * each + len(encoded)
         height, width = shape.T.copy()
-        return HeaderInfo(height, width, orientation, faults, route, reducible, replaced)
+        return HeaderInfo(height, width, orientation, faults, route, reducible, memory, replaced)
 
     def pixels(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -241,13 +247,12 @@ class Decoder:
         return info, route, None if data is original else np.frombuffer(data, dtype=np.uint8)
 
     def _check_header(self, data: bytes, info: Header) -> tuple[Header, Route]:
-        """Check the limits. Return the header and the route. For TIFF and JPEG 2000, Pillow reads the size."""
+        """Check the limits. Return the header and the route. For some codecs, Pillow reads the size."""
         codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
         if codec not in codecs:
             raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
-        if codec in ("tiff", "jpeg2000"):
-            height, width, bits = pillow.size_and_bits(data, codec)
-            info = replace(info, height=height, width=width, bits=bits)
+        if codec in header.BY_PILLOW:
+            info = pillow.complete(info, data)
         name, pixels = f"{codec} of {info.height}x{info.width}", info.height * info.width
         if pixels == 0:
             raise HeaderError(f"{codec} without pixels: {info.height}x{info.width}")
@@ -266,7 +271,9 @@ class Decoder:
             log.info("decode scales images with more than 8 bits to 8 bits: the largest possible value becomes 255")
         if codec == "raw":
             return info, Route.RAW
-        if self.backend != "dali" or codec not in dali.CODECS or not info.dali_safe:
+        # DALI keeps up to half of its memory while Pillow decodes the other images
+        large = self.device.type == "cpu" and 2 * pixels * dali.CpuPipeline.bytes_per_pixel > self.settings.max_bytes
+        if self.backend != "dali" or codec not in dali.CODECS or not info.dali_safe or large:
             return info, Route.PILLOW
         return info, Route.DALI if dali.accepts(data, info) else Route.REFUSED
 
@@ -293,8 +300,7 @@ class Decoder:
     def _too_large(self, plan: Plan) -> list[Fault]:
         """Faults of images that would be too large after resizing, such as very thin images."""
         most = self.settings.max_pixels
-        pixels = np.max([b.resized.astype(np.int64).prod(axis=1) for b in plan.windows], axis=0)
-        faults = []
+        pixels, faults = largest_view(plan.windows), []
         for k in np.flatnonzero(pixels > most).tolist():
             h, w = plan.stored[k, :: -1 if plan.swapped[k] else 1]
             reason = f"resizing {h}x{w} gives more pixels than `decode.max_pixels` ({most})"
@@ -416,6 +422,7 @@ class Decoder:
         else:
             groups = np.array_split(rows, num_parts(len(rows), 3 * int(pixels[rows].sum()), self.num_threads))
         sizes, most = pixels * self._dali.bytes_per_pixel, self.settings.max_bytes
+        most = most // 2 if self.device.type == "cpu" else most
         return [plan.take(k) for group in groups for k in split_by_bytes(group, sizes, most)]
 
     def _by_pillow(self, plan: Plan, canvases: list[Pixels]) -> list[Fault]:
@@ -435,9 +442,12 @@ class Decoder:
             for view, windows, canvas in zip(views, row.windows, canvases, strict=True):
                 resize.views([oriented(view, int(plan.orientation[k]))], windows, canvas, row.rows, threads=1)
 
-        per_pixel = [pillow.bytes_per_pixel(encoded[:12].tobytes()) for encoded in plan.encoded]
-        sizes = plan.stored.prod(axis=1) * np.array(per_pixel, dtype=np.int64)
-        for group in split_by_bytes(np.arange(len(plan)), sizes, self.settings.max_bytes):
+        sizes, most = plan.memory, self.settings.max_bytes
+        for k in np.flatnonzero(sizes > most).tolist():
+            h, w = plan.stored[k].tolist()
+            reason = f"decoding {h}x{w} pixels takes {sizes[k]} bytes, more than `decode.max_bytes` ({most}). Raise it"
+            faults[k] = decode_fault(int(plan.rows[k]), plan.encoded[k], reason)
+        for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, most):
             self.each(group[np.argsort(-sizes[group])].tolist(), one)  # sorted, so that threads get equal shares
         self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]

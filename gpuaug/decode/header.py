@@ -6,9 +6,11 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "raw")
+CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "avif", "heif", "raw")
+BY_PILLOW = ("tiff", "jpeg2000", "avif", "heif")  # codecs whose headers only Pillow reads
 
 # "raw" is gpuaug's own format: magic, height and width as little-endian uint32, then height * width * 3 bytes of RGB
 RAW_HEADER = 16  # bytes
@@ -17,11 +19,16 @@ _RAW = b"\x89gpuaug\n"
 _SIGNATURES = re.compile(
     rb"(?P<jpeg>\xff\xd8\xff)|(?P<png>\x89PNG\r\n\x1a\n)|(?P<webp>RIFF.{4}WEBP)|(?P<bmp>BM)|(?P<gif>GIF8[79]a)"
     rb"|(?P<tiff>II[*+]\0|MM\0[*+])|(?P<raw>\x89gpuaug\n)|(?P<jpeg2000>\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51)"
-    rb"|(?P<ppm>P[56]\s)",
+    rb"|(?P<ppm>P[56]\s)"
+    # mif1 and msf1 are brands of both; a file of AVIF then names avif or avis among the brands that follow
+    rb"|....ftyp(?:(?P<avif>avi[fs]|m[is]f1.{4}(?:.{4}){0,15}?avi[fs])|(?P<heif>hei[cxms]|hev[cxms]|m[is]f1))",
     re.DOTALL,
 )
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+# numbers of each type of EXIF, for `struct`; bytes and text, which no camera writes, are no orientation
+_EXIF_TYPES = {1: "s", 2: "s", 3: "H", 4: "I", 5: "II", 6: "b", 7: "s", 8: "h", 9: "i", 10: "ii", 11: "f", 12: "d"}
+_EXIF_TYPES |= {13: "I", 16: "Q"}
 _JUNK = 65_536  # limit of the bytes outside segments before a JPEG's first scan
 _CHUNKS = 131_072  # limit of the number of chunks; enough for 1 GB in libpng's chunks of 8 kB
 _BLOCKS = 64  # rows; a multiple of the height of a JPEG's blocks (8, 16 or 32 rows, depending on subsampling)
@@ -31,6 +38,8 @@ _PROFILE = b"Raw profile type exif\0"  # ImageMagick stores EXIF in a PNG as hex
 _PROFILE_BYTES = 65_536  # limit of the text that is read; orientation is near its start
 _PPM = re.compile(rb"P([56])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"\s")
 _BMP_HEADERS = {12, 40, 52, 56, 64, 108, 124}
+# bytes per pixel that Pillow takes, measured with the most channels and bits; TIFF: one strip of 16-bit CMYK
+_MEMORY = {"webp": 14, "tiff": 12, "jpeg2000": 24, "avif": 16, "heif": 16}
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15 without DHT, JPG, DAC
 _ALONE = frozenset(range(0xD0, 0xD9)) | {0x01}  # RST0..7, SOI, TEM: markers without a length
 
@@ -49,13 +58,14 @@ class Header:
 
     Attributes:
         codec: one of `CODECS`.
-        height, width: as stored, before orientation; 0 for TIFF and JPEG 2000, whose headers only Pillow reads.
+        height, width: as stored, before orientation; 0 for `BY_PILLOW`, whose headers only Pillow reads.
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
         dali_safe: False if DALI might refuse a JPEG, WebP or BMP, or decode it differently than Pillow. For example,
             the two differ in the first frame of an animation.
         scans: number of passes over the pixels. If there are several, arithmetic-coded passes count twice.
-        bits: bits per sample; 8 for TIFF and JPEG 2000, whose bits only Pillow reads.
+        bits: bits per sample; 8 for `BY_PILLOW`.
         effort: CPU time per pixel, relative to an 8-bit PNG.
+        pixel_bytes: peak memory per pixel while Pillow decodes, without the result.
         ancillary: bytes of PNG chunks that do not affect pixels.
         height_at: byte position of the height in a Huffman-coded sequential JPEG with one scan; 0 otherwise.
     """
@@ -68,6 +78,7 @@ class Header:
     scans: int = 1
     bits: int = 8
     effort: int = 1
+    pixel_bytes: int = field(default=4, compare=False)
     ancillary: int = 0
     height_at: int = field(default=0, compare=False)  # not a property of the image
 
@@ -88,7 +99,7 @@ def read(data: bytes) -> Header:
         raise HeaderError(f"not an image of a known codec ({known}): {len(data)} bytes, which begin with {data[:12]!r}")
     parser = _PARSERS.get(codec)
     try:
-        return parser(data) if parser else Header(codec, 0, 0)
+        return parser(data) if parser else Header(codec, 0, 0, pixel_bytes=_MEMORY[codec])
     except (struct.error, IndexError):
         raise HeaderError(f"{codec} header is truncated: {len(data)} bytes") from None
 
@@ -104,30 +115,34 @@ def read_raw(data: memoryview) -> Header | None:
 
 
 def exif_orientation(data: bytes) -> int | None:
-    """Orientation 1..8 from an EXIF block, with or without the ``Exif`` prefix; None if it is missing or invalid."""
+    """Orientation 1..8 from an EXIF block, with or without the ``Exif`` prefix; None if the block has none.
+
+    Types and counts are read as Pillow reads them. An orientation that is not a number from 1 to 8 counts as 1.
+    """
     start = 0
     while data.startswith(b"Exif\0\0", start) and start < 12:
         start += 6
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(data[start : start + 4])
-    if order is None:
-        return None
-    try:
-        (at,) = struct.unpack_from(order + "I", data, start + 4)
+    with suppress(struct.error):
+        (at,) = struct.unpack_from(f"{order}I", data, start + 4)
         at += start
-        (entries,) = struct.unpack_from(order + "H", data, at)
+        (entries,) = struct.unpack_from(f"{order}H", data, at)
         for entry in range(at + 2, at + 2 + 12 * entries, 12):
-            tag, kind, count = struct.unpack_from(order + "HHI", data, entry)
-            if tag == 0x0112:
-                if count != 1 or kind not in (3, 4):  # SHORT (the standard) or LONG
-                    return None
-                (value,) = struct.unpack_from(order + "HI"[kind - 3], data, entry + 8)
-                return value if 1 <= value <= 8 else None
-    except struct.error:
-        pass
+            tag, kind, count = struct.unpack_from(f"{order}HHI", data, entry)
+            if tag != 0x0112 or kind not in _EXIF_TYPES or not count:
+                continue
+            form = f"{order}{_EXIF_TYPES[kind]}"
+            size, at = struct.calcsize(form) * count, entry + 8
+            if size > 4:
+                at = start + struct.unpack_from(f"{order}I", data, at)[0]
+            if at + size <= len(data):
+                value = struct.unpack_from(form, data, at)
+                value = value[0] / value[1] if len(value) == 2 and value[1] else value[0]
+                return int(value) if value in range(1, 9) else 1
     return None
 
 
-def _oriented(exif: bytes | None, xmp: bytes | None) -> int:
+def oriented(exif: bytes | None, xmp: bytes | None) -> int:
     """Orientation from EXIF. If EXIF has none: from XMP, as Pillow does."""
     if exif is not None and (value := exif_orientation(exif)) is not None:
         return value
@@ -178,18 +193,21 @@ def _jpeg(data: bytes) -> Header:
     marker, bits, height, width, parts = frame
     if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that skips the last rows would not notice this
         raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
-    scans = 1
+    scans, pixel_bytes = 1, 1 if parts == 1 else 4
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time
         scans = data.count(b"\xff\xda", at - 2)
         if scans > _SCANS:
             raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
+        pixel_bytes += 2 * parts  # libjpeg keeps the coefficients
         if marker > 0xC8:  # arithmetic coding takes twice the time per scan
             scans *= 2
     # Pillow takes all CMYK values as inverted; DALI only those of Adobe
     dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8 and (parts < 4 or adobe)
     if marker not in (0xC0, 0xC1) or scans > 1:
         height_at = 0
-    return Header("jpeg", height, width, _oriented(exif, xmp), dali_safe, scans, bits, height_at=height_at)
+    return Header(
+        "jpeg", height, width, oriented(exif, xmp), dali_safe, scans, bits, pixel_bytes=pixel_bytes, height_at=height_at
+    )
 
 
 def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
@@ -208,7 +226,7 @@ def _png(data: bytes) -> Header:
     if data[12:16] != b"IHDR":
         raise HeaderError("png does not begin with an IHDR chunk")
     width, height = struct.unpack_from(">II", data, 16)
-    bits = data[24]
+    bits, color = data[24], data[25]
     exif = xmp = profile = None
     ancillary = 0
     for kind, at, length, _ in chunks(data, "png", 8):
@@ -224,8 +242,10 @@ def _png(data: bytes) -> Header:
             ancillary += length
     if exif is None and profile is not None:
         exif = _unhexed(profile)
-    effort = 4 if bits == 16 else 1
-    return Header("png", height, width, _oriented(exif, xmp), bits=bits, effort=effort, ancillary=ancillary)
+    return Header(
+        "png", height, width, oriented(exif, xmp), bits=bits, effort=4 if bits == 16 else 1,
+        pixel_bytes=4 if color not in (0, 3) else 2 if bits == 16 else 1, ancillary=ancillary,
+    )  # fmt: skip
 
 
 def chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
@@ -274,12 +294,12 @@ def _webp(data: bytes) -> Header:
         if data[23:26] != b"\x9d\x01\x2a":
             raise HeaderError("webp without a key frame")
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
-        return Header("webp", height, width)
+        return Header("webp", height, width, pixel_bytes=_MEMORY["webp"])
     if kind == b"VP8L":
         if data[20] != 0x2F:
             raise HeaderError("webp with a broken lossless header")
         (bits,) = struct.unpack_from("<I", data, 21)
-        return Header("webp", (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1)
+        return Header("webp", (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1, pixel_bytes=_MEMORY["webp"])
     if kind != b"VP8X":
         raise HeaderError(f"webp with an unknown first chunk {kind!r}")
     flags = data[20]
@@ -293,7 +313,7 @@ def _webp(data: bytes) -> Header:
         elif kind == b"XMP " and flags & 0x04:
             xmp = data[at : at + length]
         dali_safe &= end <= len(data) + 1  # DALI allocates the size that a chunk claims, such as 4 GB for a 1 kB file
-    return Header("webp", height, width, _oriented(exif, xmp), dali_safe)
+    return Header("webp", height, width, oriented(exif, xmp), dali_safe, pixel_bytes=_MEMORY["webp"])
 
 
 def _bmp(data: bytes) -> Header:

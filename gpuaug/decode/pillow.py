@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpuaug.batch import Int32, Int64, Interpolation
 from gpuaug.decode import header
-from gpuaug.decode.header import HeaderError
+from gpuaug.decode.header import Header, HeaderError
 from gpuaug.decode.plan import Pixels
 
 # box (top, left, height, width), size (height, width) after resizing, and filter of one view
@@ -21,17 +22,44 @@ View = tuple[list[int], list[int], Interpolation]
 
 # Pillow's plugin has the name of the codec, capitalised; these are the exceptions
 _PLUGINS = {"webp": "WebP", "jpeg2000": "Jpeg2K"}
+_STRIP = 2**16  # pixels that are converted to RGB at once: converting a whole image would take 6 more bytes per pixel
 
 
-def bytes_per_pixel(data: bytes) -> int:
-    """Peak memory for decoding, in bytes per pixel. ``data``: at least 12 bytes."""
-    return 21 if header.sniff(data) == "webp" else 13
+def complete(info: Header, data: bytes) -> Header:
+    """Fill in what only Pillow reads: size, bits, orientation and memory. For the codecs of `header.BY_PILLOW`."""
+    image = _open(data, info.codec)
+    info = replace(info, height=image.height, width=image.width, bits=_bits(image))
+    if info.codec != "avif":  # Pillow turns TIFF upright, and pillow-heif turns HEIF; JPEG 2000 has no orientation
+        return info
+    return replace(info, orientation=header.oriented(image.info.get("exif"), image.info.get("xmp")))
 
 
-def size_and_bits(data: bytes, codec: str) -> tuple[int, int, int]:
-    """Stored height, width and bits per sample, for codecs whose headers only Pillow reads."""
-    image = _open(data, codec)
-    return image.height, image.width, _bits(image)
+def _opener(codec: str) -> Any:
+    """Pillow's class for images of ``codec``. HeaderError if it is not installed."""
+    if codec == "heif":
+        return _heif()
+    if codec == "avif":
+        return _avif()
+    plugin = _PLUGINS.get(codec, codec.capitalize())
+    return getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")
+
+
+def _avif() -> Any:
+    """Pillow's class for AVIF. An image uses one thread, because the decoder decodes several images at once."""
+    try:
+        from PIL import AvifImagePlugin
+    except ImportError:
+        raise HeaderError("avif needs Pillow 11.3 or later. Install it: pip install -U Pillow") from None
+    AvifImagePlugin.DEFAULT_MAX_THREADS = AvifImagePlugin.DEFAULT_MAX_THREADS or 1
+    return AvifImagePlugin.AvifImageFile
+
+
+def _heif() -> Any:
+    try:
+        from pillow_heif import HeifImageFile
+    except ImportError as error:
+        raise HeaderError(f"heif needs pillow-heif ({error}). Install it: pip install 'gpuaug[heif]'") from None
+    return HeifImageFile
 
 
 def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
@@ -50,13 +78,17 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
         image = _load(data, codec, size, max_pixels)
         y, x, h, w = box.tolist()
         image.info.pop("transparency", None)  # Pillow would warn; DALI drops transparency too
-        if (h, w) != tuple(size):
-            image = image.crop((x, y, x + w, y + h))
-        if image.mode.startswith("I"):  # 16 bits are scaled here: Pillow would clip values above 255
-            white = (1 << _bits(image)) - 1
-            gray = (np.asarray(image).astype(np.uint32) * 255 + white // 2) // white
-            return np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
-        return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+        white = (1 << _bits(image)) - 1
+        rgb = np.empty((h, w, 3), dtype=np.uint8)
+        rows = max(1, _STRIP // w)
+        for top in range(0, h, rows):
+            strip = image.crop((x, y + top, x + w, y + min(h, top + rows)))
+            if image.mode.startswith("I"):  # 16 bits are scaled here: Pillow would clip values above 255
+                gray = (np.asarray(strip).astype(np.uint32) * 255 + white // 2) // white
+                rgb[top : top + rows] = gray[:, :, None]
+            else:
+                rgb[top : top + rows] = np.asarray(strip if strip.mode == "RGB" else strip.convert("RGB"))
+        return rgb
 
 
 def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pixels: int) -> list[Pixels]:
@@ -135,9 +167,10 @@ def _open(data: bytes, codec: str) -> Any:
     """Open an image without decoding it. HeaderError if it cannot be opened, or its pixel type is not supported."""
     # `Image.open` would try every codec of Pillow, and would apply Pillow's limit of 179 million
     # pixels. This limit still applies to WebP, TIFF, some GIF images, and crops.
-    plugin = _PLUGINS.get(codec, codec.capitalize())
     try:
-        image = getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")(io.BytesIO(data))
+        image = _opener(codec)(io.BytesIO(data))
+    except HeaderError:
+        raise
     except Exception as e:  # Pillow raises many types for damaged bytes
         raise HeaderError(f"{codec} cannot be opened: {type(e).__name__}: {last_line(str(e))}") from e
 

@@ -46,6 +46,7 @@ class HeaderInfo:
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
         route: [B], the :class:`Route` of each row.
         reducible: [B], whether the image may be decoded at a fraction of its size.
+        memory: [B], bytes that Pillow takes to decode the image.
         replaced: maps a row to repaired bytes, which are decoded instead of the sample's bytes: a JPEG to which an end
             marker was added, or a PNG from which long texts and profiles were removed.
     """
@@ -56,6 +57,7 @@ class HeaderInfo:
     faults: list[Fault]
     route: NDArray[np.int8]
     reducible: NDArray[np.bool_]
+    memory: Int64
     replaced: dict[int, Pixels]
 
 
@@ -70,6 +72,7 @@ class Plan:
         orientation: [n], EXIF's 1..8.
         stored: [n, 2], (height, width) before orientation.
         scale: [n], 1, 2, 4 or 8: the image is decoded at 1/``scale`` of its size.
+        memory: [n], bytes that Pillow takes to decode the image, and resizing to make its largest view.
         union: [n, 4], the smallest box that holds the windows of all views, before orientation.
         windows: per view, n windows after orientation.
         parts: per view, [n, 4], the same windows before orientation.
@@ -81,6 +84,7 @@ class Plan:
     orientation: Int64
     stored: Int64
     scale: Int64
+    memory: Int64
     union: Int32
     windows: list[CropWindows]
     parts: list[Int32]
@@ -103,14 +107,15 @@ class Plan:
                 f"A crop's windows must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
                 f"an image of {h[k]}x{w[k]}. Clip them in the crop's `windows()` method."
             )
-        images = batch.images
+        images, scale = batch.images, _scales(taken, headers.reducible[rows])
         return cls(
             rows=rows,
             route=headers.route[rows],
             encoded=[headers.replaced.get(row, images[row]) for row in rows.tolist()],
             orientation=orientation,
             stored=stored,
-            scale=_scales(taken, headers.reducible[rows]),
+            scale=scale,
+            memory=headers.memory[rows] // scale**2 + 3 * largest_view(taken),
             union=to_stored(union, stored, orientation),
             windows=taken,
             parts=[to_stored(b.window, stored, orientation) for b in taken],
@@ -126,7 +131,7 @@ class Plan:
 
     def take(self, keep: Int64) -> Plan:
         """A plan for the rows at positions ``keep`` of this plan."""
-        names = ("rows", "route", "orientation", "stored", "scale", "union")
+        names = ("rows", "route", "orientation", "stored", "scale", "memory", "union")
         return Plan(
             **{name: getattr(self, name)[keep] for name in names},
             encoded=[self.encoded[k] for k in keep],
@@ -151,6 +156,11 @@ class Plan:
         edges = np.concatenate([corner, corner + self.parts[view][:, 2:]], axis=1).tolist()
         rows = zip(regions, edges, self.orientation.tolist(), strict=True)
         return [oriented(region[top:bottom, left:right], o) for region, (top, left, bottom, right), o in rows]
+
+
+def largest_view(windows: Sequence[CropWindows]) -> Int64:
+    """Number of pixels of each image's largest window after resizing, [n]."""
+    return np.max([b.resized.astype(np.int64).prod(axis=1) for b in windows], axis=0)
 
 
 def _scales(windows: Sequence[CropWindows], reducible: NDArray[np.bool_]) -> Int64:

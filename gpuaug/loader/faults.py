@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -33,7 +34,7 @@ class Faults:
         truncated: ``reject`` treats a truncated JPEG as bad. ``accept`` uses the part that is present.
         file: path of a file that gets one JSON line per bad sample, with the fields ``key``, ``index``, ``epoch``,
             ``stage``, ``reason``, ``bytes`` and ``head``. Ranks may share the file. ``source.exclude`` accepts the
-            file.
+            file. If the file can no longer be written, the log says so once, and the run goes on.
 
     >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
     'blank'
@@ -59,6 +60,7 @@ class Faults:
         self._totals = deque([(0, 0)])  # sums (samples, bad samples) before the window, and after each of its batches
         self._logged: set[str] = set()  # keys that were logged by this process
         self._recorded: set[str] = set()  # keys that are in the file
+        self._incomplete = False  # a bad sample could not be written to the file
         self._offset = 0  # bytes of the file that were read or written
         self._by_epoch: Counter[int] = Counter()  # bad samples; a pass that was left keeps its count
 
@@ -86,7 +88,7 @@ class Faults:
         """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
 
         Both ``rescued`` and ``truncated`` count samples of this epoch. ``rescued``: one decoder refused the sample, and
-        another decoded it. ``truncated``: the sample was accepted although its end is missing.
+        another decoded it. ``truncated``: the sample was accepted although its end is missing. ``log``: the logger.
         """
         if bad := self._by_epoch.pop(epoch, 0):
             where = f", listed in {self.file}" if self.file else ""
@@ -103,12 +105,21 @@ class Faults:
             return
         line = {"key": key, "index": index, "epoch": epoch, "stage": fault.stage, "reason": fault.reason}
         line |= {"bytes": fault.size, "head": fault.head.hex()}
-        with open(self.file, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # other ranks may write; closing unlocks the file
-            self._read_up(file)
-            if key not in self._recorded:
-                self._recorded.add(key)
-                self._offset += os.write(file.fileno(), (json.dumps(line) + "\n").encode())  # one append per line
+        try:
+            with open(self.file, "a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # other ranks may write; closing unlocks the file
+                self._read_up(file)
+                if key not in self._recorded:
+                    text = (json.dumps(line) + "\n").encode()
+                    if os.write(file.fileno(), text) < len(text):  # one append per line
+                        file.truncate(self._offset)
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.file)
+                    self._offset += len(text)
+                    self._recorded.add(key)
+        except OSError as error:  # for example, the disk is full: this must not end the run
+            if not self._incomplete:
+                log.warning("`faults.file` cannot be written (%s). Bad samples may be missing in it from now on", error)
+            self._incomplete = True
 
     def _read_up(self, file: BinaryIO) -> None:
         """Add the keys that were written since the file was last read, and make its last line whole."""

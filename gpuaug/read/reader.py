@@ -41,6 +41,7 @@ log = logging.getLogger("gpuaug")
 TIMEOUT = 120.0  # seconds
 PAUSES = (0.0, 0.05, 0.2)  # seconds before each try of a read; network storage sometimes fails briefly
 FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
+FAULTS = (OSError, MemoryError, GpuaugError)  # errors of a source that concern one sample
 LONGEST_REASON = 500  # characters
 EXAMPLES = 4  # samples that are read to learn the type of labels, if the first batch has no known label
 PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
@@ -119,7 +120,7 @@ class Reader:
         ``numbers`` maps a task to the sample numbers to read, int64 [B]; None: read ``indices``. ``zero_copy`` avoids
         copies if there are no workers and the source's own ``zero_copy`` is True.
 
-        If reading a sample raises an OSError or an error of gpuaug, the row has no bytes and gets a Fault.
+        If reading a sample raises OSError, MemoryError or an error of gpuaug, the row has no bytes and gets a Fault.
 
         Raises:
             ReadError: if a worker dies or no batch arrives in time. The next call starts new workers.
@@ -306,7 +307,7 @@ class _Encode:
             if callable(label):
                 return label(number)
             return _MISSING if self.source.labels is None else int(self.source.labels[number])
-        except (OSError, GpuaugError):
+        except FAULTS:
             return _MISSING
 
     def _example(self, failed: list[int], stale: Callable[[], bool]) -> Any:
@@ -349,12 +350,12 @@ class _Encode:
                 raise EndedError
             try:
                 items = [self.source[number] for number in some] if many is None else list(many(some))
-            except (OSError, GpuaugError) as error:
+            except FAULTS as error:
                 items = [error] * len(some)
             if len(items) != len(some):
                 raise SourceError(f"`source.read_many` must give {len(some)} items. Found: {len(items)}.")
             for item in items:
-                if isinstance(item, BaseException) and not isinstance(item, OSError | GpuaugError):
+                if isinstance(item, BaseException) and not isinstance(item, FAULTS):
                     raise item
                 yield item
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
-from gpuaug.errors import GpuaugError, SourceError
+from gpuaug.errors import GpuaugError, SourceError, printable
 from gpuaug.source.classes import some
 from gpuaug.source.index import Names
 from gpuaug.source.local import LARGE
@@ -132,6 +132,7 @@ class LocalTree:
     def __init__(self, root: str, endings: tuple[str, ...], *, key: str) -> None:
         self.root, self.endings = root, endings
         self.skipped: Counter[str] = Counter()  # number of skipped folders, by reason
+        self.others: Counter[str] = Counter()  # number of files that are no images, by extension
         self._first = ""  # the first skipped folder
         if not os.path.exists(root):
             above = root
@@ -178,6 +179,8 @@ class LocalTree:
                     waiting.append((f"{prefix}{entry.name}/", below, links + entry.is_symlink()))
                 elif entry.name.lower().endswith(self.endings):
                     names.append(entry.name)
+                else:
+                    self.others[_ending(entry.name)] += 1
             if names:
                 listed.append((prefix, names))
         # sort without the last "/", as torchvision sorts folder paths
@@ -185,7 +188,8 @@ class LocalTree:
             yield [os.fsencode(prefix + name) for name in names]
 
     def warn(self) -> None:
-        """Log one line about the skipped folders."""
+        """Log one line about the skipped folders, and one about the files that are no images."""
+        _log_others(self.root, self.others)
         if self.skipped:
             log.warning(
                 "source %s: %d folders are skipped: %s; the first is %r",
@@ -203,7 +207,9 @@ class UrlTree:
 
     def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str) -> None:
         self.root, self.endings = root, endings
-        self.files = {file.path: file for file in storage.find(root, key=key) if file.path.lower().endswith(endings)}
+        found = storage.find(root, key=key)
+        self.files = {file.path: file for file in found if file.path.lower().endswith(endings)}
+        self.others = Counter(_ending(file.path) for file in found if file.path not in self.files)
         self.by_class: dict[str, dict[str, list[str]]] = {}  # paths, by class folder and then by folder
         for key in self.files:
             folder, _, _ = key.rpartition("/")
@@ -220,7 +226,20 @@ class UrlTree:
             yield [os.fsencode(key) for key in sorted(keys)]
 
     def warn(self) -> None:
-        """Do nothing, because no folder below a URL is skipped."""
+        """Log one line about the files that are no images. No folder below a URL is skipped."""
+        _log_others(self.root, self.others)
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1].lower() or "without extension"
+
+
+def _log_others(root: str, others: Counter[str]) -> None:
+    if others:
+        most = sorted(others.items(), key=lambda item: (-item[1], item[0]))[:8]
+        counts = ", ".join(f"{count} {printable(ending)}" for ending, count in most)
+        more = ", ..." if len(others) > 8 else ""
+        log.info("source %s: skipped %d files: %s%s", redact(root), others.total(), counts, more)
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:

@@ -20,8 +20,10 @@ from gpuaug.source.paths import redact
 
 log = logging.getLogger("gpuaug")
 
-# torchvision's IMG_EXTENSIONS plus gif
-IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+# torchvision's IMG_EXTENSIONS plus GIF, AVIF and HEIF
+IMAGE_EXTENSIONS = (
+    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".avif", ".heic", ".heif",
+)  # fmt: skip
 
 Subset = int | float | Sequence[int] | Tensor | str | os.PathLike[str] | None
 

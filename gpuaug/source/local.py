@@ -18,7 +18,7 @@ SIGNATURE = 16  # bytes that identify an image format
 
 # if a pipe has the name of an image, opening the pipe must not block the worker
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-# JPEG, PNG, BMP, GIF, TIFF, gpuaug's raw pixels, JPEG 2000
+# JPEG, PNG, BMP, GIF, TIFF, gpuaug's raw pixels, JPEG 2000; the others have their signature further behind
 _IMAGE_STARTS = (
     b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
     b"\x89gpuaug\n", b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51",
@@ -68,8 +68,9 @@ def too_large(size: int, path: bytes | str, *, held: int) -> OSError:
 def check_signature(head: bytes, size: int, path: bytes | str) -> None:
     """Raise OSError unless ``head`` begins with the signature of a known image format."""
     is_webp = head.startswith(b"RIFF") and head[8:12] == b"WEBP"
+    is_heif = head[4:8] == b"ftyp"  # or AVIF
     is_ppm = head.startswith((b"P5", b"P6")) and head[2:3].isspace()
-    if not (head.startswith(_IMAGE_STARTS) or is_webp or is_ppm):
+    if not (head.startswith(_IMAGE_STARTS) or is_webp or is_heif or is_ppm):
         text = f"not an image: {size} bytes that begin with {head[:8]!r}"
         raise OSError(errno.EINVAL, text, redact(os.fsdecode(path)))
 

@@ -282,8 +282,10 @@ def _metadata(file: FileInfo, storage: Storage) -> Any:
     if file.size < 0:
         raise SourceError(f"{redact(file.path)!r}: the server reports no size. Use another server, or a copy.")
     try:
-        return pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage), mode="r"))
-    except (OSError, GpuaugError, pyarrow.ArrowException) as error:
+        meta = pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage), mode="r"))
+        str(meta.schema.to_arrow_schema())  # UnicodeDecodeError if a column's name is not UTF-8
+        return meta
+    except (OSError, GpuaugError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise SourceError(f"{redact(file.path)!r} cannot be read as a Parquet file: {error}.") from error
 
 

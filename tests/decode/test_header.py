@@ -7,6 +7,7 @@ import struct
 import tracemalloc
 import zlib
 from contextlib import suppress
+from numbers import Number
 
 import pytest
 from hostile import bmp, with_frame
@@ -71,13 +72,40 @@ def test_orientation(order, orientation, prefix):
     assert header.exif_orientation(prefix + block(order, orientation, kind=4)) == orientation
 
 
+FORMS = {3: "H", 4: "I", 5: "II", 6: "b", 8: "h", 9: "i", 10: "ii", 11: "f", 12: "d", 13: "I", 16: "Q"}
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    st.sampled_from("<>"),
+    st.lists(st.tuples(st.integers(0, 17), st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_every_type_is_read_as_pillow_reads_it(order, entries, xmp):
+    """Several entries, of every type and count; one of them counts."""
+    table, values = struct.pack(order + "H", len(entries)), b""
+    behind = 8 + 2 + 12 * len(entries) + 4
+    for kind, count, number in entries:
+        form = order + FORMS.get(kind, "B")
+        value = struct.pack(form, *((number, 1) if len(form) == 3 else (number,))) * count
+        at = struct.pack(order + "I", behind + len(values)) if len(value) > 4 else value.ljust(4, b"\0")
+        values += value if len(value) > 4 else b""
+        table += struct.pack(order + "HHI", 0x0112, kind, count) + at
+    mark = {"<": b"II*\0", ">": b"MM\0*"}[order]
+    exif = b"Exif\0\0" + mark + struct.pack(order + "I", 8) + table + bytes(4) + values
+    text = b'<x tiff:Orientation="6"/>' if xmp else b""
+    data = gradient("JPEG", exif=exif, xmp=text) if text else gradient("JPEG", exif=exif)
+    with Image.open(io.BytesIO(data)) as image:
+        orientation = image.getexif().get(0x0112, 1)
+    valid = isinstance(orientation, Number) and orientation in range(1, 9)
+    assert header.read(data).orientation == (orientation if valid else 1)
+
+
 def test_no_orientation():
     whole = block("<", 6)
     assert all(header.exif_orientation(whole[:n]) is None for n in range(len(whole) - 2))
-    assert header.exif_orientation(block("<", 0)) is None
-    assert header.exif_orientation(block("<", 9)) is None
-    assert header.exif_orientation(block("<", 6, count=2)) is None
-    assert header.exif_orientation(block("<", 6, kind=2)) is None
+    assert header.exif_orientation(block("<", 0)) == header.exif_orientation(block("<", 9)) == 1
+    assert header.exif_orientation(block("<", 6, kind=2)) == 1
     assert header.exif_orientation(b"Exif\0\0MM\0*\xff\xff\xff\xff" + b"\0" * 20) is None
 
 
@@ -95,7 +123,7 @@ def test_orientation_of_files(form, orientation):
     [
         (b"", "empty"),
         (b"GIF", "known codec"),
-        (b"\0\0\0\x1cftypavif\0\0\0\0", r"jpeg, png, .*: 16 bytes, which begin with .*ftypavif"),
+        (b"\0\0\0\x1cftypM4A \0\0\0\0", r"jpeg, png, .*: 16 bytes, which begin with .*ftypM4A"),
         (b"\xff\xd8\xff", "truncated"),
         (b"\xff\xd8\xff\xe0\x00\x10", "truncated"),
         (b"\xff\xd8\xff\xd9", "ends before its first scan"),

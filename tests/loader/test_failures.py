@@ -3,18 +3,24 @@
 import json
 import multiprocessing
 import os
+import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import unicodedata
 from pathlib import Path
 
 import forked
 import pytest
 from common import METHODS, ended
 from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from pictures import encode, photograph
 
 import gpuaug
 
@@ -372,3 +378,60 @@ def test_workers_end_with_a_killed_process(photos, method):
     process.communicate()
     assert len(workers) == 2
     assert ended(workers)
+
+
+class Failing:
+    """A source whose samples 1 and 2 raise these errors."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.good = errors, encode(photograph())
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> tuple[bytes, int]:
+        if 0 < i <= len(self.errors):
+            raise self.errors[i - 1]
+        return self.good, i
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_memory_that_runs_out_for_a_sample_is_its_fault(num_workers):
+    """Its text, and that of every other error, cannot control a terminal."""
+    source = Failing(MemoryError(), OSError("no \x1b[2J\x07\u202e file"))
+    recipe, faults = gpuaug.Augment(crop=gpuaug.Resize((8, 8))), gpuaug.Faults(policy="blank")
+    settings = {"augment": recipe, "batch_size": 4, "shuffle": False, "num_workers": num_workers, "device": "cpu"}
+    with gpuaug.Loader(source, faults=faults, **settings) as loader:
+        (batch,) = loader
+        assert batch.valid.tolist() == [True, False, False, True]
+    source.errors = source.errors[::-1]
+    with gpuaug.Loader(source, **settings) as loader, pytest.raises(gpuaug.DataError) as caught:
+        next(iter(loader))
+    assert r"no \x1b[2J\x07\u202e file" in str(caught.value)
+    assert caught.value.reason in str(caught.value)
+    assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
+
+
+@given(st.text())
+def test_messages_have_no_control_characters(text):
+    from gpuaug.batch import Fault
+
+    for shown in (str(gpuaug.SourceError(text)), Fault(0, "read", text).reason):
+        assert not any(unicodedata.category(c) in ("Cc", "Zl", "Zp") for c in shown.replace("\n", ""))
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
+    """The file may have 150 bytes, which is less than two records."""
+    faults = gpuaug.Faults(policy="blank", file=tmp_path / "bad.jsonl")
+    bad = [gpuaug.batch.Fault(row, "read", "gone") for row in range(3)]
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150, hard))
+    try:
+        for epoch in range(2):
+            faults.handle(bad, indices=[0, 1, 2], epoch=epoch, samples=4, key_of=str)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert caplog.text.count("`faults.file` cannot be written") == 1
+    faults.handle(bad, indices=[0, 1, 2], epoch=2, samples=4, key_of=str)
+    lines = [json.loads(line)["key"] for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
+    assert lines == ["0", "1", "2"]  # when there is space again, the missing ones follow

@@ -407,3 +407,11 @@ def test_memory_keeps_no_more_of_a_group_than_is_active_and_fits(tmp_path):
     assert bytes(small[0][0]) == data[0]
     assert 1 < small.samples < 20
     assert [bytes(small[i][0]) for i in range(40)] == data
+
+
+def test_a_column_name_that_is_not_utf8_is_refused(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"im\u00e4ge": [b"a"]}), path)
+    path.write_bytes(path.read_bytes().replace("\u00e4".encode(), b"\xff\xff"))
+    with pytest.raises(SourceError, match=r"x\.parquet.*utf-8"):
+        ParquetSource(path, label="none")

@@ -756,3 +756,9 @@ def test_a_configuration_reads_from_a_bucket(store, bucket):
     with gpuaug.build(gpuaug.compose("train", overrides)) as loader:
         assert len(loader.source) == 40
         assert loader.source._storage.remote.tries == 2
+
+
+@pytest.mark.parametrize("source", [gpuaug.FolderSource, gpuaug.ShardSource, gpuaug.ParquetSource])
+def test_urls_without_folders_are_refused(source):
+    with pytest.raises(SourceError, match=r"data://.*does not support"):
+        source("data://text/plain;base64,aaaa")

@@ -633,3 +633,13 @@ def test_listing_many_files_is_fast(tmp_path):
     took = time.process_time() - begin
     assert len(source) == 100_000
     assert took < 4.0  # seconds of the processor; 0.2 s here
+
+
+def test_skipped_files_are_counted_by_extension(tmp_path, caplog):
+    for name in ("a/x.JPG", "a/y.heic", "a/n.txt", "a/b/m.TXT", "a/raw.CR2", "a/README"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    with caplog.at_level(logging.INFO, "gpuaug"):
+        assert len(FolderSource(tmp_path)) == 2
+    lines = [line.getMessage() for line in caplog.records if ": skipped" in line.getMessage()]
+    assert [line.partition(": ")[2] for line in lines] == ["skipped 4 files: 2 .txt, 1 .cr2, 1 without extension"]

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from functools import partial
 from http.client import HTTPConnection, HTTPException
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -304,6 +306,40 @@ def test_every_tab_gets_its_picture_unless_it_was_closed() -> None:
 
     assert asyncio.run(ask()) == [200, 200, 200]
     assert drawn == [0, 2, 3]
+
+
+def test_garbage_is_refused_silently_and_half_a_request_is_dropped(capfd, caplog) -> None:
+    from gpuaug.tools.preview.server import application, serve
+
+    async def ask() -> list[bytes]:
+        listening = socket.create_server(("127.0.0.1", 0))
+        with ThreadPoolExecutor(1) as worker:
+            page = application(SimpleNamespace(overrides=None, yaml=None), "token", worker)
+            task = asyncio.create_task(serve(page, listening, timeout=1.0))
+            answers = []
+            get = b"GET /token/live.js HTTP/1.1\r\nHost: localhost\r\n"
+            for sent in (
+                b"\x16\x03\x01\xee\r\n\r\n",
+                b"GET /" + b"a" * 99_999,
+                get,
+                get + b"Connection: close\r\n\r\n",
+            ):
+                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                writer.write(sent)
+                async with asyncio.timeout(60):
+                    answers.append(await reader.read())  # until the server closes the connection
+                writer.close()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        return answers
+
+    garbage, long, half, answer = asyncio.run(ask())
+    assert b" 400 " in garbage.splitlines()[0]
+    assert b" 400 " in long.splitlines()[0]
+    assert half == b""
+    assert b" 200 " in answer.splitlines()[0]
+    assert "Traceback" not in "".join([*capfd.readouterr(), caplog.text])
 
 
 def test_ctrl_c_does_not_wait_for_the_picture(photos: Path) -> None:

@@ -107,10 +107,13 @@ def _unknown_options(system: Any, protocol: str, options: Mapping[str, Any]) -> 
 
 
 async def _call(system: Any, threads: Executor, method: str, path: str, **settings: Any) -> Any:
-    if getattr(system, "async_impl", False):
-        return await getattr(system, f"_{method}")(path, **settings)
-    call = partial(getattr(system, method), path, **settings)
-    return await asyncio.get_running_loop().run_in_executor(threads, call)
+    try:
+        if getattr(system, "async_impl", False):
+            return await getattr(system, f"_{method}")(path, **settings)
+        call = partial(getattr(system, method), path, **settings)
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
+    except NotImplementedError as error:  # for example, data:// has no folders
+        raise SourceError(f"this kind of URL does not support `{method}`: use another") from error
 
 
 async def read(system: Any, threads: Executor, part: Range) -> bytes | Exception:

@@ -61,13 +61,5 @@ def preview_page(
     )
     settings = Settings(**{**request.settings(), "serve": True})
     served, listening, address = server.prepared(request, settings, ThreadPoolExecutor(1))
-    from aiohttp import web
-
-    async def serve() -> None:
-        runner = web.AppRunner(served, access_log=None)
-        await runner.setup()
-        await web.SockSite(runner, listening).start()
-        await asyncio.Event().wait()
-
-    Thread(target=lambda: asyncio.run(serve()), name="gpuaug-page", daemon=True).start()
+    Thread(target=lambda: asyncio.run(server.serve(served, listening)), name="gpuaug-page", daemon=True).start()
     return IFrame(address, width="100%", height=900, extras=['allow="clipboard-write"'])

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ log = logging.getLogger("gpuaug")
 HOST = "127.0.0.1"
 LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may use another one
 LARGEST_BODY = 1 << 16  # bytes
+TIMEOUT_S = 20.0  # seconds that a request may take to arrive
 FILES = {"": "live.html", "live.js": "live.js"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
@@ -50,13 +52,12 @@ def main(request: Request, settings: Settings) -> int:
     """Serve the page until Ctrl-C."""
     worker = ThreadPoolExecutor(1)
     served, listening, address = prepared(request, settings, worker)
-    from aiohttp import web
-
     with listening:
         print(address, flush=True)
         log.info("open this address in a browser on this machine; Ctrl-C ends the page")
         log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
-        web.run_app(served, sock=listening, print=None, access_log=None, shutdown_timeout=1)
+        with suppress(KeyboardInterrupt):
+            asyncio.run(serve(served, listening))
     idle = worker.submit(int)  # this empty task waits while a picture is being drawn
     worker.shutdown(wait=False)
     if not wait([idle], timeout=0.1).done:
@@ -79,6 +80,43 @@ def prepared(
     except OSError as error:
         raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free port.") from error
     return application(live, token, worker), listening, f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
+
+
+async def serve(served: web.Application, listening: socket.socket, *, timeout: float = TIMEOUT_S) -> None:
+    """Answer requests until this task is cancelled. A connection may take ``timeout`` seconds to send its request."""
+    from aiohttp import web
+
+    silent = logging.Logger("gpuaug.live")  # aiohttp logs a traceback for every request that is not HTTP
+    silent.addHandler(logging.NullHandler())
+    runner = web.AppRunner(served, access_log=None, logger=silent, shutdown_timeout=1, keepalive_timeout=timeout)
+    await runner.setup()
+    loop, waiting = asyncio.get_running_loop(), set[Any]()  # connections without a request
+    assert runner.server is not None
+    answer = runner.server.request_handler
+
+    async def hear(request: web.BaseRequest) -> web.StreamResponse:
+        waiting.discard(request.protocol)
+        return await answer(request)
+
+    runner.server.request_handler = hear
+
+    def drop(protocol: Any) -> None:
+        if protocol in waiting:
+            waiting.discard(protocol)
+            protocol.force_close()
+
+    def connected() -> Any:
+        assert runner.server is not None
+        protocol = runner.server()
+        waiting.add(protocol)
+        loop.call_later(timeout, drop, protocol)
+        return protocol
+
+    try:
+        async with await loop.create_server(connected, sock=listening) as server:
+            await server.serve_forever()
+    finally:
+        await runner.cleanup()
 
 
 def _guard(token: str) -> Any:
@@ -113,8 +151,8 @@ def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Appli
 
     async def made(request: web.Request, *, make: Callable[[Any], str | bytes]) -> web.Response:
         try:
-            asked = json.loads(await request.read())
-        except (ValueError, RecursionError) as error:
+            asked = json.loads(await asyncio.wait_for(request.read(), TIMEOUT_S))
+        except (ValueError, RecursionError, TimeoutError) as error:
             raise web.HTTPBadRequest(text="The body must be JSON.") from error
         try:
             answer = await asyncio.get_running_loop().run_in_executor(worker, make, asked)
