@@ -284,7 +284,7 @@ class Loader:
     @property
     def num_classes(self) -> int | None:
         """Number of classes of the source; None if the source has no classes."""
-        return getattr(self.source, "num_classes", None)
+        return self.source.num_classes
 
     @property
     def prefetch_level(self) -> int:

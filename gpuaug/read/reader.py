@@ -264,7 +264,7 @@ class _Encode:
         stale = partial(_is_over, self.generation, generation)
         try:
             if after is not None:
-                self.source.prefetch(after.tolist())  # type: ignore[attr-defined]
+                self.source.prefetch(after.tolist())
             return _pack(*self.batch(indices, stale))
         except EndedError:
             return None

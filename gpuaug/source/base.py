@@ -34,7 +34,77 @@ log = logging.getLogger("gpuaug")
 Classes = Sequence[str] | Mapping[str, int] | str | os.PathLike[str] | None
 
 
-class ListedSource:
+class Source:
+    """The interface of a source. Another object with ``len(object)`` and ``object[i]`` becomes a :class:`MapSource`.
+
+    A sample is ``(bytes, label)``, or ``(bytes, label, extra)``. The extra is any value that can be pickled, such as a
+    caption. ``batch.extra`` holds the extras unchanged.
+
+    Attributes:
+        indices: int64 ``[len]``, ascending numbers of the active samples (those in use); None: 0 .. len - 1.
+        labels: int64 ``[N]`` by sample number; None if there are no labels, or if a label is known only after reading.
+        classes: class names in the order of their labels. ``class_to_idx`` maps them to labels.
+        label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
+            get this label. None: they get their value in ``labels``.
+        read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
+        prefetch: ``source.prefetch(numbers)`` announces samples of the second ``read_many`` call from now.
+        same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
+            ``i`` and are still in memory.
+        mapped: True if the bytes are memory-mapped.
+        target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``. A sample is then ``(bytes, gpuaug.Target)``.
+        num_keypoints: number of keypoints of an object.
+        flip_pairs: for each keypoint, the number of its mirror image.
+        image_ids: int64 ``[N]``, the id of each sample for evaluation, such as COCO's; None: samples have only numbers.
+        category_ids: int64 ``[C]``, the id of each label for evaluation; None: labels have only numbers.
+        skeleton: pairs of keypoint numbers to draw as lines.
+        panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
+        mask_path: ``source.mask_path(i)`` is the path of the mask of a sample, for messages; None if it has no file.
+        objects_digest: ``source.objects_digest()`` is a hash of all objects.
+        zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
+    """
+
+    indices: Tensor | None = None
+    labels: Tensor | None = None
+    classes: list[str] | None = None
+    class_to_idx: dict[str, int] | None = None
+    num_classes: Any = None  # int; Any as below
+    image_ids: Tensor | None = None
+    category_ids: Tensor | None = None
+    target_kinds: frozenset[str] | None = None
+    num_keypoints: int | None = None
+    flip_pairs: tuple[int, ...] | None = None
+    skeleton: tuple[tuple[int, int], ...] = ()
+    panoptic = mapped = zero_copy = False
+    # Any, because a subclass may define these as methods, properties or attributes
+    label: Any = None
+    read_many: Any = None
+    prefetch: Any = None
+    same_group: Any = None
+    mask_path: Any = None
+    objects_digest: Any = None
+
+    def __len__(self) -> int:
+        """Number of active samples."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """Encoded bytes of sample ``index``, its label, and perhaps an extra.
+
+        A label is an int, a float, a list of floats, or None. An OSError or GpuaugError becomes a fault of this sample.
+        Any other exception ends the epoch.
+        """
+        raise NotImplementedError
+
+    def key(self, index: int) -> str:
+        """Relative path or name of sample ``index``."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """Hash of the keys of all samples. It does not depend on where the samples are stored."""
+        raise NotImplementedError
+
+
+class ListedSource(Source):
     """A source that lists its samples once. All processes share the tensors of sample numbers, keys and labels.
 
     A sample has an image, and perhaps a label, a mask, objects and extras. A subclass sets ``root``, ``_storage`` and
@@ -44,13 +114,7 @@ class ListedSource:
 
     root: str
     extra: Fields | None = None
-    indices: Tensor | None = None
-    labels: Tensor | None = None
     target_kinds: frozenset[str] = frozenset()
-    num_keypoints: int | None = None
-    flip_pairs: tuple[int, ...] | None = None
-    classes: list[str] | None = None
-    class_to_idx: dict[str, int] | None = None
     _names: Names
     _storage: Storage
     _objects: ObjectTable | None = None
@@ -282,14 +346,14 @@ def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:
     return manifest
 
 
-class SourceView:
+class SourceView(Source):
     """A source that wraps another source and has the same keys, digest, labels and classes."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
         self.indices, self.labels = source.indices, source.labels
         self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
-        self.num_keypoints: int | None = getattr(source, "num_keypoints", None)
+        self.num_keypoints = source.num_keypoints
 
     def __len__(self) -> int:
         return len(self.source)

@@ -108,12 +108,12 @@ class CachedSource(SourceView):
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
         """Reads only missing samples with the source's ``read_many``; None if the source has no ``read_many``."""
-        read = getattr(self.source, "read_many", None)
+        read = self.source.read_many
         return None if read is None else partial(self._read, read=read)
 
     @property
     def label(self) -> Callable[[int], Any] | None:
-        return getattr(self.source, "label", None)
+        return self.source.label
 
     @property
     def nbytes(self) -> int:
@@ -202,7 +202,7 @@ class CachedSource(SourceView):
 
     def _put_same_group(self, index: int) -> None:
         """Store all samples that the source has read together with this sample."""
-        same_group: Any = getattr(self.source, "same_group", None)
+        same_group = self.source.same_group
         if same_group is None:
             return
         for number in same_group(index).tolist():
