@@ -9,6 +9,7 @@ import pickle
 import re
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import forked
@@ -24,6 +25,7 @@ from pycocotools.coco import COCO
 import gpuaug
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.read.targets import collect
 from gpuaug.source import Remote, coco, runs
 from gpuaug.source.coco_json import mirror_images
 
@@ -525,6 +527,19 @@ def test_an_annotation_of_no_image_is_left_out_with_a_warning(tmp_path, value, c
     assert [target.ids.tolist() for _, target in source] == [[70], [], [99]]
     assert "1 annotations in " in caplog.text
     assert "are left out, because their `image_id` is not in `images`" in caplog.text
+
+
+def test_a_target_that_a_user_changes_is_checked_again(tmp_path):
+    target = open_coco(write(tmp_path, one([[[0, 0, 3, 0, 3, 3]]]))).label(0)
+    for given_target, reasons in (
+        (target, []),
+        (replace(target, boxes=target.boxes.tolist()), []),
+        (replace(target, boxes=target.boxes[:, [2, 3, 0, 1]]), ["x1 <= x2"]),
+        (replace(target, boxes=["1 2 3 4"]), ["boxes must be numbers of shape"]),
+    ):
+        _, _, faults = collect([given_target], ("boxes",), skip=(), num_keypoints=None)
+        assert len(faults) == len(reasons)
+        assert all(re.search(text, fault.reason) for text, fault in zip(reasons, faults, strict=True))
 
 
 def test_text_that_looks_like_nan_stays(tmp_path):
