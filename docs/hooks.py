@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from griffe import Extension
 from mkdocs.structure.files import File, Files
+
+import gpuaug
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -53,7 +54,12 @@ def on_page_read_source(page: Any, config: Any) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let a list begin below a bold line, as on GitHub, and hide an empty menu or table of contents."""
+    """Complete the pages of the reference. Let a list begin below a bold line, as on GitHub. Hide empty menus."""
+    path = Path(page.file.src_uri)
+    if path.parent.name == "reference":
+        listed = re.findall(r"^::: gpuaug\.(\w+)$", markdown, re.MULTILINE)  # with options of their own
+        names = [name for name, (_, where) in gpuaug.PUBLIC.items() if where == path.stem and name not in listed]
+        markdown += groups() * (path.stem == "configuration") + "".join(f"\n::: gpuaug.{name}\n" for name in names)
     empty = {"navigation": page.parent is None, "toc": Path(page.file.src_uri).suffix in (".py", ".yaml")}
     page.meta["hide"] = [name for name, hidden in empty.items() if hidden]
     return re.sub(r"^(\*\*.+\*\*)\n- ", r"\1\n\n- ", markdown, flags=re.MULTILINE)
@@ -118,16 +124,16 @@ def markdown(text: str) -> str:
 def link(found: re.Match[str]) -> str:
     """A role as a link, or as code if it names something that the reference does not have."""
     name = re.sub(r"^gpuaug\.(errors\.|batch\.)?", "", found.group(1))
-    return f"[`{name}`][gpuaug.{name}]" if name.partition(".")[0] in documented() else f"`{found.group(1)}`"
+    return f"[`{name}`][gpuaug.{name}]" if name.partition(".")[0] in gpuaug.PUBLIC else f"`{found.group(1)}`"
 
 
-@cache
-def documented() -> set[str]:
-    """The public names that the pages of the reference list."""
-    pages = (ROOT / "docs/reference").glob("*.md")
-    return {
-        name for page in pages for name in re.findall(r"^::: gpuaug\.(\w+)$", page.read_text("utf-8"), re.MULTILINE)
-    }
+def groups() -> str:
+    """A table of the files of each configuration group."""
+    rows = ["", "| group | files |", "|---|---|", "| `augment` | [all recipes](../recipes.md) |"]
+    for folder in sorted(path for path in (ROOT / "conf/gpuaug").iterdir() if path.is_dir() and path.name != "augment"):
+        files = [f"[{file.stem}](../../{file.relative_to(ROOT).as_posix()})" for file in sorted(folder.glob("*.yaml"))]
+        rows.append(f"| `{folder.name}` | {', '.join(files)} |")
+    return "\n".join(rows) + "\n"
 
 
 def examples(found: re.Match[str]) -> str:

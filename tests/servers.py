@@ -1,4 +1,4 @@
-"""Real servers on the loopback for tests: S3 (moto), Google's storage, HTTP; a proxy that delays, fails and cuts."""
+"""Real servers on the loopback for tests: S3 (moto), HTTP; a proxy that delays, fails and cuts."""
 
 import atexit
 import os
@@ -212,13 +212,6 @@ def s3():
     _IDLE.append(port)
 
 
-def gcs(bucket):
-    """Port of an emulator of Google Cloud Storage with an empty bucket, in a process of its own."""
-    start = "['start', '--host', '127.0.0.1', '--port', '{}', '-q', '--in-memory', '--default-bucket', '{}']"
-    code = f"{AT_ONCE}; from gcp_storage_emulator.__main__ import main; main({{}})"
-    return _program(lambda port: code.format(start.format(port, bucket)))
-
-
 @contextmanager
 def _program(code):
     for attempt in range(5):
@@ -266,8 +259,8 @@ def bucket_of(port, folder, bucket, prefix="train", **more):
 
 
 def options(url):
-    """Of s3fs for this endpoint."""
-    return {"endpoint_url": url, "key": "x", "secret": "x", "client_kwargs": {"region_name": "us-east-1"}}
+    """Settings of this endpoint."""
+    return {"endpoint_url": url, "key": "x", "secret": "x", "region_name": "us-east-1"}
 
 
 @contextmanager

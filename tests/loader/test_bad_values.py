@@ -117,11 +117,7 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
     ),
     "Decode": (lambda p: {}, lambda p, made: one_batch(p, decode=made)),
     "Faults": (lambda p: {}, lambda p, made: one_batch(p, faults=made)),
-    "FolderSource": (lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)),
     "TableSource": (lambda p: {"root": tables(p)}, lambda p, made: one_batch(p, source=made)),
-    "ShardSource": (lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)),
-    "ParquetSource": (lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)),
-    "PackedSource": (lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)),
     "MaterializedSource": (lambda p: {"root": p / "epochs"}, lambda p, made: one_batch(p, source=made)),
     "Remote": (lambda p: {}, lambda p, made: one_batch(p, source=gpuaug.FolderSource(p / "images", remote=made))),
     "Mix": (lambda p: {"mixup_alpha": 1.0}, lambda p, made: one_batch(p, mix=made)),
@@ -214,6 +210,14 @@ def attacked(calls: Iterator[tuple[str, Callable[[], Any]]]) -> list[str]:
         except Exception as error:
             found.append(f"{what}: {type(error).__name__}: {str(error)[:150]}")
     return found
+
+
+# a source that needs nothing but a place
+ROOTED: tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], Any]] = (
+    lambda p: {"root": p / "images"},
+    lambda p, made: one_batch(p, source=made),
+)
+MADE |= {name: ROOTED for name, (_, page) in gpuaug.PUBLIC.items() if page == "sources" and name not in MADE}
 
 
 def test_every_public_constructor_is_attacked() -> None:

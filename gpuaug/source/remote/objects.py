@@ -1,194 +1,248 @@
-"""Opens buckets (S3, Google Cloud Storage) and web servers for libcurl (:mod:`gpuaug.source.remote.curl`).
-
-The endpoint and the credentials come from the fsspec file system.
-"""
+"""Object stores (S3, Google Cloud Storage, Azure) through obstore. botocore finds the endpoint and the login of S3."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import re
-import ssl
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-from urllib.parse import quote
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
+from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source.paths import redact
-from gpuaug.source.remote.filesystem import UNUSED
+from gpuaug.source.remote.ranges import Range, StatusError, check_size, clean, status_error, too_long, version_of
 
-log = logging.getLogger("gpuaug")
+SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "abfs", "abfss": "abfss"}
+# obstore's names for options of fsspec
+NAMES = {"g": {"anon": "skip_signature", "endpoint_url": "base_url"}}
+NAMES["a"] = {"anon": "skip_signature", "endpoint_url": "endpoint"}
+NAMES["s"] = {**NAMES["a"], "key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
+NAMES["s"] |= {"region_name": "region", "requester_pays": "request_payer"}
+NOWHERE = "127.0.0.1:0"  # nothing can listen there
+LOGIN_PAUSE_S = 10.0  # after a failure, credentials are requested again only after this time
 
-TIMEOUT_S = 60.0  # longest wait for credentials, or for the region of a bucket
-# options that libcurl supports, or that do not matter for libcurl
-S3 = UNUSED | {"anon", "endpoint_url", "key", "secret", "token", "username", "password", "use_ssl", "requester_pays"}
-S3 |= {"session", "profile", "region_name", "verify", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
-S3 |= {"max_pool_connections", "retries", "addressing_style"}
-NESTED = {"client_kwargs", "config_kwargs", "s3"}  # options that hold options
-GCS = UNUSED | {"project", "access", "token", "endpoint_url", "consistency", "timeout"}
-LIBCURL = 0x080400  # 8.4, the first version that limits the size of answers without Content-Length
-SPECIAL = re.compile(r"--[a-z]+-s3$|-s3alias$")  # directory buckets and access points
-AMAZON = re.compile(r"https?://s3(?:\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?/?")
-
-
-class Access(NamedTuple):
-    """How libcurl reads the objects of one bucket or web server."""
-
-    url: Callable[[str], str | None]  # converts a user's URL to the URL to request; None: only fsspec can read the key
-    options: Mapping[str, Any] = {}  # values of libcurl's options by name
-    login: Callable[[], Mapping[str, Any]] = dict  # returns the credentials, as options; called before every read
-    encoded: bool = True  # accept answers with ``Content-Encoding``. Object stores may store this header with a file
+_AMAZON = re.compile(r"https://s3[.-](?:[a-z0-9-]+\.)?amazonaws\.com(?:\.cn)?")
+_REQUEST = re.compile(r"Error performing [A-Z]+ \S+ in \S+ - |^Generic \w+ error: (?!.*Error performing)")
+_STATUS = re.compile(r"status code: (\d+)")
+_WORDS = re.compile(r"<(?:Code|Message)>([^<]*)<")
+_CAUSE = re.compile(r'(?:message|error): "?([^"\n]+?)"?,?\n')
+_lock = threading.Lock()
+_forked = False  # whether this process was forked with obstore loaded
 
 
-def open_access(system: Any, bucket: str) -> Access | None:
-    """Access to a bucket with the settings of fsspec's ``system``; None if libcurl cannot read the bucket.
+def _after_fork() -> None:
+    global _lock, _forked
+    _lock, _forked = threading.Lock(), "obstore._obstore" in sys.modules
 
-    ``bucket``: URL of the bucket or server, without a path.
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _load() -> Any:
+    """Import ``obstore.store``.
+
+    obstore's threads do not exist in a forked process, and it cannot start them again: every request would wait for
+    ever. So a forked process loads a copy of the library, which takes 20 ms.
     """
-    scheme, name = bucket.split("://", 1)
-    make = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "http": _http, "https": _http}.get(scheme)
-    if make is None:
-        return None
-    try:
-        import pycurl
+    global _forked
+    with _lock:
+        if _forked:
+            name, create = "obstore._obstore", getattr(os, "memfd_create", None)
+            library = sys.modules[name].__file__ or ""
+            if create is None:
+                raise SourceError("a forked process cannot read object stores here. Set `start_method=spawn`.")
+            for module in [x for x in sys.modules if x.partition(".")[0] == "obstore"]:
+                del sys.modules[module]
+            with open(library, "rb") as file, open(create("obstore"), "wb") as copy:  # a folder may forbid execution
+                shutil.copyfileobj(file, copy)
+                copy.flush()
+                loader = ExtensionFileLoader(name, f"/proc/self/fd/{copy.fileno()}")
+                sys.modules[name] = loaded = module_from_spec(spec_from_loader(name, loader))  # type: ignore[arg-type]
+                loaded.__file__ = library  # for a fork of this process
+                loader.exec_module(loaded)
+            _forked = False
+        import obstore.store
 
-        if pycurl.version_info()[2] < LIBCURL or not hasattr(pycurl, "AWS_SIGV4"):
-            raise _UnfitError("libcurl is older than 8.4")
-        return make(system, name)
-    except ImportError as error:
-        reason = f"{error}. For faster reads, `pip install pycurl`"
-    except _UnfitError as error:
-        reason = str(error)
-    log.info("source: %s is read by %s, not libcurl: %s", redact(bucket), type(system).__name__, reason)
-    return None
-
-
-class _UnfitError(Exception):
-    """Libcurl cannot read this bucket."""
-
-
-def _check(options: Mapping[str, Any], known: set[str]) -> None:
-    for name, value in options.items():
-        if name in NESTED:
-            _check(value or {}, known)
-        elif name not in known and value not in (None, False, {}):
-            raise _UnfitError(f"unsupported option {name}")
+        return obstore.store
 
 
-def _of_key(root: str, *, safe: str, end: str = "") -> Callable[[str], str | None]:
-    """The function for `Access.url`. HTTP clients would change keys such as ``a/../b``, so these keys give None."""
+class Bucket:
+    """Reads and lists the objects of a bucket.
 
-    def url(user_url: str) -> str | None:
-        key = user_url.split("://", 1)[1].partition("/")[2]
-        if not key or not {"", ".", ".."}.isdisjoint(key.split("/")):
-            return None
+    Args:
+        url: the URL of the bucket, without a path.
+        remote: the :class:`gpuaug.Remote`.
+    """
+
+    def __init__(self, url: str, remote: Any) -> None:
+        self.url, self.remote = url, remote
+        scheme, bucket = url.split("://", 1)
+        names = NAMES[SCHEMES[scheme][0]]
+        options = {names.get(key, key): value for key, value in (remote.options or {}).items()}
+        self._client = {"user_agent": "gpuaug", **options.pop("client_options", {})}
+        self._login = options.pop("credential_provider", None)
+        profile, verify = options.pop("profile", None), options.pop("verify", None)
+        self._options = options
+        self._place = f"{SCHEMES[scheme]}://{bucket}"
+        self._store = lru_cache(None)(self._open)
         try:
-            return root + quote(key, safe=safe) + end
-        except UnicodeEncodeError:
-            return None
+            self._from_url = _load().from_url
+            self._error = sys.modules["obstore.exceptions"].BaseError
+            self._open(remote.timeout, 0)
+            if SCHEMES[scheme] == "s3":
+                self._find_s3(bucket, profile, verify)
+        except ImportError as error:
+            text = f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]`."
+            raise SourceError(text) from error
+        except (TypeError, ValueError, self._error) as error:
+            if isinstance(error, GpuaugError):
+                raise
+            text = clean(str(error).partition("\n")[0])
+            raise ConfigError(f"`source.remote.options` are not valid for {scheme}://. {text}") from error
 
-    return url
+    def _open(self, seconds: float, retries: int) -> Any:
+        insecure = any(str(self._options.get(key)).startswith("http://") for key in ("endpoint", "base_url"))
+        client = {"allow_http": insecure, **self._client, "timeout": timedelta(seconds=seconds)}
+        return self._from_url(
+            self._place, config=self._options, client_options=client, retry_config={"max_retries": retries},
+            credential_provider=self._login,
+        )  # fmt: skip
 
+    def _find_s3(self, bucket: str, profile: str | None, verify: bool | str | None) -> None:
+        """Find endpoint, region, certificates and credentials as the AWS command line does."""
+        from botocore import UNSIGNED
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.session import Session
 
-def _s3(system: Any, bucket: str) -> Access:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or SPECIAL.search(bucket):
-        raise _UnfitError("unsupported access point or directory bucket")
-    _check(system.storage_options, S3)
-
-    def wait(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, system.loop).result(TIMEOUT_S)
-
-    client = wait(system.set_session())
-    endpoint, region = client.meta.endpoint_url.rstrip("/"), client.meta.region_name or "us-east-1"
-    style = (client.meta.config.s3 or {}).get("addressing_style")
-    if amazon := AMAZON.fullmatch(endpoint):
-        region = _region(wait, client, bucket) or region
-        endpoint = f"https://s3.{region}.amazonaws.com{amazon[1] or ''}"
-    elif "amazonaws.com" in endpoint:
-        raise _UnfitError(f"unsupported endpoint {endpoint}")
-    # As in botocore, a bucket name with dots is never in the host name, because certificates would not match.
-    virtual = style == "virtual" and "." not in bucket and not re.search(r"//(\[|[\d.]+(:|/|$))", endpoint)
-    root = endpoint.replace("://", f"://{bucket}.", 1) if virtual else f"{endpoint}/{bucket}"
-    url, options = _of_key(f"{root}/", safe="/~"), _botocore_trust(system)
-    lines = ["x-amz-request-payer: requester"] if system.requester_pays else []
-    if system.anon:
-        return Access(url, {**options, "HTTPHEADER": lines})
-    credentials = client._request_signer._credentials
-    if credentials is None:
-        raise _UnfitError("no credentials")  # s3fs then raises an error that lists where credentials can be
-
-    def login() -> dict[str, Any]:
-        frozen = wait(credentials.get_frozen_credentials())  # asks for new credentials only if these expire soon
-        token = [f"x-amz-security-token: {frozen.token}"] if frozen.token else []
-        return {"HTTPHEADER": [*lines, *token], "USERNAME": frozen.access_key, "PASSWORD": frozen.secret_key}
-
-    return Access(url, {**options, "AWS_SIGV4": f"aws:amz:{region}:s3"}, login)
-
-
-def _botocore_trust(system: Any) -> dict[str, Any]:
-    """Options for libcurl to trust the same certificates as botocore."""
-    from botocore.httpsession import get_cert_path
-
-    verify = system.client_kwargs.get("verify")
-    if verify is None:
-        verify = system.session.get_config_variable("ca_bundle")
-    if verify is False:
-        return {"SSL_VERIFYPEER": 0, "SSL_VERIFYHOST": 0}
-    return {"CAINFO": verify if isinstance(verify, str) else get_cert_path(True)}
-
-
-def _system_trust() -> dict[str, Any]:
-    """Options to trust this system's certificates. The OpenSSL inside pycurl looks for them in other folders."""
-    known = ssl.get_default_verify_paths()
-    if known.cafile is not None:
-        return {"CAINFO": known.cafile}
-    if known.capath is not None and os.listdir(known.capath):
-        return {"CAPATH": known.capath}
-    try:
-        import certifi
-    except ImportError:
-        return {}
-    return {"CAINFO": certifi.where()}
-
-
-def _region(wait: Callable[[Any], Any], client: Any, bucket: str) -> str | None:
-    """The region of a bucket. The server sends the region even if it denies access."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        answer = wait(client.head_bucket(Bucket=bucket))
-    except ClientError as error:
-        answer = error.response
-    except (BotoCoreError, TimeoutError) as error:
-        raise _UnfitError(f"unknown region of the bucket ({error!r})") from error
-    return answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
-
-
-def _gcs(system: Any, bucket: str) -> Access:
-    _check(system.storage_options, GCS)
-
-    def login() -> dict[str, Any]:
-        lines: dict[str, str] = {}
-        system.credentials.apply(lines)  # asks for new credentials only if these expire soon
-        return {"HTTPHEADER": [f"{name}: {value}" for name, value in lines.items()]}
-
-    root = f"{system._location.rstrip('/')}/download/storage/v1/b/{quote(bucket, safe='')}/o/"
-    return Access(_of_key(root, safe="", end="?alt=media"), _system_trust(), login)
-
-
-def _http(system: Any, server: str) -> Access:
-    from fsspec.implementations.http import get_client
-
-    if system.client_kwargs or system.get_client is not get_client or set(system.kwargs) - UNUSED - {"headers"}:
-        raise _UnfitError("unsupported options of aiohttp")
-    lines = {k: v for k, v in (system.kwargs.get("headers") or {}).items() if k.lower() != "accept-encoding"}
-    headers = ["Accept-Encoding: identity", *(f"{name}: {value}" for name, value in lines.items())]
-    options = {**_system_trust(), "FOLLOWLOCATION": 1, "MAXREDIRS": 5, "HTTPHEADER": headers}
-
-    def url(user_url: str) -> str | None:
+        options, seconds = self._options, self.remote.timeout
+        config = Config(signature_version=UNSIGNED, connect_timeout=seconds, read_timeout=seconds)
         try:
-            return str(system.encode_url(user_url))
-        except ValueError:
-            return None
+            session = Session(profile=profile)
+            verify = session.get_config_variable("ca_bundle") if verify is None else verify
+            more = {"endpoint_url": options.get("endpoint"), "config": config, "verify": verify}
+            region = options.get("region") or os.environ.get("AWS_REGION")
+            client = session.create_client("s3", region_name=region, **more)
+            if _AMAZON.fullmatch(client.meta.endpoint_url) and "region" not in options:
+                try:
+                    answer = client.head_bucket(Bucket=bucket)
+                except ClientError as error:
+                    answer = error.response  # the server sends the region even if it denies access
+                region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", region)
+                client = session.create_client("s3", region_name=region, **more)
+            if not options.get("skip_signature") and "access_key_id" not in options and self._login is None:
+                self._login = _login(session)
+        except BotoCoreError as error:
+            raise SourceError(f"{redact(self.url)!r} cannot be opened: {clean(str(error))}.") from error
+        options["endpoint"], options["region"] = client.meta.endpoint_url, client.meta.region_name or "us-east-1"
+        if verify is False:
+            self._client["allow_invalid_certificates"] = True
+        elif isinstance(verify, str):
+            with open(verify, "rb") as file:
+                self._client["root_certificate"] = file.read()
+        endpoint = urlsplit(options["endpoint"])
+        host = endpoint.hostname or ""
+        has_proxy = "proxy_url" in self._client or (endpoint.scheme in getproxies() and not proxy_bypass(host))
+        if not self.remote.redirects and not has_proxy:
+            # obstore follows all redirects, with the session token. So requests to other hosts go to a dead proxy
+            self._client |= {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}
 
-    return Access(url, options, encoded=False)
+    def read(self, part: Range) -> bytes:
+        with self._errors(part):
+            store, key = self._store(part.seconds(self.remote.timeout), 0), self._key(part)
+            if part.size is not None:
+                return check_size(store.get_range(key, start=part.begin, length=part.size).to_bytes(), part)
+            answer = store.get(key)
+            if answer.range[1] > part.limit:
+                raise too_long(part)
+            data: bytes = answer.bytes().to_bytes()
+            return data
+
+    def info(self, part: Range) -> tuple[int, str]:
+        """Size and version of an object."""
+        with self._errors(part):
+            return _size_and_version(self._store(self.remote.timeout, 0).head(self._key(part)))
+
+    def find(self, part: Range) -> list[tuple[str, bool, int, str]]:
+        """All objects below a URL: name, False (not a folder), size in bytes, version."""
+        key = self._key(part)
+        start = len(key) + 1 if key else 0
+        with self._errors(part, tries=self.remote.tries):  # a new try would begin with the first page
+            chunks = self._store(self.remote.timeout, self.remote.tries - 1).list(key or None, chunk_size=1000)
+            return [(x["path"][start:], False, *_size_and_version(x)) for chunk in chunks for x in chunk]
+
+    def _key(self, part: Range) -> str:
+        return part.path[len(self.url) + 1 :]
+
+    @contextmanager
+    def _errors(self, part: Range, *, tries: int = 0) -> Iterator[None]:
+        """Turn errors of obstore into errors of gpuaug. ``tries``: number of tries; 0: the caller tries again."""
+        try:
+            yield
+        except (ValueError, OSError, self._error) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # from `check_size`
+                raise
+            reason = _reason(error, part)
+            if tries and isinstance(reason, StatusError | TimeoutError):
+                reason = ReadError(f"tried {tries} times: {reason}")
+            raise reason from None
+
+
+def _reason(error: Exception, part: Range) -> Exception:
+    """The error of gpuaug for an error of obstore. Its text has the reason, and then all causes in Rust's notation."""
+    text, _, causes = str(error).partition("\n\nDebug source")
+    text = _REQUEST.split(text, maxsplit=1)[-1]
+    url = redact(part.path)
+    if "credential provider" in str(error) or "token request" in str(error):
+        return ReadError(f"{url!r} cannot be read: no credentials: {clean(text)}")
+    if status := _STATUS.search(text):
+        return status_error(int(status[1]), part, ": ".join(_WORDS.findall(text)))
+    if "non-partial" in text:
+        return ReadError(f"the server of {url!r} supports no range requests. Use a server that does.")
+    if f"{NOWHERE}," in causes:
+        text = f"the server of {url!r} redirects to another host"
+        return ReadError(f"{text}. If you trust it, set `source.remote.redirects=true`.")
+    if "kind: Timeout" in causes:
+        return TimeoutError("no answer in time")
+    if isinstance(error, ValueError) or "parsing Path" in text or "empty path segment" in text:
+        return ReadError(f"obstore reads no key with an empty part, a control character, . or ..: {clean(text)}")
+    return StatusError(clean(": ".join([text, *_CAUSE.findall(causes)[-1:]])))
+
+
+def _login(session: Any) -> Callable[[], Any]:
+    """Returns a function that returns the credentials that botocore finds, and renews when they expire."""
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        find = Boto3CredentialProvider(session, ttl=timedelta(minutes=1))  # obstore calls it at most every 100 ms
+    except ValueError as error:
+        raise SourceError(
+            "no AWS credentials were found. For a public bucket, set `source.remote.options.anon=true`."
+        ) from error
+    failed: list[Any] = [0.0, None]  # until when, and why
+
+    def login() -> Any:
+        if time.monotonic() < failed[0]:
+            raise failed[1]
+        try:
+            return find()
+        except Exception as error:
+            failed[:] = time.monotonic() + LOGIN_PAUSE_S, error
+            raise
+
+    return login
+
+
+def _size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:
+    return info["size"], version_of(info["size"], [info["e_tag"], info["last_modified"]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import glob
 import logging
@@ -12,24 +11,20 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source import local
 from gpuaug.source.paths import absolute, expand_braces, is_safe, is_url, join, redact, split
-from gpuaug.source.remote import filesystem
 from gpuaug.source.remote.disk import Disk
-from gpuaug.source.remote.filesystem import Range
-from gpuaug.source.remote.objects import open_access
-
-if TYPE_CHECKING:
-    from gpuaug.source.remote.curl import Curl
+from gpuaug.source.remote.objects import SCHEMES, Bucket
+from gpuaug.source.remote.ranges import BUGS, Range, clean, may_pass
 
 log = logging.getLogger("gpuaug")
 
@@ -37,10 +32,8 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between tries; pa
 GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, because two requests take longer
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # limit for levels of folders, because a server may list a folder in itself
-BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
-RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+LEFT_OVER = 256  # prefetched ranges that are kept at least
 
-_Call = Callable[[Any, Executor, Range], Coroutine[Any, Any, Any]]  # a coroutine function of `filesystem`
 _ABANDONED: list[Any] = []  # the parent's clients; closing them after a fork would wait for threads that do not exist
 
 
@@ -49,12 +42,14 @@ class Remote:
     """How a source reads from URLs (``s3://``, ``gs://``, ``hdfs://``, ``https://``). Ignored for local paths.
 
     Args:
-        options: options of the fsspec file system, such as ``{endpoint_url: ..., anon: true}``. None: from fsspec's
-            configuration and the environment. Put credentials into the environment.
+        options: options of obstore's store (S3, Google, Azure) or of the fsspec file system (other URLs), such as
+            ``{endpoint_url: ..., anon: true}``. None: from the environment, and for S3 also from ``~/.aws``. Put
+            credentials there.
         concurrency: maximum number of requests at a time in each worker.
         tries: maximum number of tries of a request.
-        timeout: seconds for one try, plus one second for each megabyte of a range. All tries of a batch together should
-            take less than the ``timeout`` of the loader.
+        redirects: follow redirects of ``http(s)://`` and ``s3://`` servers to other hosts. With False they are errors.
+        timeout: seconds for one try, plus at least one second for each megabyte of a range. All tries of a batch
+            together should take less than the ``timeout`` of the loader.
         cache: folder on a local disk that stores what was read. Processes and runs may share it. None: no cache.
         cache_bytes: limit of the cache folder in bytes. The least recently used entries are removed first.
 
@@ -65,6 +60,7 @@ class Remote:
     options: Mapping[str, Any] | None = field(default=None, repr=False)
     concurrency: int = 64
     tries: int = 4
+    redirects: bool = False
     timeout: float = 10.0
     cache: str | os.PathLike[str] | None = None
     cache_bytes: int = 100_000_000_000
@@ -72,6 +68,7 @@ class Remote:
     def __post_init__(self) -> None:
         for name in ("concurrency", "tries", "cache_bytes"):
             checks.whole_number(f"source.remote.{name}", getattr(self, name), 1)
+        checks.flag("source.remote.redirects", self.redirects)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not self.timeout > 0:
             raise ConfigError(f"`source.remote.timeout` must be above 0 seconds. Found: {self.timeout!r}.")
         if self.options is not None and not isinstance(self.options, Mapping):
@@ -89,20 +86,12 @@ class FileInfo(NamedTuple):
     version: str  # changes when the file changes
 
 
-def _open_curl(remote: Remote, system: Callable[[str], Any], bucket: str) -> Curl | None:
-    """Open a bucket (its URL without a path); None if libcurl cannot read the bucket."""
-    access = open_access(system(bucket), bucket)
-    if access is None:
-        return None
-    from gpuaug.source.remote.curl import Curl  # after `open_access`, which checks that pycurl is installed
-
-    return Curl(access, connections=remote.concurrency, timeout=remote.timeout)
-
-
 class Storage:
     """Reads and lists files, local or behind URLs. Every process opens its own connections, also after a fork."""
 
     _next: list[Range]  # to prefetch during the next read
+    _begun: dict[Range, Any]  # futures of prefetched ranges
+    _disk: Disk | None
 
     def __init__(self, remote: Remote | None = None) -> None:
         self.remote: Remote = checks.instance("source.remote", remote, Remote, optional=True) or Remote()
@@ -130,7 +119,7 @@ class Storage:
         if remote := [part for part, answer in answers.items() if answer is None]:
             if self._disk is not None:
                 hints = [part for part in hints if not self._disk.has(_cache_name(part))]
-            new = self._ask(remote, filesystem.read, hints)
+            new = self._ask(remote, "read", hints)
             if self._disk is not None:
                 self._disk.put([(_cache_name(part), data) for part, data in new.items() if isinstance(data, bytes)])
             answers |= new
@@ -151,7 +140,7 @@ class Storage:
             return error
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Announce the ranges of the read after the next. During the next read, libcurl gets the small ones."""
+        """Announce the ranges of the read after the next. The small ones are requested during the next read."""
         self._reset_after_fork()
         self._next = [
             x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
@@ -167,7 +156,7 @@ class Storage:
     def stat(self, paths: Sequence[str]) -> list[FileInfo]:
         """Size and version of each file; SourceError if a file is missing or is not a regular file."""
         self._reset_after_fork()
-        answers = self._ask([Range(path) for path in paths if is_url(path)], filesystem.info)
+        answers = self._ask([Range(path) for path in paths if is_url(path)], "info")
         files = []
         for path in paths:
             answer = answers[Range(path)] if is_url(path) else local.info(path)
@@ -183,7 +172,7 @@ class Storage:
         folders = [""]
         for _ in range(DEEPEST + 1):
             parts = {folder: Range(join(root, folder) if folder else root) for folder in folders}
-            answers = self._ask(parts.values(), filesystem.list_folder)
+            answers = self._ask(parts.values(), "find")
             folders = []
             for folder, part in parts.items():
                 url, entries = redact(part.path), answers[part]
@@ -192,7 +181,7 @@ class Storage:
                 if isinstance(entries, Exception):
                     raise SourceError(f"{url!r} cannot be listed: {_text(entries)}.") from entries
                 for name, is_folder, size, version in entries:
-                    if not is_safe(name) or "/" in name:
+                    if not is_safe(name):
                         log.warning("source: %r in %s is not a valid file name and is left out", name, url)
                     elif is_folder:
                         folders.append(f"{folder}{name}/")
@@ -254,29 +243,65 @@ class Storage:
         )
 
     def _reset(self) -> None:
-        remote, many = self.remote, self.remote.concurrency
-        system = lru_cache(None)(partial(filesystem.open_filesystem, options=remote.options or {}, connections=many))
         self._pid = os.getpid()
-        self._system = system  # fsspec's file system of a bucket
-        self._curl = lru_cache(None)(partial(_open_curl, remote, system))
-        self._threads = ThreadPoolExecutor(many, thread_name_prefix="gpuaug-remote")
+        self._system = lru_cache(None)(self._open)
+        self._threads = ThreadPoolExecutor(self.remote.concurrency, thread_name_prefix="gpuaug-remote")
         self._open_file = lru_cache(OPEN_FILES)(local.OpenFile)
-        self._next = []
-        self._disk = None if remote.cache is None else Disk(remote.cache, max_bytes=remote.cache_bytes)
+        self._next, self._begun = [], {}
+        self._disk = None if self.remote.cache is None else Disk(self.remote.cache, max_bytes=self.remote.cache_bytes)
 
     def _reset_after_fork(self) -> None:
         if self._pid != os.getpid():
-            _ABANDONED.append((self._system, self._curl, self._threads))
+            _ABANDONED.append((self._system, self._threads, self._begun))
             self._reset()
 
-    def _ask(self, parts: Iterable[Range], call: _Call, prefetch: Sequence[Range] = ()) -> dict[Range, Any]:
-        """The answer of ``call`` for each range, or the exception of its last try."""
+    def _open(self, bucket: str) -> Any:
+        """The client for a bucket or server (its URL without a path)."""
+        if bucket.split("://", 1)[0] in SCHEMES:
+            return Bucket(bucket, self.remote)
+        try:
+            from gpuaug.source.remote.filesystem import FileSystem
+        except ImportError as error:
+            raise SourceError(f"URLs need another package: {error}. Run `pip install gpuaug[remote]`.") from error
+        return FileSystem(bucket, self.remote)
+
+    def _start(self, call: str, parts: Iterable[Range]) -> dict[Range, Future[Any]]:
+        """Start ``read``, ``info`` or ``find`` of ranges."""
+        futures: dict[Range, Future[Any]] = {}
+        by_bucket: dict[str, list[Range]] = {}
+        for part in parts:
+            by_bucket.setdefault(_bucket(part.path), []).append(part)
+        for bucket, own in by_bucket.items():
+            system = self._system(bucket)
+            if isinstance(system, Bucket):
+                futures |= {part: self._threads.submit(getattr(system, call), part) for part in own}
+            else:
+                jobs: dict[Range, Future[Any]] = {part: Future() for part in own}
+                system.start(call, jobs)
+                futures |= jobs
+        return futures
+
+    def _ask(self, parts: Iterable[Range], call: str, prefetch: Sequence[Range] = ()) -> dict[Range, Any]:
+        """The answer of ``call`` for each range, or the exception of its last try. Also start to read ``prefetch``."""
         answers: dict[Range, Any] = {}
         todo = list(dict.fromkeys(parts))
         for attempt in range(1, self.remote.tries + 1):
-            replies = self._try(todo, call, prefetch)
+            waiting = {part: future for part in todo if (future := self._begun.pop(part, None)) is not None}
+            waiting |= self._start(call, [part for part in todo if part not in waiting])
+            if attempt == 1:
+                self._begun |= self._start("read", [x for x in prefetch if x not in waiting and x not in self._begun])
+            for part in list(self._begun)[: -max(LEFT_OVER, 2 * len(prefetch))]:  # a read that never came
+                if future := self._begun.pop(part, None):
+                    future.cancel()
+            try:
+                replies = {part: _result(future) for part, future in waiting.items()}
+            except BaseException:  # for example Ctrl-C
+                for future in (*waiting.values(), *self._begun.values()):
+                    future.cancel()
+                self._begun.clear()
+                raise
             answers |= {part: self._final(reply, part, attempt) for part, reply in replies.items()}
-            todo = [part for part, reply in replies.items() if _may_pass(reply)]
+            todo = [part for part, reply in replies.items() if may_pass(reply)]
             if not todo or attempt == self.remote.tries:
                 break
             # random, so that workers do not retry together. The global generator belongs to the user
@@ -284,45 +309,13 @@ class Storage:
             time.sleep(pause * random.Random().uniform(0.75, 1.25))
         return answers
 
-    def _try(self, parts: Sequence[Range], call: _Call, prefetch: Sequence[Range]) -> dict[Range, Any]:
-        """One try of each request. What libcurl cannot read, fsspec reads."""
-        replies: dict[Range, Any] = dict.fromkeys(parts)
-        by_bucket: dict[str, list[Range]] = {}
-        for part in parts:
-            by_bucket.setdefault(_bucket(part.path), []).append(part)
-        for bucket, own in by_bucket.items():
-            if call is filesystem.read and (curl := self._curl(bucket)) is not None:
-                then = [part for part in prefetch if _bucket(part.path) == bucket]
-                replies |= zip(own, curl.read(own, then), strict=True)
-            if left := [part for part in own if replies[part] is None]:
-                replies |= zip(left, self._by_fsspec(self._system(bucket), left, call), strict=True)
-        return replies
-
-    def _by_fsspec(self, system: Any, parts: Sequence[Range], call: _Call) -> list[Any]:
-        """Send requests on fsspec's event loop, or in threads if the file system has no coroutines (HDFS)."""
-        from fsspec.asyn import get_loop
-
-        async def ask(part: Range, free: asyncio.Semaphore) -> Any:
-            async with free:
-                return await asyncio.wait_for(call(system, self._threads, part), part.seconds(self.remote.timeout))
-
-        async def ask_all() -> list[Any]:
-            free = asyncio.Semaphore(self.remote.concurrency)
-            return await asyncio.gather(*(ask(part, free) for part in parts), return_exceptions=True)
-
-        future = asyncio.run_coroutine_threadsafe(ask_all(), get_loop())
-        try:
-            return future.result()
-        except BaseException:  # for example Ctrl-C
-            future.cancel()
-            raise
-
     def _final(self, answer: Any, part: Range, tries: int) -> Any:
         """Return ``answer``, or for a temporary error a ReadError, which no caller retries. Raise ``BUGS``."""
         if isinstance(answer, BUGS):
             raise answer
-        is_final = isinstance(answer, GpuaugError) or (isinstance(answer, OSError) and not _may_pass(answer))
-        if not isinstance(answer, Exception) or is_final:
+        if not isinstance(answer, Exception) or isinstance(answer, GpuaugError):
+            return answer
+        if isinstance(answer, OSError) and not may_pass(answer):
             return answer
         late = f"no answer within {part.seconds(self.remote.timeout):.3g} s"
         text = late if isinstance(answer, TimeoutError) else _text(answer)
@@ -357,17 +350,12 @@ def _cache_name(part: Range) -> str:
     return f"{part.path}\n{part.begin}\n{part.size}\n{part.version}"
 
 
-def _may_pass(error: Any) -> bool:
-    """Whether another try may succeed after ``error``."""
-    if not isinstance(error, Exception):
-        return False
-    status = getattr(error, "status", None)
-    if isinstance(status, int) and status:
-        return status in RETRIED_STATUS
-    if isinstance(error, (*local.FINAL, *BUGS, GpuaugError)):
-        return False
-    return getattr(error, "errno", None) not in (errno.EFBIG, errno.EINVAL, errno.ENAMETOOLONG)
+def _result(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except Exception as error:
+        return error
 
 
 def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, GpuaugError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, GpuaugError) else f"{type(error).__name__}: {clean(str(error))}"

@@ -1,0 +1,82 @@
+"""The public names. Read by ``__init__.py``, by type checkers, and for the reference.
+
+A comment names the page in docs/reference that has the names below it, in this order.
+"""
+
+__version__: str
+PUBLIC: dict[str, tuple[str, str]]
+
+# loader
+from gpuaug.loader.loader import Loader as Loader
+from gpuaug.loader.batch import Batch as Batch
+from gpuaug.read.order import Shuffle as Shuffle
+from gpuaug.read.order import Sequential as Sequential
+from gpuaug.read.order import Weighted as Weighted
+from gpuaug.read.order import Repeated as Repeated
+from gpuaug.decode.decoder import Decode as Decode
+from gpuaug.loader.faults import Faults as Faults
+from gpuaug.tools.materialize.command import Materialize as Materialize
+from gpuaug.batch import EncodedBatch as EncodedBatch
+
+# sources
+from gpuaug.source.folder import FolderSource as FolderSource
+from gpuaug.source.shards import ShardSource as ShardSource
+from gpuaug.source.parquet import ParquetSource as ParquetSource
+from gpuaug.source.table import TableSource as TableSource
+from gpuaug.source.packed import PackedSource as PackedSource
+from gpuaug.source.materialized import MaterializedSource as MaterializedSource
+from gpuaug.source.masks import MaskFolderSource as MaskFolderSource
+from gpuaug.source.coco import CocoSource as CocoSource
+from gpuaug.source.yolo import YoloSource as YoloSource
+from gpuaug.source.voc import VocSource as VocSource
+from gpuaug.source.cache import RamCache as RamCache
+from gpuaug.source.remote.storage import Remote as Remote
+
+# recipes
+from gpuaug.augment.recipe import Augment as Augment
+from gpuaug.augment.recipe import MultiView as MultiView
+from gpuaug.augment.progressive import Progressive as Progressive
+from gpuaug.augment.crop import RandomResizedCrop as RandomResizedCrop
+from gpuaug.augment.crop import RandomCrop as RandomCrop
+from gpuaug.augment.crop import Resize as Resize
+from gpuaug.augment.crop import ResizeCenterCrop as ResizeCenterCrop
+from gpuaug.augment.target_crops import RandomScaleCrop as RandomScaleCrop
+from gpuaug.augment.target_crops import Letterbox as Letterbox
+from gpuaug.augment.target_crops import RandomIoUCrop as RandomIoUCrop
+from gpuaug.augment.normalize import Normalize as Normalize
+from gpuaug.augment.mix import Mix as Mix
+
+# operations
+from gpuaug.augment.auto import RandAugment as RandAugment
+from gpuaug.augment.auto import TrivialAugmentWide as TrivialAugmentWide
+from gpuaug.augment.auto import AutoAugment as AutoAugment
+from gpuaug.augment.auto import AugMix as AugMix
+from gpuaug.augment.auto_timm import TimmAugment as TimmAugment
+from gpuaug.augment.policy import OneOf as OneOf
+from gpuaug.augment.ops.photometric import PhotometricDistort as PhotometricDistort
+from gpuaug.augment.ops.erasing import RandomErasing as RandomErasing
+
+# targets
+from gpuaug.targets.rules import Targets as Targets
+from gpuaug.targets.rules import Masks as Masks
+from gpuaug.targets.rules import Boxes as Boxes
+from gpuaug.targets.rules import Keypoints as Keypoints
+from gpuaug.targets.batch import BatchTargets as BatchTargets
+from gpuaug.batch import Target as Target
+
+# pictures
+from gpuaug.tools.preview.drawing import preview as preview
+from gpuaug.tools.preview.notebook import preview_page as preview_page
+
+# configuration
+from gpuaug.config import compose as compose
+from gpuaug.config import build as build
+
+# errors
+from gpuaug.errors import GpuaugError as GpuaugError
+from gpuaug.errors import ConfigError as ConfigError
+from gpuaug.errors import SourceError as SourceError
+from gpuaug.errors import StateError as StateError
+from gpuaug.errors import ReadError as ReadError
+from gpuaug.errors import DataError as DataError
+from gpuaug.errors import FaultBudgetError as FaultBudgetError
