@@ -52,7 +52,7 @@ CONFIGURATIONS = [
     Configuration("ram, first use", "folder", ("augment=simclr", "num_workers=2", "cache=ram", "prefetch=1")),
     Configuration("large images", "large", ("augment=flip", "num_workers=2", "batch_size=16")),
     Configuration("packed", "packed", ("augment=flip", "num_workers=0")),
-    Configuration("materialized", "materialized", ("augment=flip", "num_workers=0")),
+    Configuration("augmented", "augmented", ("augment=flip", "num_workers=0")),
     Configuration("8 workers", "folder", ("augment=simclr", "num_workers=8")),
     Configuration("spawn", "folder", ("augment=standard", "num_workers=4", "start_method=spawn")),
     Configuration("ram, ahead", "folder", ("augment=flip", "num_workers=2", "cache=ram", "cache.fill=ahead")),
@@ -65,7 +65,6 @@ CONFIGURATIONS = [
     Configuration("parquet", "parquet", ("augment=flip", "num_workers=4", "order=sequential")),
     Configuration("table", "table", ("augment=randaugment", "num_workers=1", "batch_size=128")),
     Configuration("packed, 2 workers", "packed", ("augment=dino", "num_workers=2", "batch_size=64")),
-    Configuration("materialized, final", "final", ("augment=simclr", "num_workers=2", "batch_size=32")),
     Configuration("large, dino", "large", ("augment=dino", "num_workers=1", "batch_size=8")),
     Configuration("mixup", "folder", ("augment=standard", "mix=mixup_cutmix", "num_workers=2")),
     Configuration("cutmix", "shards", ("augment=threeaugment", "mix=cutmix", "num_workers=1", "batch_size=96")),
@@ -95,11 +94,8 @@ def source(folder: Path, data: str, *, count: int, large: int) -> list[str]:
             cli("pack", f"source.root={photos}", f"out={out}/packed", "samples=500")
         elif data == "packed":
             cli("pack", f"source.root={photos}", f"out={out}/packed", "format=uint8", "sizes=[256]")
-        elif data in ("materialized", "final"):
-            recipe, store = ("flip", "uint8") if data == "materialized" else ("simclr", "final")
-            some = "source.subset=640" if data == "final" else "source.subset=null"
-            cli("materialize", f"source.root={photos}", some, f"out={out}/packed", f"augment={recipe}",
-                f"store={store}", "device=cpu")  # fmt: skip
+        elif data == "augmented":
+            cli("pack", f"source.root={photos}", f"out={out}/packed", "epochs=1", "augment=flip")
         elif data == "parquet":
             import pyarrow
             import pyarrow.parquet
@@ -116,7 +112,7 @@ def source(folder: Path, data: str, *, count: int, large: int) -> list[str]:
         (out / "done").touch()
     if data == "shards":
         return ["source=shards", f"source.root={next(p.parent for p in (out / 'packed').rglob('*.tar'))}"]
-    kind = {"final": "materialized"}.get(data, data)
+    kind = {"augmented": "packed"}.get(data, data)
     place = {"parquet": out / "train.parquet", "table": out / "train.csv"}.get(data, out / "packed")
     return [f"source={kind}", f"source.root={place}"]
 

@@ -15,7 +15,6 @@ from gpuaug.read.order import Weighted as Weighted
 from gpuaug.read.order import Repeated as Repeated
 from gpuaug.decode.decoder import Decode as Decode
 from gpuaug.loader.faults import Faults as Faults
-from gpuaug.tools.materialize.command import Materialize as Materialize
 from gpuaug.batch import EncodedBatch as EncodedBatch
 
 # sources
@@ -24,7 +23,6 @@ from gpuaug.source.shards import ShardSource as ShardSource
 from gpuaug.source.parquet import ParquetSource as ParquetSource
 from gpuaug.source.table import TableSource as TableSource
 from gpuaug.source.packed import PackedSource as PackedSource
-from gpuaug.source.materialized import MaterializedSource as MaterializedSource
 from gpuaug.source.masks import MaskFolderSource as MaskFolderSource
 from gpuaug.source.coco import CocoSource as CocoSource
 from gpuaug.source.yolo import YoloSource as YoloSource

@@ -11,12 +11,19 @@ from typing import Any
 
 from gpuaug.errors import ConfigError
 
+LARGEST = 2**63 - 1  # torch and numpy count with int64
+
 
 def whole_number(name: str, value: Any, low: int | None, high: int | None = None, *, optional: bool = False) -> Any:
-    """Check that ``value`` is an int with ``low <= value <= high``. A limit of None does not apply."""
+    """Check that ``value`` is an int with ``low <= value <= high``.
+
+    ``low`` None: any int. ``high`` None: ints below 2**63.
+    """
     whole = isinstance(value, int) and not isinstance(value, bool)
-    good = whole and (low is None or value >= low) and (high is None or value <= high)
+    good = whole and (low is None or low <= value <= (LARGEST if high is None else high))
     limits = "" if low is None else f" >= {low}" if high is None else f" from {low} to {high}"
+    if whole and high is None and value > LARGEST:
+        limits = f" from {low} to 2**63 - 1"
     return _checked(good, name, value, f"a whole number{limits}", optional=optional)
 
 

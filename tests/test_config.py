@@ -202,9 +202,6 @@ def test_what_sources_share_is_overridden_alike(path):
     chosen = [f"source={name}", "source.root=s3://bucket/x", "source.subset=0.5", "source.exclude=bad.jsonl"]
     source = compose("train", chosen).source
     assert (source.root, source.subset, source.exclude) == ("s3://bucket/x", 0.5, "bad.jsonl")
-    if name == "materialized":  # chunks are mapped into memory, so they are always local
-        assert "remote" not in source
-        return
     changed = ["source.remote.cache=/tmp/x", "source.remote.tries=7", "source.remote.options={anon: true}"]
     remote = build(compose("train", [*chosen, *changed]).source.remote)
     assert remote == gpuaug.Remote(cache="/tmp/x", tries=7, options={"anon": True})

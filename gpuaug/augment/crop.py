@@ -259,6 +259,30 @@ class Resize(Crop):
         return CropWindows(box, resized, offset, (height, width), self.interpolation)
 
 
+class Window(Crop):
+    """Cuts a window from images that hold several views side by side, as `gpuaug pack epochs=K` stores them."""
+
+    interpolation = "bilinear"  # has no effect: a window keeps its size
+
+    def __init__(self, corner: tuple[int, int], size: tuple[int, int]) -> None:
+        self.corner, self.size = corner, size
+
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
+        box, resized, offset = (stack_rows(len(u), *v) for v in ((*self.corner, *self.size), self.size, (0, 0)))
+        return CropWindows(box, resized, offset, self.size, self.interpolation)
+
+
+def side_by_side(sizes: Sequence[tuple[int, int]]) -> tuple[list[Window], tuple[int, int]]:
+    """Place views of these sizes (H, W) in rows on one canvas. Returns a window per view, and (H, W) of the canvas."""
+    width, top, left, bottom, windows = max(w for _, w in sizes), 0, 0, 0, []
+    for h, w in sizes:
+        if left + w > width:
+            top, left = bottom, 0
+        windows.append(Window((top, left), (h, w)))
+        left, bottom = left + w, max(bottom, top + h)
+    return windows, (bottom, width)
+
+
 CROPS = (RandomResizedCrop, RandomCrop, ResizeCenterCrop, Resize)
 
 

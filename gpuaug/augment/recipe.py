@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.crop import CROPS, LARGEST_VIEW
+from gpuaug.augment.crop import CROPS, LARGEST_VIEW, Window
 from gpuaug.augment.fingerprint import differences, named, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -336,7 +336,7 @@ class Augment(RecipeBase):
         backend: str = "fused",
     ) -> None:
         super().__init__()
-        if crop is not None and not isinstance(crop, CROPS):
+        if crop is not None and not isinstance(crop, (*CROPS, Window)):
             from gpuaug.augment.target_crops import TARGET_CROPS  # other recipes do not need it
 
             checks.instance("augment.crop", crop, *CROPS, *TARGET_CROPS)

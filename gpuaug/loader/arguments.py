@@ -94,8 +94,6 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
     for key, view in views_of(recipe):
         if view.copy == 0:
             check_carried(view.augment.prepared, names, path=f"{key}.ops")
-    if getattr(source, "stored", None) is not None:
-        raise ConfigError("`targets` must be null for stored epochs: `gpuaug materialize` stores images only.")
     if known is not None and (absent := sorted(set(names) - set(known))):
         raise ConfigError(
             f"`targets.{absent[0]}` needs a source with {absent[0]}. Found: {type(source).__name__} with "

@@ -16,6 +16,7 @@ from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults, Policy
 from gpuaug.loader.pipeline import Pass, Pipeline
+from gpuaug.random.keyed import REPEATS
 from gpuaug.read.reader import Reader
 
 
@@ -38,9 +39,14 @@ def fetch(
             "`indices` must not be empty, and `repeats` must have the same length. "
             f"Found lengths: {len(number)}, {len(repeat)}."
         )
+    if int(repeat.max()) >= REPEATS:
+        raise ConfigError(f"`repeats` must be whole numbers from 0 to {REPEATS - 1}. Found: {int(repeat.max())}.")
     try:
         for index in number.tolist():
             loader.source.key(index)
+            # a packed source also has keys for its rows of other sizes
+            if index >= (loader.source.sample_count or math.inf):
+                raise IndexError("it has fewer samples")
     except IndexError as error:
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
     task = number, repeat, torch.ones(len(number), dtype=torch.bool, device="cpu")

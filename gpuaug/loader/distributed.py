@@ -21,9 +21,9 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return the arguments if they are given, else the values of torch.distributed, else (0, 1)."""
     if rank is None and world_size is None:
         return (dist.get_rank(), dist.get_world_size()) if active() else (0, 1)
-    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size < 2**31:
         raise ConfigError(
-            "`rank` and `world_size` must be given together, as whole numbers with 0 <= rank < world_size. "
+            "`rank` and `world_size` must be given together, as whole numbers with 0 <= rank < world_size < 2**31. "
             f"Found: rank={rank!r}, world_size={world_size!r}."
         )
     return rank, world_size

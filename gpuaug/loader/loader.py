@@ -19,17 +19,18 @@ from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
-from gpuaug.loader import arguments, chosen, describe, distributed
+from gpuaug.loader import arguments, augmented, chosen, describe, distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Streams
-from gpuaug.loader.stages import LiveStage, Stage, StoredStage, stored_order
+from gpuaug.loader.stages import Stage
 from gpuaug.loader.state import VERSION, check_state, compare, locate, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
 from gpuaug.read.ends import finalize
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
+from gpuaug.source.base import checksum
 from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them
@@ -178,28 +179,18 @@ class Loader:
         self.augment.to(self.device)
 
     def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
-        rows: Any = getattr(self.source, "by_epoch", None)  # set if the source's bytes depend on the epoch
-        encoded: Any = self.source if rows is None else rows
-        stage: Stage
-        if (stored := getattr(self.source, "stored", None)) is not None:  # stored epochs are already augmented
-            encoded = rows = stored.rows
-            stage = StoredStage(
-                rows, self.augment, source=stored.digest(), seed=self.seed, device=self.device, dtype=self.dtype
-            )
-            if cache is not None:
-                log.info("cache ram is not used: stored epochs are memory-mapped and need no cache")
-        else:
-            stage = LiveStage(
-                self.augment,
-                self.decode,
-                device=self.device,
-                seed=self.seed,
-                accept_truncated=self.faults.truncated == "accept",
-                batch_size=self.batch_size,
-                targets=self._target_stage(),
-            )
-            if cache is not None:  # an opened cache keeps what it has already read
-                encoded = cache if isinstance(cache, CachedSource) else cache.open(sources.adapt(encoded))
+        encoded: Any = self.source
+        if cache is not None:  # an opened cache keeps what it has already read
+            encoded = cache if isinstance(cache, CachedSource) else cache.open(self.source)
+        stage = Stage(
+            augmented.remaining(self.augment, self.source, self.seed),
+            self.decode,
+            device=self.device,
+            seed=self.seed,
+            accept_truncated=self.faults.truncated == "accept",
+            batch_size=self.batch_size,
+            targets=self._target_stage(),
+        )
         return Pipeline(
             reader=Reader(
                 encoded,
@@ -217,7 +208,7 @@ class Loader:
             memory_format=self.memory_format,
             key_of=self.source.key,
             look_at=describe.looks(self.augment, self.source, self.targets),
-            numbers=getattr(rows, "numbers", None),
+            first_row=self.source.first_row,
         )
 
     def _target_stage(self) -> TargetStage | None:
@@ -326,10 +317,9 @@ class Loader:
             }
             distributed.agree({**self.fingerprint(), **shared}, device=self.device)
         self._log_last(plan)
-        cache, numbers = self.pipeline.cache, self.pipeline.numbers
+        cache, first = self.pipeline.cache, self.pipeline.first_row(self._epoch)
         if cache is not None and cache.settings.fill == "ahead":
-            of_task = (lambda indices, *_: indices) if numbers is None else numbers(self._epoch)
-            shown = [of_task(*task) for task in self._plan(0)]
+            shown = [indices + first for indices, *_ in self._plan(0)]
             cache.fill(self.pipeline.reader, torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *shown]))
         return _Epoch(self, plan)
 
@@ -360,7 +350,7 @@ class Loader:
         # with `last=uneven`, rank 0 may have one more batch than this rank
         finished = self._next_pass == "finished" and not len(replace(self._plan(self._position), rank=0))
         epoch, position = (self._epoch + 1, 0) if finished else (self._epoch, self._position)
-        return {
+        state = {
             "version": VERSION,
             "draw": draw.VERSION,
             "epoch": epoch,
@@ -369,6 +359,7 @@ class Loader:
             "order": self._ordered().digest if position else None,
             "fingerprint": plain(self.fingerprint()),  # a copy, which the caller may change
         }
+        return {**state, "checksum": checksum(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, with any number of workers and ranks and any batch size.
@@ -505,11 +496,7 @@ class Loader:
     def _ordered(self, epoch: int | None = None) -> orders.Ordered:
         epoch = self._epoch if epoch is None else epoch
         if self._cached_order is None or self._cached_order[0] != epoch:
-            if isinstance(stage := self.pipeline.stage, StoredStage):
-                indices = stored_order(self.order, stage.stored, self.seed, epoch, self.source)
-            else:
-                indices = self.order.order(self.seed, epoch, self.source)
-            self._cached_order = epoch, orders.Ordered(indices)
+            self._cached_order = epoch, orders.Ordered(self.order.order(self.seed, epoch, self.source))
         return self._cached_order[1]
 
     def _plan(self, start: int) -> EpochOrder:

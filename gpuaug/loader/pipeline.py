@@ -86,8 +86,7 @@ class Pipeline:
     memory_format: torch.memory_format
     key_of: Callable[[int], str]
     look_at: Callable[[int], Look]  # maps an epoch to `Batch.look`
-    # returns a function for an epoch, which maps a task to the numbers to read; if None, these are the task's `indices`
-    numbers: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
+    first_row: Callable[[int], int]  # maps an epoch to what is added to sample numbers before reading
     running: weakref.ref[Pass] | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
 
@@ -97,8 +96,7 @@ class Pipeline:
         return source if isinstance(source, CachedSource) else None
 
     def read(self, tasks: Iterable[Task], epoch: int, *, zero_copy: bool = True) -> Iterator[EncodedBatch]:
-        numbers = None if self.numbers is None else self.numbers(epoch)
-        return self.reader.batches(tasks, numbers=numbers, zero_copy=zero_copy)
+        return self.reader.batches(tasks, first=self.first_row(epoch), zero_copy=zero_copy)
 
     def decode_pixels(self, batch: StagedBatch) -> StagedBatch:
         """Decode the pixels, and collect all faults of the batch so far."""

@@ -10,10 +10,11 @@ from gpuaug.augment.fingerprint import differences
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
 from gpuaug.read.order import Order, Ordered, describe
+from gpuaug.source.base import checksum
 
 log = logging.getLogger("gpuaug")
 
-VERSION = 2
+VERSION = 3
 
 
 def check_state(value: Any) -> None:
@@ -31,6 +32,15 @@ def check_state(value: Any) -> None:
             f"this gpuaug reads state version {VERSION} with random-number scheme {draw.VERSION}. Found: state "
             f"version {versions[0]}, random-number scheme {versions[1]}. Finish the run with the gpuaug that wrote "
             "the state, or start at the beginning of an epoch with `set_epoch`."
+        )
+    try:
+        found = checksum(value)
+    except (TypeError, ValueError, RecursionError) as error:  # other values than JSON's
+        found = str(error)
+    if found != (written := value.get("checksum")):
+        raise StateError(
+            f"the loader state was changed after `state_dict()` gave it: its checksum is {found:.100}, not "
+            f"{written!r:.60}. Load another checkpoint, or start at the beginning of an epoch with `set_epoch`."
         )
     epoch, position = value["epoch"], value["position"]
     numbers = all(type(x) is int and x >= 0 for x in (epoch, position)) and epoch < draw.EPOCHS

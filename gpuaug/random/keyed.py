@@ -26,6 +26,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.native import build
 
 EPOCHS = 2**32  # the counter has one 32-bit word for the epoch
+REPEATS = 2**16  # and 16 bits for how often a sample occurred earlier in the epoch
 VERSION = 1  # of this scheme; saved in loader states
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # the paper's multipliers

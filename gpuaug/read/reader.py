@@ -112,13 +112,13 @@ class Reader:
         self,
         tasks: Iterable[Task],
         *,
-        numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        first: int = 0,
         zero_copy: bool = False,
     ) -> Iterator[EncodedBatch]:
         """Yield one batch for each ``(indices, repeats, valid)``. This call ends an earlier iterator of any thread.
 
-        ``numbers`` maps a task to the sample numbers to read, int64 [B]; None: read ``indices``. ``zero_copy`` avoids
-        copies if there are no workers and the source's own ``zero_copy`` is True.
+        ``first`` is added to the sample numbers that the source reads. ``zero_copy`` avoids copies if there are no
+        workers and the source's own ``zero_copy`` is True.
 
         If reading a sample raises OSError, MemoryError or an error of gpuaug, the row has no bytes and gets a Fault.
 
@@ -131,7 +131,7 @@ class Reader:
             self._own()
         generation = self._generation.numpy()[0] = next(self._numbers)
         zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
-        return self._batches(generation, tasks, numbers, zero_copy)
+        return self._batches(generation, tasks, first, zero_copy)
 
     def close(self) -> None:
         """End the workers and the current iterator. The next call of ``batches`` starts new workers."""
@@ -144,7 +144,7 @@ class Reader:
         self,
         generation: int,
         tasks: Iterable[Task],
-        numbers: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
+        first: int,
         zero_copy: bool,
     ) -> Iterator[EncodedBatch]:
         asked: deque[Task] = deque()
@@ -155,7 +155,7 @@ class Reader:
             known: deque[NDArray[np.int64]] = deque()
             for task in tasks:
                 asked.append(task)
-                known.append((task[0] if numbers is None else numbers(*task)).numpy())
+                known.append(task[0].numpy() + first)
                 if len(known) > lookahead:
                     yield generation, known.popleft(), known[-1] if lookahead else None
             while known:

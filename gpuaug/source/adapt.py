@@ -22,7 +22,7 @@ from gpuaug.source.index import Names, share
 log = logging.getLogger("gpuaug")
 
 # members that a MapSource takes from its object, if the object has them
-OPTIONAL = ("stored", *(name for name in vars(Source) if name[0] != "_" and name not in ("key", "digest", "labels")))
+OPTIONAL = tuple(name for name in vars(Source) if name[0] != "_" and name not in ("key", "digest", "labels"))
 
 
 class MapSource(Source):

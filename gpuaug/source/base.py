@@ -60,6 +60,8 @@ class Source:
         panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         mask_path: ``source.mask_path(i)`` is the path of the mask of a sample, for messages; None if it has no file.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
+        row_count, sample_count: numbers of rows and samples of a source that has other bytes in other epochs, else 0.
+        augmented_by: the settings that made the images, if they are already augmented; see :class:`PackedSource`.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
 
@@ -82,6 +84,12 @@ class Source:
     same_group: Any = None
     mask_path: Any = None
     objects_digest: Any = None
+    row_count = sample_count = 0  # 0: equal to the number of samples
+    augmented_by: dict[str, Any] | None = None
+
+    def first_row(self, epoch: int) -> int:
+        """What is added to sample numbers before they are read in ``epoch``."""
+        return 0
 
     def __len__(self) -> int:
         """Number of active samples."""
@@ -329,40 +337,14 @@ class FileKeys(Names):
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:
-    """Hash of a manifest without its field ``checksum``."""
+    """Hash of a manifest or a loader's state without its field ``checksum``."""
     text = json.dumps({k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest(text.encode())
 
 
-def parse_manifest(data: bytes, kind: str, version: int) -> dict[str, Any]:
-    """Parse a manifest; ValueError if its kind, version or checksum is wrong."""
-    manifest = json.loads(data)
-    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
-        raise ValueError(f"it was not written by `{kind}`")
-    if manifest.get("version") != version:
-        raise ValueError(f"its version is {manifest.get('version')!r}, but this gpuaug reads version {version}")
-    if manifest.get("checksum") != checksum(manifest):
-        raise ValueError("its content does not match its checksum")
-    return manifest
-
-
-class SourceView(Source):
-    """A source that wraps another source and has the same keys, digest, labels and classes."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        self.indices, self.labels = source.indices, source.labels
-        self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
-        self.num_keypoints = source.num_keypoints
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.source!r})"
-
-    def key(self, index: int) -> str:
-        return str(self.source.key(index))
-
-    def digest(self) -> str:
-        return str(self.source.digest())
+def digest(*parts: bytes | memoryview) -> str:
+    """BLAKE2b of bytes, as hex."""
+    total = hashlib.blake2b(digest_size=16)
+    for data in parts:
+        total.update(data)
+    return total.hexdigest()

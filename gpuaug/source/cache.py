@@ -35,7 +35,6 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes, parse_bytes
 from gpuaug.source import shared_memory
 from gpuaug.source.adapt import Source
-from gpuaug.source.base import SourceView
 from gpuaug.source.remote.disk import locked
 
 log = logging.getLogger("gpuaug")
@@ -78,14 +77,16 @@ class RamCache:
         return CachedSource(source, self)
 
 
-class CachedSource(SourceView):
+class CachedSource(Source):
     """Stores samples at their first read. Later reads of a stored sample return views of the memory, not copies."""
 
     def __init__(self, source: Source, settings: RamCache) -> None:
-        super().__init__(source)
-        self.settings = settings
+        self.source, self.settings = source, settings
+        self.indices, self.labels = source.indices, source.labels
+        self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
+        self.num_keypoints = source.num_keypoints
         self._filled = False
-        numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
+        numbers = source.row_count or (len(source) if source.indices is None else int(source.indices[-1]) + 1)
         name = ""
         if machine.local_world_size() > 1:  # the n-th cache of a source uses the same memory on all ranks
             name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
@@ -100,6 +101,15 @@ class CachedSource(SourceView):
             raise ConfigError("`cache.max_bytes` must be set: /proc/meminfo does not show the available memory.")
         size = _begin(numbers) + limit
         self._memory = _Memory(numbers, *shared_memory.share_once(name, lambda fd: os.ftruncate(fd, size)))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def key(self, index: int) -> str:
+        return str(self.source.key(index))
+
+    def digest(self) -> str:
+        return str(self.source.digest())
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         (item,) = self._read([index], lambda numbers: [self.source[numbers[0]]])

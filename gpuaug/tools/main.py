@@ -23,7 +23,6 @@ log = logging.getLogger("gpuaug")
 COMMANDS = {
     "train": "train a network, such as one of timm or torchvision, with AMP, DDP, checkpoints and resume",
     "pack": "write a resized copy of a source: JPEG shards, or pixels that need no decoding",
-    "materialize": "write augmented epochs to disk; training reads them without decoding or augmenting",
     "profile": "measure every stage, name the bottleneck, and say what to change",
     "plan": "measure in a short trial run how much host and device memory a run needs",
     "preview": "show a recipe's images exactly as training sees them: PNG, HTML or a live page",

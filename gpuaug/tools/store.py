@@ -1,4 +1,4 @@
-"""Shared by `pack` and `materialize`: the output folder, worker processes, arrays as bytes, checksums."""
+"""The output folder of `gpuaug pack`, its worker processes, arrays as bytes, checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import check_regular
 from gpuaug.source.base import checksum
+from gpuaug.source.base import digest as digest
 from gpuaug.source.local import read_file
 
 log = logging.getLogger("gpuaug")
@@ -63,11 +63,11 @@ def refuse_reduced(decode: Decode) -> None:
         )
 
 
-def refuse_changes(out: Path, before: Any, here: Any, *, error: type[GpuaugError]) -> None:
-    """Raise ``error`` if ``before``, the job recorded in ``out``, differs from ``here``, the job of this run."""
+def refuse_changes(out: Path, before: Any, here: Any) -> None:
+    """Raise ConfigError if ``before``, the job recorded in ``out``, differs from ``here``, the job of this run."""
     if changes := differences(before, json.loads(json.dumps(here))):
         listed = "; ".join(f"{where}: {a!r:.60} there, {b!r:.60} in this run" for where, a, b in changes[:5])
-        raise error(f"`out` holds another job: {str(out)!r}. {listed}. Use those settings, or set another `out`.")
+        raise ConfigError(f"`out` holds another job: {str(out)!r}. {listed}. Use those settings, or set another `out`.")
 
 
 @contextmanager
@@ -109,8 +109,6 @@ def results(
     on: str,
     progress: Callable[[int], Any],
     num_workers: int | None = None,
-    cpus: int = 1,
-    gpus: int = 0,
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run tasks on this machine or on Ray. Yields each ``(task, result)`` as soon as the task is done.
 
@@ -119,16 +117,14 @@ def results(
         tasks: the tasks, which start in this order.
         on: ``local`` or ``ray``.
         progress: called with the number of newly finished samples.
-        num_workers: number of processes. None: as many as CPUs or GPUs allow. 0 with ``local``: this process.
-        cpus: largest number of CPUs of each Ray process.
-        gpus: number of GPUs of each Ray process.
+        num_workers: number of processes. None: one for each CPU. 0 with ``local``: this process.
     """
     if on == "local" and num_workers == 0:
         with closing(open_worker()) as worker:
             for task in tasks:
                 yield task, worker.write(task, progress)
         return
-    run = partial(_on_ray, cpus=cpus, gpus=gpus) if on == "ray" else _here
+    run = _on_ray if on == "ray" else _here
     with closing(run(open_worker, tasks, num_workers)) as done:
         for task, result, samples in done:
             progress(samples)
@@ -188,7 +184,7 @@ def _here(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None
         pool.shutdown(cancel_futures=True)
 
 
-def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None, cpus: int, gpus: int) -> Done:
+def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | None) -> Done:
     try:
         import ray
         from ray.util import ActorPool
@@ -202,11 +198,9 @@ def _on_ray(open_worker: OpenWorker, tasks: Sequence[Any], num_workers: int | No
     try:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cores = [int(machine["CPU"]) for machine in machines if machine.get("CPU")]
-        cpus = min([cpus, *cores])
-        room = sum(int(machine.get("GPU", 0)) for machine in machines) if gpus else sum(n // cpus for n in cores)
-        workers = max(1, min(room if num_workers is None else num_workers, len(tasks)))
-        log.info("Ray: %d processes with %d cores each on %d machines", workers, cpus, len(cores))
-        shared, actor = ray.put(open_worker), ray.remote(num_cpus=cpus, num_gpus=gpus)(_Process)
+        workers = max(1, min(sum(cores) if num_workers is None else num_workers, len(tasks)))
+        log.info("Ray: %d processes on %d machines", workers, len(cores))
+        shared, actor = ray.put(open_worker), ray.remote(num_cpus=1, num_gpus=0)(_Process)
         actors += [actor.remote(shared) for _ in range(workers)]
         pool: Any = ActorPool(actors)
         yield from pool.map_unordered(lambda process, task: process.write.remote(task), tasks)
@@ -244,14 +238,6 @@ def npy(values: Any, dtype: Any = None) -> tuple[bytes, memoryview]:
     stream = io.BytesIO()
     np.lib.format.write_array_header_2_0(stream, np.lib.format.header_data_from_array_1_0(array))
     return stream.getvalue(), array.reshape(-1).view(np.uint8).data
-
-
-def digest(*parts: bytes | memoryview) -> str:
-    """BLAKE2b of bytes, as hex."""
-    total = hashlib.blake2b(digest_size=16)
-    for data in parts:
-        total.update(data)
-    return total.hexdigest()
 
 
 def file_digest(path: Path) -> str:

@@ -193,17 +193,6 @@ def test_a_plan_is_for_the_largest_stage_that_comes(photos: Path) -> None:
             assert mixed.epoch == largest
 
 
-def test_materialize_refuses(photos: Path, tmp_path: Path) -> None:
-    message = "`augment` must be one recipe for all epochs.* gpuaug.Progressive"
-    with loader(photos, augment=recipe()) as mixed, pytest.raises(ConfigError, match=message):
-        gpuaug.Materialize(mixed, out=tmp_path / "epochs")
-    with loader(photos, augment=stage(16)) as plain:
-        gpuaug.Materialize(plain, out=tmp_path / "epochs").run()
-    stored = gpuaug.MaterializedSource(tmp_path / "epochs")
-    with pytest.raises(ConfigError, match="`augment` must be the recipe of the stored epochs"):
-        loader(stored, augment=recipe())
-
-
 GROWING = """
 _target_: gpuaug.Progressive
 backend: null

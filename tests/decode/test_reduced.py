@@ -15,7 +15,6 @@ from gpuaug.batch import CropWindows
 from gpuaug.decode.dali import CudaPipeline
 from gpuaug.decode.decoder import Decode, Decoder
 from gpuaug.decode.plan import Plan
-from gpuaug.tools.materialize.command import Materialize
 from gpuaug.tools.pack.command import pack as gpuaug_pack
 
 CODECS = ("jpeg", "png", "tiff")
@@ -352,12 +351,8 @@ def test_a_state_belongs_to_its_setting(large):
 
 
 def test_what_stores_pixels_refuses_it(large, tmp_path):
-    for done in ("pack", "materialize"):
-        with pytest.raises(gpuaug.ConfigError, match="Set decode.reduced=false"), loader(large, decode=REDUCED) as made:
-            if done == "pack":
-                gpuaug_pack(made.source, tmp_path / "packed", decode=REDUCED)
-            else:
-                Materialize(made, out=tmp_path / "stored")
+    with pytest.raises(gpuaug.ConfigError, match="Set decode.reduced=false"):
+        gpuaug_pack(gpuaug.FolderSource(large), tmp_path / "packed", decode=REDUCED)
 
 
 def test_the_setting_is_checked():

@@ -23,6 +23,8 @@ from PIL import Image
 import gpuaug
 from gpuaug.errors import GpuaugError
 from gpuaug.tools.main import main
+from gpuaug.tools.pack.command import pack
+from gpuaug.tools.pack.job import Pack
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 10**6, 10**20, -(10**20), 0.0, 0.5, -0.5, 1.5, 1e308, math.nan, math.inf, -math.inf,
@@ -39,7 +41,7 @@ def said(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few images as folder, table, shards' place, packed and materialized; with masks and boxes in all forms."""
+    """A few images as folder, table, shards' place, and packed; with masks and boxes in all forms."""
     root = tmp_path_factory.mktemp("place")
     rng = np.random.default_rng(0)
     for n in range(4):
@@ -49,8 +51,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         annotate(root, n)
     lines = [f"{p.relative_to(root)},{n}" for n, p in enumerate(sorted((root / "images").rglob("*.png")))]
     (root / "table.csv").write_text("path,label\n" + "\n".join(lines) + "\n")
-    with small(root) as live:
-        gpuaug.Materialize(live, out=root / "epochs", epochs=1).run()
+    recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
+    pack(source(root), root / "epochs", what=Pack(epochs=1), augment=recipe, seed=3, num_workers=0)
     return root
 
 
@@ -118,7 +120,7 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
     "Decode": (lambda p: {}, lambda p, made: one_batch(p, decode=made)),
     "Faults": (lambda p: {}, lambda p, made: one_batch(p, faults=made)),
     "TableSource": (lambda p: {"root": tables(p)}, lambda p, made: one_batch(p, source=made)),
-    "MaterializedSource": (lambda p: {"root": p / "epochs"}, lambda p, made: one_batch(p, source=made)),
+    "PackedSource": (lambda p: {"root": p / "epochs"}, lambda p, made: one_batch(p, source=made)),
     "Remote": (lambda p: {}, lambda p, made: one_batch(p, source=gpuaug.FolderSource(p / "images", remote=made))),
     "Mix": (lambda p: {"mixup_alpha": 1.0}, lambda p, made: one_batch(p, mix=made)),
     "MultiView": (
@@ -177,7 +179,7 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
 }
 OTHERS = {
-    "Loader", "Materialize", "Shuffle", "Sequential", "Batch", "EncodedBatch", "BatchTargets", "Target", "build",
+    "Loader", "Shuffle", "Sequential", "Batch", "EncodedBatch", "BatchTargets", "Target", "build",
     "compose", "preview", "preview_page",
 }  # fmt: skip
 
@@ -279,28 +281,10 @@ def test_methods(name: str, place: Path) -> None:
         assert attacked(calls()) == []
 
 
-@pytest.mark.parametrize("parameter", [p for p in parameters(gpuaug.Materialize) if p != "loader"])
-def test_materialize(parameter: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def made(live: gpuaug.Loader, number: int, value: Any) -> None:
-        gpuaug.Materialize(live, **{"out": tmp_path / f"out{number}", parameter: value})
-
-    with small(place) as live:
-
-        def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-            for number, value in enumerate(VALUES):
-                if type(value) is int and value > 2 and parameter == "epochs":
-                    continue  # as many as it says
-                yield f"Materialize({parameter}={said(value)})", lambda n=number, v=value: made(live, n, v)
-
-        assert attacked(calls()) == []
-
-
 WORDS: list[tuple[str, ...]] = [
     ("augment=standard", "mix=mixup_cutmix", "cache=ram", "order=weighted"),
     ("augment=dino", "order=repeated", "last=drop"),
-    ("augment=eval", "source=materialized"),
+    ("augment=eval", "source=packed"),
 ]
 SETTINGS: list[Any] = [None, True, -1, 0, 0.5, math.nan, 1e30, "abc", "", [], [1, 2, 3], {}, {"a": 1}]
 
@@ -311,7 +295,7 @@ def test_every_key_of_the_configuration(words: tuple[str, ...], place: Path, mon
     from omegaconf import DictConfig, OmegaConf
 
     monkeypatch.chdir(tmp_path)
-    root = place / ("epochs" if "source=materialized" in words else "images")
+    root = place / ("epochs" if "source=packed" in words else "images")
     small = [f"source.root={root}", "batch_size=2", "num_workers=0", "prefetch=0", "device=cpu"]
     whole = gpuaug.compose("train", [*words, *small])
 

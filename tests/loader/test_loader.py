@@ -17,6 +17,7 @@ import gpuaug
 from gpuaug.augment.mix import Mix
 from gpuaug.errors import ConfigError, DataError, GpuaugError, StateError
 from gpuaug.read.prefetch import Producer
+from gpuaug.source.base import checksum
 
 
 def pixels(batches):
@@ -764,17 +765,29 @@ def test_another_order_of_the_same_kind_is_refused_inside_an_epoch(photos, one, 
 
 
 @pytest.mark.parametrize(
-    "change", [{"position": 10**6}, {"epoch": 2**33}, {"version": True}, {"after": 3}, {"order": 1}]
-)
+    "change",
+    [{"position": 10**6}, {"position": 10**30}, {"epoch": 2**33}, {"epoch": 10**9}, {"version": True}, {"after": 3},
+     {"after": 10**30}, {"order": 1}, {"order": "x"}, {"fingerprint": {}}, {"more": 1}, {"more": {1}}],
+)  # fmt: skip
 def test_a_refused_state_changes_nothing(photos, change):
     with loader(photos) as ours:
         batches = iter(ours)
         next(batches)
         before = ours.state_dict()
-        with pytest.raises(StateError):
+        with pytest.raises(StateError, match="was changed after|this gpuaug reads"):
             ours.load_state_dict({**before, **change})
+        forged = {**before, **change}
+        if change != {"order": "x"} and not change.keys() & {"more", "epoch"}:  # those are valid with their checksum
+            with pytest.raises(StateError):
+                ours.load_state_dict({**forged, "checksum": checksum(forged)})
         assert ours.state_dict() == before
-        next(batches)
+        ours.load_state_dict(json.loads(json.dumps(before)))
+        with pytest.raises(ConfigError, match="0 <= rank < world_size < 2"):
+            loader(photos, rank=0, world_size=10**30)
+        with pytest.raises(ConfigError, match=r"`batch_size` must be a whole number from 1 to 2..63 - 1. Found: 1000"):
+            loader(photos, batch_size=10**30)
+        with pytest.raises(ConfigError, match="`repeats` must be whole numbers from 0 to 65535. Found: 65536"):
+            ours.fetch([1], repeats=[65536])
 
 
 @pytest.mark.parametrize("how", ["close", "iter", "set_epoch", "load_state_dict"])

@@ -52,7 +52,6 @@ def users(images: Path):
     yield "train.parquet", lambda path: ParquetSource([path])
     yield "train.tar", lambda path: ShardSource([path], labels="none")
     yield "packed/manifest.json", lambda path: gpuaug.PackedSource(path.parent)
-    yield "epochs/manifest.json", lambda path: gpuaug.MaterializedSource(path.parent)
     yield "faults.jsonl", lambda path: gpuaug.Faults(file=str(path))
 
 

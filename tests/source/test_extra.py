@@ -425,21 +425,3 @@ def test_pack_keeps_nan_and_refuses_what_json_changes(tmp_path):
     for bad in ((1, float("nan")), {"a": (1,)}, {1: "a"}, [{"a": {2: float("nan")}}]):
         with pytest.raises(ConfigError, match="stores the values as JSON"):
             pack(Plain(lambda i, item, bad=bad: (*item[:2], bad)), tmp_path / "bad", **settings)
-
-
-def test_a_damaged_packed_extra_is_a_fault(tmp_path):
-    source = ShardSource(shards(tmp_path / "data"), extra="txt")
-    pack(source, tmp_path / "out", what=Pack(), decode=PILLOW, faults=gpuaug.Faults(), num_workers=0)
-    file = tmp_path / "out" / "index" / "extra.bin"
-    file.write_bytes(b"?" + file.read_bytes()[1:])
-    packed = gpuaug.PackedSource(tmp_path / "out")
-    assert packed[1][2] == CAPTIONS[1]
-    with pytest.raises(SourceError, match=r"index/extra\.bin .* is damaged at sample 0"):
-        packed[0]
-
-
-def test_materialize_refuses_them(tmp_path):
-    source = ShardSource(shards(tmp_path / "data"), extra="txt")
-    wanted = r"`source\.extra` must be null, because `gpuaug materialize`.*'a dog'"
-    with loader(source, decode=PILLOW) as batches, pytest.raises(ConfigError, match=wanted):
-        gpuaug.Materialize(batches, out=tmp_path / "out")

@@ -26,7 +26,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def read_all(source: gpuaug.FolderSource | gpuaug.PackedSource | gpuaug.MaterializedSource) -> None:
+def read_all(source: gpuaug.FolderSource | gpuaug.PackedSource) -> None:
     augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
     with gpuaug.Loader(source, augment=augment, batch_size=4, num_workers=0, prefetch=0, device="cpu") as loader:
         list(loader)
@@ -56,29 +56,6 @@ def attack(folder: Path, use: Callable[[], None]) -> None:
 def test_packed(images: Path, tmp_path: Path) -> None:
     pack(gpuaug.FolderSource(images), tmp_path / "out", what=Pack(format="uint8"), num_workers=0)
     attack(tmp_path / "out", lambda: read_all(gpuaug.PackedSource(tmp_path / "out")))
-
-
-def test_materialized(images: Path, tmp_path: Path) -> None:
-    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
-    with gpuaug.Loader(gpuaug.FolderSource(images), augment=augment, num_workers=0, prefetch=0, device="cpu") as live:
-        gpuaug.Materialize(live, out=tmp_path / "out").run()
-    attack(tmp_path / "out", lambda: read_all(gpuaug.MaterializedSource(tmp_path / "out")))
-
-
-@pytest.mark.parametrize("value", [-1, 6, 1 << 40, -(1 << 63), 5])
-@pytest.mark.parametrize("subset", [None, [1, 2, 4]])
-def test_numbers_that_are_none(images: Path, tmp_path: Path, subset: list[int] | None, value: int) -> None:
-    augment, source = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8)), gpuaug.FolderSource(images, subset=subset)
-    with gpuaug.Loader(source, augment=augment, num_workers=0, prefetch=0, device="cpu") as live:
-        gpuaug.Materialize(live, out=tmp_path / "out").run()
-    read_all(gpuaug.MaterializedSource(tmp_path / "out"))
-    for file in [tmp_path / "out/epoch-0000/order.npy", *(tmp_path / "out").glob("indices.npy")]:
-        whole = np.load(file)
-        np.save(file, np.concatenate([[value], whole[1:]]))
-        with pytest.raises(gpuaug.GpuaugError, match=r"damaged|were not stored|has no sample"):
-            read_all(gpuaug.MaterializedSource(tmp_path / "out"))
-        np.save(file, whole)
-    read_all(gpuaug.MaterializedSource(tmp_path / "out"))
 
 
 def test_subset(images: Path, tmp_path: Path) -> None:

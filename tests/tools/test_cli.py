@@ -86,7 +86,7 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["train", "source.root=x", "augment=simcrl"], "Did you mean augment=simclr?"),
         (["train", "optimiser=sgd"], "Did you mean `optimizer`?"),
         (["train", "optimizer=sgdd"], "`optimizer` must be one of sgd, adamw. Found: 'sgdd'."),
-        (["train", "epochs=0"], "`epochs` must be a whole number >= 1. Found: 0."),
+        (["train", "epochs=0"], "`epochs` must be a whole number from 1 to 4294967295. Found: 0."),
         (["train", "lr=high"], "`lr` must be a number in [0, inf]. Found: 'high'."),
         (["train", "model.widht=3"], "`model.widht`"),
         (["train", "lr=${oc.env:NO_SUCH_NAME}"], "`lr` cannot be resolved: KeyError"),

@@ -37,6 +37,7 @@ from gpuaug.source.folder import FolderSource
 from gpuaug.source.packed import MANIFEST, PackedSource
 from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
+from gpuaug.tools import store
 from gpuaug.tools.main import main
 from gpuaug.tools.pack.command import pack, verify
 from gpuaug.tools.pack.job import Pack, finished
@@ -271,7 +272,7 @@ def test_nothing_is_copied_out_of_the_mapped_files(arrays: Path) -> None:
     indices = torch.tensor([3, 0, 17])
     (batch,) = Reader(packed).batches([(indices, indices * 0, indices >= 0)], zero_copy=True)
     assert len(batch.data) == 0
-    files = [np.frombuffer(file, dtype=np.uint8) for file in packed._opened.values()]
+    files = [np.frombuffer(packed._open(f"40/0000{k}.bin"), dtype=np.uint8) for k in range(4)]
     for image, index in zip(batch.images, indices.tolist(), strict=True):
         assert any(np.shares_memory(image, file) for file in files)
         assert image.tobytes() == bytes(packed[index][0])
@@ -311,19 +312,23 @@ def test_size_by_epoch(arrays: Path) -> None:
     assert large.size == 96
     with pytest.raises(RuntimeError, match="depends on the epoch"):
         plan[0]
-    rows = plan.by_epoch
-    reader = Reader(rows)
+    with pytest.raises(ConfigError, match="must have one image per sample"):
+        run(plan, arrays.parent / "again")
+    reader = Reader(plan)
     indices = torch.tensor([4, 27, 0])
     for epoch, want in ((0, small), (3, large), (8, small)):
-        (batch,) = reader.batches([(indices, indices * 0, indices >= 0)], numbers=rows.numbers(epoch))
+        (batch,) = reader.batches([(indices, indices * 0, indices >= 0)], first=plan.first_row(epoch))
         for k, i in enumerate(indices.tolist()):
             assert batch.encoded(k).numpy().tobytes() == bytes(want[i][0])
             assert batch.labels[k] == want[i][1]
         assert torch.equal(batch.indices, indices)
-    assert large.by_epoch is None
-    assert rows.key(30) == large.key(2)
+    assert large.first_row(9) == 0
+    assert plan.key(30) == large.key(2)
+    with pytest.raises(IndexError, match=r"0 \.\. 27. Found: 28"):
+        large.key(28)
     for size, text in (({1: 40}, "must have the key 0"), ({0: 50}, "40, 96. Found: 50"), (224, "40, 96. Found: 224"),
-                       ({-1: 40}, "epochs, from 0 on"), ({0: 40, "0": 96}, "no epoch twice")):  # fmt: skip
+                       ({-1: 40}, "must be epochs from 0 to"), ({0: 40, 10**30: 96}, "epochs from 0 to"),
+                       ({0: 40, "0": 96}, "no epoch twice")):  # fmt: skip
         with pytest.raises(ConfigError, match=text):
             PackedSource(arrays, size=size)
 
@@ -347,6 +352,8 @@ def test_the_loader_reads_the_size_of_its_epoch(arrays: Path, num_workers: int) 
                 assert torch.equal(found.labels, want.labels)
                 fetched = planned.fetch(found.indices.tolist(), epoch=2)
                 assert torch.equal(fetched.images, large.fetch(found.indices.tolist(), epoch=2).images)
+        with pytest.raises(ConfigError, match="`indices` must be sample numbers"):
+            planned.fetch([28], epoch=0)  # the row of another size
 
 
 def test_an_index_that_cannot_be_written_names_the_folder(folder: Path, tmp_path: Path) -> None:
@@ -629,20 +636,28 @@ def test_a_damaged_folder_is_no_source(arrays: Path, tmp_path: Path) -> None:
         (text.replace('"samples": 28', '"samples": 29', 1), "checksum"),
         (text[:-40], "cannot be used"),
         ("[]", "not written by"),
-        (text.replace('"version": 1', '"version": 2', 1), "version is 2"),
+        (text.replace('"version": 2', '"version": 1', 1), "version is 1"),
     ):
         assert changed != text
         (out / MANIFEST).write_text(changed)
         refused(reason)
-    np.save(fresh() / "index" / "40.offsets.npy", np.full(28, 2**40))
-    assert len(PackedSource(out)) == 28  # the other size
-    refused("points outside its files", size=40)
-    np.save(fresh() / "index" / "40.lengths.npy", np.array([{}] * 28), allow_pickle=True)
-    refused("40.lengths.npy .* instead of", size=40)
-    (out / "index" / "40.lengths.npy").write_bytes(bytes((arrays / "index" / "40.lengths.npy").stat().st_size))
-    refused("40.lengths.npy .* cannot be read", size=40)
-    (fresh() / "index" / "keys.npy").write_bytes(b"")
-    refused("keys.npy")
+    (fresh() / "index" / "keys.npy").write_bytes(bytes((arrays / "index" / "keys.npy").stat().st_size))
+    refused("keys.npy .* does not match its checksum")
+    # with checksums that are right, as another program could write them
+    manifest = json.loads((fresh() / MANIFEST).read_text())
+    for name, values, reason in (
+        ("40.offsets", np.full(28, 2**40), "points outside its files"),
+        ("40.offsets", np.full(28, -1), "points outside its files"),
+        ("40.lengths", np.full(27, 1, np.int32), "40.lengths.npy .* cannot be read"),
+    ):
+        np.save(fresh() / "index" / f"{name}.npy", values)
+        data = (out / "index" / f"{name}.npy").read_bytes()
+        files = manifest["files"] | {f"index/{name}.npy": [len(data), store.digest(data)]}
+        store.write_manifest(out / MANIFEST, manifest | {"files": files})
+        refused(reason, size=40)
+    for change in ({"sizes": ["../x"]}, {"files": {"../x": [1, ""]}}):
+        store.write_manifest(out / MANIFEST, manifest | change)
+        refused("it (has sizes that are no numbers|names files outside the folder)")
     refused_root = tmp_path / "nowhere"
     with pytest.raises(SourceError, match="must be a folder"):
         PackedSource(refused_root)
@@ -660,8 +675,7 @@ def test_a_file_cut_under_an_open_source_is_a_fault(arrays: Path, tmp_path: Path
     assert [fault.row for fault in batch.faults] == [1]
 
 
-def test_bytes_that_are_no_pixels_are_a_fault(arrays: Path, tmp_path: Path) -> None:
-    """A damaged header reaches the decoder, and is one sample's fault there."""
+def test_a_damaged_sample_is_a_fault_that_names_it(arrays: Path, tmp_path: Path) -> None:
     shutil.copytree(arrays, tmp_path / "out")
     begins = np.load(tmp_path / "out" / "index" / "40.offsets.npy")
     flip(tmp_path / "out" / "40" / "00000.bin", int(begins[3]) + 9)
@@ -671,6 +685,20 @@ def test_bytes_that_are_no_pixels_are_a_fault(arrays: Path, tmp_path: Path) -> N
     with gpuaug.Loader(packed, augment=augment, batch_size=28, num_workers=0, device="cpu", faults=faults) as loader:
         (batch,) = loader
     assert batch.indices[~batch.valid].tolist() == [3]
+    with (
+        gpuaug.Loader(packed, augment=augment, num_workers=0, device="cpu") as loader,
+        pytest.raises(DataError, match=r"sample 3 .'jpeg/3.jpg'. failed in read: .*40/00000.bin .*checksum"),
+    ):
+        next(iter(loader))
+
+
+def test_more_files_than_a_process_keeps_open(arrays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuaug.source.packed.MAPPED_FILES", 2)
+    packed = PackedSource(arrays, size={0: 40, 1: 96})
+    augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(24))
+    with gpuaug.Loader(packed, augment=augment, batch_size=9, num_workers=0, device="cpu") as loader:
+        assert sum(len(batch) for _ in range(2) for batch in loader) == 56
+    assert packed._open.cache_info().currsize == 2
 
 
 # -- faults of the source --

@@ -282,3 +282,5 @@ def test_packed_pixels_are_compared_from_the_crop_on(photos: Path, tmp_path: Pat
         assert {d["stage"] for d in values["differences"]} == {"crop", "all"}
     assert main(["preview", f"out={tmp_path}/p.png", *packed, *more]) == 0
     assert main(["preview", f"out={tmp_path}/p.png", *packed, *more, "show=operations"]) == 0
+    assert main(["pack", *few[:2], f"out={tmp_path}/augmented", "epochs=1", "num_workers=0"]) == 0
+    assert main(["parity", "source=packed", f"source.root={tmp_path}/augmented"]) == 2

@@ -354,12 +354,12 @@ def test_operations_start_from_the_middle_at_the_size_of_training(crop: object, 
     assert (np.diff(columns) >= 0).all()
 
 
-def test_materialized_epochs_are_shown_as_they_are_and_their_operations_refused(
+def test_augmented_versions_are_shown_as_they_are_and_their_operations_refused(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = [f"source.root={photos}", "source.subset=4", "num_workers=0"]
-    assert main(["materialize", *few, f"out={tmp_path}/epochs"]) == 0
-    words = ["preview", "source=materialized", f"source.root={tmp_path}/epochs", f"out={tmp_path}/p.png"]
+    assert main(["pack", *few, "epochs=1", f"out={tmp_path}/epochs"]) == 0
+    words = ["preview", "source=packed", f"source.root={tmp_path}/epochs", f"out={tmp_path}/p.png"]
     assert main([*words, f"json={tmp_path}/p.json"]) == 0
     assert json.loads((tmp_path / "p.json").read_text())["epochs"] == [0]  # the second would be the first again
     assert main([*words[:-1], f"out={tmp_path}/p.html"]) == 0

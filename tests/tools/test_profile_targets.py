@@ -114,14 +114,6 @@ def test_a_packed_source_is_measured(scenes: Path, tmp_path: Path) -> None:
 # -- refused, and not refused --
 
 
-def test_materialize_refuses_targets(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["materialize", *words(scenes), "num_workers=0", f"out={tmp_path / 'out'}"]) == 2
-    error = capsys.readouterr().err
-    assert "`targets` must be null" in error
-    assert "gpuaug pack" in error
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("kind", ["segmentation", "detection"])
 def test_train_refuses_targets(kind: str, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = ["train", *words(scenes, kind), "num_workers=0", f"out={tmp_path / 'out'}"]

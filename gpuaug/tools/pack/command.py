@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import time
@@ -27,24 +26,26 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from gpuaug import checks, files
+from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Fault
 from gpuaug.decode.dali import choose_backend
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
-from gpuaug.source.base import parse_manifest
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, shard_name
+from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, parse, shard_name
 from gpuaug.tools import store
 from gpuaug.tools.pack.job import COLUMNS, Job, Pack, Packer, checked_out, finished
 from gpuaug.tools.pack.targets import describe
+from gpuaug.tools.pack.versions import check_recipe
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 
 log = logging.getLogger("gpuaug")
 
 PARTS = ("source", "decode", "faults")  # `gpuaug pack` uses these keys of the loader
+AUGMENTED = ("augment", "seed")  # and, with `epochs`, these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +68,22 @@ def main(request: Request) -> int:
     if (out := settings.out) is None:
         raise ConfigError("`out`, the output folder, must be given. Set it: out=DIR")
     report = Report(file=settings.json)
-    _refuse_overrides_without_effect(request)
+    _refuse_overrides_without_effect(request, settings)
     config = request.loader()
     before, source = finished(out), config.get("source")
     only_verify = settings.verify and before is not None and (source is None or OmegaConf.is_missing(source, "root"))
     if not only_verify:
-        decode, faults = config.get("decode"), config.get("faults")
+        parts = (config.get(name) for name in ("decode", "faults", "augment" if settings.epochs else ""))
+        decode, faults, augment = (None if part is None else request.build(part) for part in parts)
         begin = time.monotonic()
         manifest = pack(
             request.build(source),
             out,
             what=settings,
-            decode=Decode() if decode is None else request.build(decode),
-            faults=Faults() if faults is None else request.build(faults),
+            decode=decode,
+            faults=faults or Faults(),
+            augment=augment,
+            seed=config.get("seed", 0),
             num_workers=settings.num_workers,
             on=settings.on,
         )
@@ -106,23 +110,32 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
     report.values |= {"dropped": bad, "seconds": seconds}
     if (targets := manifest.get("targets")) is not None:
         report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))
-    for size in manifest["sizes"]:
+    if augmented := manifest["augmented"]:
+        used = sum(bytes_ for bytes_, _ in manifest["files"].values())
+        report.add(
+            "epochs", augmented["epochs"], f"{augmented['epochs']} augmented versions, {used / 1e6:.1f} MB: {out}"
+        )
+    for size in () if augmented else manifest["sizes"]:
         used = sum(bytes_ for name, (bytes_, _) in manifest["files"].items() if name.startswith(f"{size}/"))
         report.add(
             f"size_{size}", used, f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
         )
-    or_webdataset = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
-    report.add("read_it_with", out, f"source=packed source.root={out}{or_webdataset}")
+    more = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
+    more = " and the same `augment` and `seed`" if augmented else more
+    report.add("read_it_with", out, f"source=packed source.root={out}{more}")
 
 
-def _refuse_overrides_without_effect(request: Request) -> None:
+def _refuse_overrides_without_effect(request: Request, settings: Settings) -> None:
     """Raise ConfigError for overrides that have no effect on packing, such as those of the recipe."""
+    parts = (*PARTS, *AUGMENTED) if settings.epochs else PARTS
     if request.config_name is not None:
         return  # a user's own configuration may also hold keys for training
     for root, text in request.others():
-        if "=" in text and root.split("/")[0] not in (*PARTS, "hydra"):
+        if "=" in text and (part := root.split("/")[0]) not in (*parts, "hydra"):
+            remedy = " Or set `epochs`, to store augmented images." if part in AUGMENTED else ""
             raise ConfigError(
-                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(PARTS)}. Remove it."
+                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(parts)}. Remove it."
+                f"{remedy}"
             )
 
 
@@ -136,8 +149,6 @@ def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> li
             "command again."
         )
     entries: dict[str, list[Any]] = manifest["files"]
-    if bad := [name for name in entries if not re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) or ".." in name]:
-        raise SourceError(f"{place / MANIFEST} names files outside the folder: {bad[:3]}. Pack into a new folder.")
     expected, lines = {place / name: entry for name, entry in entries.items()}, []
     damage = store.damaged({path: hashed for path, (_, hashed) in expected.items()}, num_workers=num_workers)
     for path, problem in damage.items():
@@ -158,17 +169,28 @@ def pack(
     what: Pack | None = None,
     decode: Decode | None = None,
     faults: Faults | None = None,
+    augment: Augment | MultiView | None = None,
+    seed: int = 0,
     num_workers: int | None = None,
     on: Literal["local", "ray"] = "local",
 ) -> dict[str, Any]:
     """Write ``source`` into the folder ``out``, or continue a stopped run. Returns the manifest.
 
-    By default, a bad sample stops the run. ``conf/gpuaug/command/pack.yaml`` explains ``num_workers`` and ``on``.
+    By default, a bad sample stops the run. ``augment`` and ``seed`` belong to ``what.epochs``.
+    ``conf/gpuaug/command/pack.yaml`` explains ``num_workers`` and ``on``.
     """
     what, decode, faults = what or Pack(), decode or Decode(), faults or Faults(policy="raise")
     source = adapt(source)
     if faults.policy == "blank":
         raise ConfigError("`gpuaug pack` does not support `faults.policy=blank`. Set `faults.policy` to raise or drop.")
+    if source.augmented_by or source.row_count > source.sample_count:
+        raise ConfigError(
+            "`source` must have one image per sample. Found: a packed source of several sizes or versions. Set one "
+            "`source.size`, or pack the original source."
+        )
+    targets = describe(source, pixel_centers=what.pixel_centers, orientation=what.orientation, colors=what.colors)
+    if what.epochs:
+        check_recipe(augment, targets)
     store.refuse_reduced(decode)
     checks.one_of("on", on, ("local", "ray"))
     checks.whole_number("num_workers", num_workers, 0, optional=True)
@@ -181,10 +203,12 @@ def pack(
         decode=replace(decode, num_threads=1, backend=choose_backend(decode.backend)),  # type: ignore[arg-type]
         truncated=faults.truncated == "accept",
         drop=faults.policy == "drop",
-        targets=describe(source, pixel_centers=what.pixel_centers, orientation=what.orientation, colors=what.colors),
+        targets=targets,
+        augment=augment if what.epochs else None,
+        seed=checks.whole_number("seed", seed, None),
     )
     if (manifest := finished(place)) is not None:
-        store.refuse_changes(place, manifest["job"], job.describe(), error=ConfigError)
+        store.refuse_changes(place, manifest["job"], job.describe())
         shutil.rmtree(job.work, ignore_errors=True)  # a run that was killed at its very end leaves this folder
         log.info("pack %s: already finished", place)
         return manifest
@@ -251,13 +275,14 @@ def _write_index(job: Job) -> None:
     manifest = {
         "kind": KIND,
         "version": VERSION,
-        "format": job.what.format,
+        "format": job.what.form,
         "sizes": job.what.names,
         "samples": sum(shards),
         "shards": shards,
         "classes": classes,
         "labels": None if labels is None else labels.dtype.name,
         **({} if targets is None else {"targets": targets}),
+        "augmented": job.augmented,
         "dropped": dropped,
         "job": job.describe(),
         "files": dict(sorted(written.items())),
@@ -281,7 +306,7 @@ def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], l
             kind = COLUMNS.get(name.rpartition(".")[2])
             columns[name].append(values if kind is None else np.array(values, kind))  # lists take more memory
         for size, entry in note["files"].items():
-            written[shard_name(size, shard, job.what.format)] = entry
+            written[shard_name(size, shard, job.what.form)] = entry
         for number, stage, reason, *_ in note["faults"]:
             dropped.append({"key": job.source.key(number), "index": number, "stage": stage, "reason": reason})
     return columns, written, dropped
@@ -318,4 +343,4 @@ def _publish(job: Job) -> dict[str, Any]:
     finally:
         os.close(folder)
     shutil.rmtree(job.work)
-    return parse_manifest(read_file(str(job.out / MANIFEST)), KIND, VERSION)
+    return parse(read_file(str(job.out / MANIFEST)))

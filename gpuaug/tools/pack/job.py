@@ -6,7 +6,6 @@ import io
 import json
 import os
 import tarfile
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -22,21 +21,23 @@ from torch import Tensor
 
 from gpuaug import checks, files
 from gpuaug.augment.crop import ResizeCenterCrop
+from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Interpolation, Target
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
 from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.loader.augmented import made_of
 from gpuaug.read.reader import Reader
 from gpuaug.source import runs
 from gpuaug.source.adapt import Source
-from gpuaug.source.base import parse_manifest
 from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import FULL, KIND, MANIFEST, VERSION, Size, shard_name
+from gpuaug.source.packed import FULL, MANIFEST, Size, parse, sample_checksum, shard_name
 from gpuaug.targets.colors import color_table
 from gpuaug.targets.rules import Orientation
 from gpuaug.tools.pack.targets import TargetPacker
+from gpuaug.tools.pack.versions import Versions
 from gpuaug.tools.store import GO_ON, check_out, digest, file_digest, read_json, refuse_changes, to_json
 
 Format = Literal["jpeg", "uint8"]
@@ -47,7 +48,7 @@ _LONGEST_JPEG = 65_535  # pixels per side
 
 # columns of the index; a column that differs between the sizes has a name such as `224.offsets`
 COLUMNS: dict[str, Any] = {
-    "numbers": np.int64, "offsets": np.int64, "lengths": np.int32, "checksums": np.uint32, "shapes": np.int32,
+    "numbers": np.int64, "offsets": np.int64, "lengths": np.int32, "checksums": np.int64, "shapes": np.int32,
     "mask_offsets": np.int64, "mask_lengths": np.int32, "object_bounds": np.int64, "object_labels": np.int64,
     "object_crowd": np.bool_, "object_ids": np.int64, "area": np.float32, "boxes": np.float32, "keypoints": np.float32,
 }  # fmt: skip
@@ -59,7 +60,8 @@ Encoded = list[tuple[bytes, tuple[int, int]]]  # for each size: the bytes to wri
 class Pack:
     """What to write. ``conf/gpuaug/command/pack.yaml`` explains the keys."""
 
-    format: Format = "jpeg"
+    epochs: int | None = None
+    format: Format | None = None
     sizes: Sequence[int] | int | None = None
     quality: int = 90
     subsampling: str = "4:2:0"
@@ -70,7 +72,13 @@ class Pack:
     samples: int = 1000
 
     def __post_init__(self) -> None:
-        checks.one_of("format", self.format, get_args(Format))
+        checks.whole_number("epochs", self.epochs, 1, 1000, optional=True)
+        checks.one_of("format", self.form, get_args(Format))
+        if self.epochs and (self.form != "uint8" or self.sizes is not None):
+            raise ConfigError(
+                "With `epochs`, `format` must be uint8, and `sizes` null: the crop of `augment` decides the size. "
+                f"Found: format={self.format}, sizes={self.sizes!r}."
+            )
         sizes = [self.sizes] if type(self.sizes) is int else self.sizes
         if sizes is not None and (
             not isinstance(sizes, Sequence)
@@ -93,8 +101,15 @@ class Pack:
         checks.whole_number("samples", self.samples, 1)
 
     @property
+    def form(self) -> Format:
+        """``format``, or its default."""
+        return ("uint8" if self.epochs else "jpeg") if self.format is None else self.format
+
+    @property
     def names(self) -> list[Size]:
-        """The folder names of the sizes, ascending."""
+        """The folder names of the sizes, ascending, or of the augmented versions."""
+        if self.epochs:
+            return [f"epoch-{epoch}" for epoch in range(self.epochs)]
         return [FULL] if self.sizes is None else list(self.sizes)  # type: ignore[arg-type]
 
 
@@ -109,6 +124,8 @@ class Job:
     truncated: bool
     drop: bool
     targets: dict[str, Any] | None = None  # the source's targets, described as JSON
+    augment: Augment | MultiView | None = None  # for `epochs`
+    seed: int = 0
 
     @property
     def work(self) -> Path:
@@ -134,19 +151,30 @@ class Job:
         try:
             note: dict[str, Any] = read_json(self.note_file(shard))
             for name in self.what.names:
-                path = self.work / shard_name(name, shard, self.what.format)
+                path = self.work / shard_name(name, shard, self.what.form)
                 if path.stat().st_size != note["files"][str(name)][0]:
                     return None
         except (OSError, ValueError, LookupError, TypeError):  # damaged, or not written
             return None
         return note
 
+    @property
+    def augmented(self) -> dict[str, Any] | None:
+        """What the manifest says of augmented versions."""
+        if self.augment is None:
+            return None
+        return {"epochs": self.what.epochs, "made_of": made_of(self.augment, self.seed)}
+
     def describe(self) -> dict[str, Any]:
         """Everything that decides the written bytes, as JSON."""
         source, extra = self.source, getattr(self.source, "extra", None)
-        what = {field.name: getattr(self.what, field.name) for field in fields(Pack)} | {"sizes": self.what.names}
+        what = {field.name: getattr(self.what, field.name) for field in fields(Pack)}
+        what |= {"sizes": self.what.names, "format": self.what.form}
         del what["pixel_centers"], what["orientation"], what["colors"]  # stored in `targets`
-        if self.what.format == "uint8":
+        if self.augment is not None:
+            what["augmented"] = self.augmented
+            what["backends"] = [view.augment.backend for view in self.augment.views]
+        if self.what.form == "uint8":
             del what["quality"], what["subsampling"]
         return {
             "source": source.digest(),
@@ -175,7 +203,7 @@ class Job:
                 raise SourceError(
                     f"{file} cannot be read ({error}). Remove {str(self.work)!r} and pack again."
                 ) from error
-            refuse_changes(self.out, earlier, self.describe(), error=ConfigError)
+            refuse_changes(self.out, earlier, self.describe())
         else:
             files.write(file, to_json(self.describe()), sync=True)
 
@@ -184,10 +212,10 @@ def finished(out: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The manifest of a finished folder, or None. Raises SourceError if the manifest is damaged."""
     file = Path(out) / MANIFEST
     try:
-        return parse_manifest(read_file(str(file)), KIND, VERSION)
+        return parse(read_file(str(file)))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise SourceError(f"{file} cannot be used: {error}. Remove the folder and pack again.") from error
 
 
@@ -195,7 +223,7 @@ def _labels_digest(source: Source) -> str | None:
     """A hash of the labels, if they are known without reading the samples."""
     if source.labels is not None:
         return digest(source.labels.numpy().tobytes())
-    label: Any = getattr(source, "label", None)
+    label = source.label
     if not callable(label):
         return None
     numbers = range(len(source)) if source.indices is None else source.indices.tolist()
@@ -223,8 +251,9 @@ class Packer:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._decoder = job.decode.open("cpu", accept_truncated=job.truncated)
-        raw = job.what.format == "uint8"
+        raw = job.what.form == "uint8"
         self._targets = None if job.targets is None else TargetPacker(job.targets, job.source, self._decoder, raw=raw)
+        self._versions = None if job.augment is None else Versions(job.augment, job.seed, count=len(job.what.names))
         self._reader = Reader(job.source, num_workers=0, targets=() if self._targets is None else self._targets.kinds)
 
     def close(self) -> None:
@@ -236,7 +265,7 @@ class Packer:
         If bad samples are not dropped, the first batch with a bad sample stops the work, and the shard gets no note.
         """
         job, numbers = self.job, self.job.numbers(shard)
-        paths = {name: job.work / shard_name(name, shard, job.what.format) for name in job.what.names}
+        paths = {name: job.work / shard_name(name, shard, job.what.form) for name in job.what.names}
         columns, faults = defaultdict[str, list[Any]](list), list[list[Any]]()
         columns |= {"keys": [], "extra": [], "labels": []}  # also if all samples of the shard are bad
         try:
@@ -287,8 +316,10 @@ class Packer:
         return [[int(numbers[row]), f.stage, f.reason, f.size, f.head.hex()] for row, f in sorted(faults.items())]
 
     def _plan(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:
-        """Read the headers of a batch, and make the windows that resize its images to each size."""
+        """Read the headers of a batch, and make the windows of each size, or of each view in each version."""
         headers = self._decoder.read_headers(batch)
+        if self._versions is not None:
+            return headers, self._versions.windows(batch, headers)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
         return headers, [_whole(sizes, name, self.job.what) for name in self.job.what.names]
 
@@ -301,6 +332,11 @@ class Packer:
             return [faults.get(row) or self._encode(one, *self._plan(one))[0] for row, one in enumerate(alone)]
         images, bad = self._decoder.pixels(batch, headers, windows)
         faults |= {fault.row: fault for fault in bad if fault.row not in faults}
+        if self._versions is not None:
+            made = self._versions.augment(batch, images)  # K arrays [B, H, W, 3]
+            shape = made[0].shape[1:3]
+            head = header.raw_header(*shape)
+            return [faults.get(row) or [(head + each[row].tobytes(), shape) for each in made] for row in rows]
         return [
             faults.get(row) or self._encode_row(row, batch, headers, zip(windows, images, strict=True)) for row in rows
         ]
@@ -317,7 +353,7 @@ class Packer:
         for windows, canvases in views:
             height, width = windows.resized[row].tolist()
             pixels = canvases[row, :height, :width].numpy()
-            if what.format == "uint8":
+            if what.form == "uint8":
                 made = header.raw_header(height, width) + pixels.tobytes()
             elif (height, width) == original:
                 made = data.tobytes()
@@ -393,9 +429,9 @@ def _write_sample(
     for k, (size, out) in enumerate(outs.items()):
         data, shape = encoded[k]
         begin = _append(out, f"{name}.jpg", data)
-        values = {"offsets": begin, "lengths": len(data), "checksums": zlib.crc32(data), "shapes": shape}
-        if masks is not None:
-            mask = masks[k]
+        own = [] if masks is None else [masks[k]]
+        values = {"offsets": begin, "lengths": len(data), "checksums": sample_checksum(data, *own), "shapes": shape}
+        for mask in own:
             begin = _append(out, f"{name}.seg.{'runs' if mask.startswith(runs.MAGIC) else 'png'}", mask)
             values |= {"mask_offsets": begin, "mask_lengths": len(mask)}
         for field, value in values.items():

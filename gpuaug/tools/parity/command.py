@@ -35,6 +35,11 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # workers would not change the pixels
+        if loader.source.augmented_by:
+            raise ConfigError(
+                "`source` must have images to augment. Found: a packed source of augmented images. Compare the "
+                "original images: source=folder source.root=DIR."
+            )
         indices = chosen(loader.source, settings.indices, count=settings.samples)
         parity = compare(loader, indices=indices, epoch=settings.epoch)
     for line in parity.lines():

@@ -21,7 +21,6 @@ from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.chosen import fetch, uncounted
 from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import active_numbers
-from gpuaug.source.materialized import MaterializedSource
 from gpuaug.tools.preview import operations
 from gpuaug.tools.preview.originals import Sample, originals
 from gpuaug.tools.request import Keys, Request
@@ -153,8 +152,8 @@ def cell_of(loader: Loader) -> int:
 def _epochs(loader: Loader, settings: Settings) -> range:
     wide = WIDE if loader.targets is None else WIDE_WITH_TARGETS
     draws = settings.draws or max(1, wide // len(loader.augment.at(settings.epoch).views))
-    if settings.draws is None and isinstance(loader.source, MaterializedSource):
-        draws = min(draws, int(loader.source.manifest["epochs"]))  # later epochs repeat the stored ones
+    if settings.draws is None and (augmented := loader.source.augmented_by):
+        draws = min(draws, int(augmented["epochs"]))  # later epochs repeat the stored versions
     return range(settings.epoch, settings.epoch + draws)
 
 
@@ -172,9 +171,9 @@ def draw(loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int
 
 
 def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tuple[list[Row], dict[str, Any]]:
-    if isinstance(loader.source, MaterializedSource):
+    if loader.source.augmented_by:
         raise ConfigError(
-            "show=operations needs images to augment. Found: materialized epochs, which are already augmented. "
+            "show=operations needs images to augment. Found: a packed source of augmented images. "
             "Show the original images: source=folder source.root=DIR."
         )
     if bad := [sample for sample in samples if sample.absent]:

@@ -16,9 +16,8 @@ from gpuaug.decode.plan import HeaderInfo
 from gpuaug.display.annotations import Annotated, Annotations
 from gpuaug.display.batches import label_text
 from gpuaug.loader.loader import Loader
-from gpuaug.loader.stages import NO_DRAWS, LiveStage
+from gpuaug.loader.stages import NO_DRAWS
 from gpuaug.read.reader import Reader
-from gpuaug.source.materialized import MaterializedSource
 from gpuaug.targets.batch import BatchTargets
 
 GRAY = (240, 240, 240)
@@ -39,13 +38,14 @@ class Sample:
 
 def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Sequence[int] = ()) -> list[Sample]:
     """Read the original images, and compute their crops in the epochs ``cropped``."""
-    stored = isinstance(loader.source, MaterializedSource)
-    absent = "not stored, unlike its augmented images" if stored else "cannot be decoded"
+    augmented = loader.source.augmented_by
+    absent = "not stored, unlike its augmented images" if augmented else "cannot be decoded"
     decoder, samples = replace(loader.decode, num_threads=1).open("cpu"), []
     for index in indices:
         encoded = read(loader, [index], epoch=epoch)
         headers = decoder.read_headers(encoded)
         pixels = decoder.full(encoded, headers)[0].numpy()  # empty if the image cannot be decoded
+        pixels = pixels[:0] if augmented else pixels
         label = label_text(None if encoded.labels is None else encoded.labels.tolist()[0], loader.source.classes)
         sample = Sample(index, loader.source.key(index), label, Annotated(Image.new("RGB", (2, 1), GRAY)), absent)
         if pixels.size:
@@ -65,7 +65,7 @@ def upright_targets(
 ) -> BatchTargets | None:
     """The targets of one whole upright image, before the recipe. None if it has no usable targets."""
     stage = loader.pipeline.stage
-    if not isinstance(stage, LiveStage) or stage.targets is None or encoded.faults or headers.faults:
+    if stage.targets is None or encoded.faults or headers.faults:
         return None
     recipe = Augment()  # no crop and no operations: the output is the whole image
     whole = TargetStage(stage.targets.rules, recipe, source=loader.source, quiet=True)

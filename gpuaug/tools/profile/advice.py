@@ -226,8 +226,6 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
 
 def _decoding(loader: Loader, name: str, key: Callable[[str], str]) -> Iterator[Remedy]:
     decoder, cores = loader.pipeline.stage.decoder, machine.usable_cpus()
-    if decoder is None:
-        return
     if decoder.num_threads < cores:
         text = f"{cores} decoding threads instead of {decoder.num_threads}"
         yield Remedy((key(f"decode.num_threads={cores}"),), text)

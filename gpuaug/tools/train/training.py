@@ -32,10 +32,11 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
+from gpuaug.random.keyed import EPOCHS
 from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Keys
-from gpuaug.tools.train.checkpoint import VERSION, read_checkpoint
+from gpuaug.tools.train.checkpoint import VERSION, digest, read_checkpoint
 from gpuaug.tools.train.pace import Pace
 
 log = logging.getLogger("gpuaug")
@@ -74,7 +75,7 @@ class Settings(Keys):
             raise ConfigError(
                 f"`profiling` must be true, false, or a number of batches >= 1. Found: {self.profiling!r}."
             )
-        checks.whole_number("epochs", self.epochs, 1)
+        checks.whole_number("epochs", self.epochs, 1, EPOCHS - 1)
         checks.whole_number("accumulate", self.accumulate, 1)
         checks.one_of("optimizer", self.optimizer, ("sgd", "adamw"))
         checks.one_of("loss", self.loss, ("cross_entropy", "binary_cross_entropy"))
@@ -417,7 +418,7 @@ class Training:
         }
         try:
             with files.replacing(file, sync=True) as stream:
-                torch.save(parts, stream)
+                torch.save({**parts, "digest": digest(parts)}, stream)
         except (OSError, RuntimeError) as error:
             # on a full disk torch raises RuntimeError, which hides the reason
             reason = error.__context__ if isinstance(error.__context__, OSError) else error

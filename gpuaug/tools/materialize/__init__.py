@@ -1,1 +1,0 @@
-"""`gpuaug materialize`: augmented epochs, written to disk."""
