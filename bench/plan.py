@@ -30,7 +30,7 @@ from loader import prepare
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 FILLED = 4  # batches, by which prefetch=2 has filled up
-PARTS = ("main", "workers", "shared", "files")
+PARTS = ("main", "workers", "encoded", "files")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def measure(configuration: Configuration, where: Sequence[str], *, seconds: floa
     peak = json.loads(done.stdout.splitlines()[-1])
     planned = dict.fromkeys(PARTS, 0)
     for term in values["parts"]:
-        part = {"workers": "workers", "encoded batches": "shared", "cache": "files"}.get(term["name"], "main")
+        part = {"workers": "workers", "encoded batches": "encoded", "cache": "files"}.get(term["name"], "main")
         planned[part] += term["bytes"]
     return {
         "name": configuration.name,
@@ -167,7 +167,7 @@ def table(found: dict[str, Any]) -> str:
         f"{sum(abs(r['off']) <= 0.10 for r in rows)} of {len(rows)} within 10 %."
         + (f" Too slow that day to fill up, and left out: {', '.join(left)}." if left else ""),
         "",
-        "| configuration | host | off | main beyond its start | workers | /dev/shm | cache, index | batches |",
+        "| configuration | host | off | main beyond its start | workers | encoded | cache, index | batches |",
         "|---|---|---|---|---|---|---|---|",
     ]
 
@@ -178,7 +178,7 @@ def table(found: dict[str, Any]) -> str:
         p = r["parts"]
         lines.append(
             f"| {r['name']}: `{r['overrides']}` | {r['planned']:,.0f} / {r['measured']:,.0f} | {r['off']:+.0%} | "
-            f"{pair(p['main'], r['base'])} | {pair(p['workers'])} | {pair(p['shared'])} | {pair(p['files'])} | "
+            f"{pair(p['main'], r['base'])} | {pair(p['workers'])} | {pair(p['encoded'])} | {pair(p['files'])} | "
             f"{r['rehearsed']} / {r['batches']} |"
         )
     return "\n".join(lines)

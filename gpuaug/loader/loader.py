@@ -73,6 +73,8 @@ class Loader:
         memory_format: contiguous_format or channels_last.
         num_workers: number of processes that read bytes. 0: this process reads. None: 0 for memory-mapped sources, else
             half of this rank's share of the cores, limited to 1..4.
+        read_threads: maximum number of reads at a time in each of these processes. Threads are used only if the source
+            is ``thread_safe`` (see :class:`gpuaug.source.adapt.Source`), from a read on that waits for its storage.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
             is requested.
         timeout: seconds to wait for one batch of bytes; then :class:`~gpuaug.ReadError` is raised.
@@ -139,6 +141,7 @@ class Loader:
         dtype: str | torch.dtype = torch.float32,
         memory_format: str | torch.memory_format = torch.contiguous_format,
         num_workers: int | None = None,
+        read_threads: int = 16,
         prefetch: int = 2,
         timeout: float = 120.0,
         start_method: str | None = None,
@@ -174,11 +177,11 @@ class Loader:
         self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self._rank, self._world_size = rank, world_size
-        self.pipeline = self._build(cache, timeout=timeout, start_method=start_method)
+        self.pipeline = self._build(cache, timeout=timeout, start_method=start_method, read_threads=read_threads)
         finalize(self, self.pipeline.close)
         self.augment.to(self.device)
 
-    def _build(self, cache: Any, *, timeout: float, start_method: str | None) -> Pipeline:
+    def _build(self, cache: Any, **reading: Any) -> Pipeline:
         encoded: Any = self.source
         if cache is not None:  # an opened cache keeps what it has already read
             encoded = cache if isinstance(cache, CachedSource) else cache.open(self.source)
@@ -195,9 +198,8 @@ class Loader:
             reader=Reader(
                 encoded,
                 num_workers=self.num_workers,
-                timeout=timeout,
-                start_method=start_method,
                 targets=() if self.targets is None else self.targets.names,
+                **reading,
             ),
             stage=stage,
             mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),

@@ -27,6 +27,7 @@ from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 TIMEOUT_S = 5.0  # longest wait for the threads of a pass to end
 Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch; on CUDA, also the event that marks it complete
 
@@ -104,8 +105,10 @@ class Pipeline:
             images, late = self.stage.decode(batch)
             ready = None if stream is None else stream.record_event()
         faults = {fault.row: fault for fault in [*late, *batch.faults, *batch.encoded.faults]}
-        # `info` may hold repaired bytes, which no later stage needs
-        return replace(batch, info=None, images=images, faults=[faults[row] for row in sorted(faults)], ready=ready)
+        # no later stage needs the encoded bytes, and the workers wait for their memory
+        encoded = replace(batch.encoded, data=NOTHING, offsets=NOTHING, views=())
+        faults_in_order = [faults[row] for row in sorted(faults)]
+        return replace(batch, encoded=encoded, info=None, images=images, faults=faults_in_order, ready=ready)
 
     def decode(self, encoded: EncodedBatch, epoch: int) -> StagedBatch:
         return self.decode_pixels(self.stage.read_headers(encoded, epoch))

@@ -1,4 +1,4 @@
-"""Worker processes that read."""
+"""Worker processes that read. They are those of torch's DataLoader, and send only numbers through its queues."""
 
 from __future__ import annotations
 
@@ -9,142 +9,328 @@ import os
 import pickle
 import signal
 import time
+import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
-from typing import Any
+from functools import partial
+from multiprocessing.context import BaseContext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gpuaug import machine
 from gpuaug.errors import ReadError, SourceError
+from gpuaug.native.buffers import mapped
+from gpuaug.read.order import Task
+from gpuaug.read.ring import Ring
+from gpuaug.read.samples import EndedError, Samples, is_over, packed
 
-# number of the iterator, sample numbers of a batch, sample numbers to give to `source.prefetch` (None: none)
-Request = tuple[int, NDArray[np.int64], NDArray[np.int64] | None]
-
-TIMEOUT_S = 2.0  # for a worker to end, before it is killed
-
+TIMEOUT_S = 2.0  # for all workers to end, before they are killed
+POLL_S = 0.2  # after this time a wait looks whether a worker is dead or the iterator has ended
+HELD = 4  # batches that may stay in the ring while headers are read and pixels decoded; further ones are copied
 
 _owned = weakref.WeakSet["Workers"]()  # those of this process
+_of_parent: list[Any] = []  # iterators of the parent; if a forked child freed them, they would end the parent's workers
 
 
-class EndedError(BaseException):
-    """Stops a worker or a thread, because its iterator has ended."""
+class Request(NamedTuple):
+    """What a worker reads next."""
+
+    serial: int
+    slot: int
+    generation: int  # number of the iterator
+    indices: NDArray[np.int64]
+    after: NDArray[np.int64] | None  # samples to give to `source.prefetch`
 
 
-class Workers(_MultiProcessingDataLoaderIter):
-    """DataLoader's workers. A wait for a batch ends soon after a worker has died or the iterator has ended.
+Planned = tuple[Task, NDArray[np.int64]]  # a task, and the sample numbers to read for it
 
-    DataLoader itself notices a dead worker after up to ``timeout`` (5 s if it is 0). Its signal handler notices sooner,
-    but may raise an error anywhere in the main thread.
 
-    Workers return ``dataset[request]`` for each request of :meth:`begin`, in order. For the other arguments see
+class Answer(NamedTuple):
+    """How to find a batch in the ring. It is so short that a dying worker cannot send half of it."""
+
+    serial: int
+    rows: int = 0  # number of images and masks; -1: the slot holds a pickled exception and its traceback
+    pickled: int = 0  # size in bytes of the part that is pickled
+    size: int = 0  # bytes in the slot; 0: the iterator has ended, and nothing was read
+    failure: str = ""  # why the batch could not be written
+
+
+class Workers:
+    """Worker processes that send batches in the order of their requests.
+
+    DataLoader iterates only once: its sampler, :class:`_Requests`, has no end. For the arguments see
     :class:`~gpuaug.read.reader.Reader`.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        samples: Samples,
+        generation: Tensor,
         *,
         num_workers: int,
         timeout: float,
         prefetch_factor: int,
         start_method: str | None,
     ) -> None:
-        self.timeout = timeout
+        self.timeout, self._source = timeout, samples.source
+        self._ring = Ring(num_workers * prefetch_factor + 1 + HELD)
+        # Workers take turns, so a worker's next batch is `num_workers` places later.
+        lookahead = num_workers if callable(getattr(samples.source, "prefetch", None)) else 0
+        self._requests = _Requests(self._ring, lookahead)
+        self._context = _Context(start_method, self._ring)
+        self._answers: Any = None
         _owned.add(self)
-        self.loader: DataLoader[Any] = DataLoader(
-            dataset,
+        loader: DataLoader[Any] = DataLoader(
+            _Sender(samples, generation, self._ring),  # type: ignore[arg-type]  # any object with `[]`
             batch_size=None,  # an item is a whole batch
-            sampler=[],  # `begin` sets the requests
+            sampler=self._requests,
             collate_fn=_same,
             worker_init_fn=_settle,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            persistent_workers=True,
+            timeout=POLL_S,
             pin_memory=False,  # pinning starts a thread that opens a CUDA context and copies every batch again
-            multiprocessing_context=start_method,
+            multiprocessing_context=self._context,
             generator=torch.Generator(),  # otherwise DataLoader uses torch's global generator
         )
         try:
             with torch.device("cpu"):  # forked workers would inherit a default device such as cuda
-                super().__init__(self.loader)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise SourceError(
-                f"the source cannot be sent to worker processes: {error}. Define its class in a module. Keep no open "
-                "file or function in the source. Or set `num_workers=0`, or `start_method=fork` if the system has fork."
-            ) from error
-        except (OSError, AssertionError) as error:  # AssertionError: inside a worker of another DataLoader
-            raise ReadError(f"{num_workers} worker processes could not be started: {error}. {remedy(error)}") from error
-        _remove_worker_pids(id(self))  # DataLoader's signal handler then ignores these workers
-        self._worker_pids_set = False
+                self._answers = iter(loader)
+        except BaseException as error:
+            self.stop(kill=True)
+            if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
+                raise SourceError(
+                    f"the source cannot be sent to worker processes: {error}. Define its class in a module. Keep no "
+                    "open file or function in the source. Or set `num_workers=0`, or `start_method=fork` if the system "
+                    "has fork."
+                ) from error
+            if isinstance(error, OSError | AssertionError):  # AssertionError: inside a worker of another DataLoader
+                text = f"{num_workers} worker processes could not be started: {error}. {remedy(error)}"
+                raise ReadError(text) from error
+            raise
 
     @property
     def pids(self) -> list[int]:
-        return [int(worker.pid) for worker in self._workers if worker.pid is not None]
+        return [process.pid for process in self._context.started]
 
-    def begin(self, requests: Iterator[Request], ended: Callable[[], bool]) -> None:
-        """Drop earlier requests and begin with ``requests``. ``ended()`` is True if nobody waits for them any more."""
-        self.ended, self._index_sampler = ended, requests
-        self._reset(self.loader)
+    def begin(self, generation: int, tasks: Iterator[Planned]) -> None:
+        """Read ``tasks`` from now on. What the workers still read for earlier iterators is dropped."""
+        self._requests.begin(generation, tasks)
+        self._check_alive()
 
-    def _try_get_data(self, timeout: float = 0.0) -> tuple[bool, Any]:
-        """Wait for one message of a worker. Raise EndedError or ReadError if no message comes."""
-        messages = self._worker_result_queue._reader  # type: ignore[attr-defined]
-        by_sentinel = {worker.sentinel: worker for worker in self._workers}
-        deadline = time.monotonic() + self.timeout
+    def receive(self, ended: Callable[[], bool]) -> tuple[Task, Tensor, Answer] | None:
+        """The next task, the bytes of its slot and its answer; None at the end.
+
+        Raises:
+            EndedError: ``ended()`` is True. Nothing is lost.
+            ReadError: a worker died, or gave no answer in time. Call :meth:`stop` after this and any other exception.
+        """
+        requests, ring = self._requests, self._ring
         while True:
-            ready = connection.wait([messages, *by_sentinel], timeout=0.1)
-            if self.ended():
-                raise EndedError
-            if messages in ready:
-                try:
-                    return True, self._worker_result_queue.get()
-                except (OSError, EOFError, RuntimeError) as error:  # the worker died, or no file descriptor is left
-                    ready = connection.wait(list(by_sentinel), timeout=1.0)
-                    if not ready:
-                        raise ReadError(
-                            f"a batch could not be received from its worker ({type(error).__name__}: {error}). If "
-                            "too many files are open, raise `ulimit -n`."
-                        ) from error
-            dead = [by_sentinel[x] for x in ready if x in by_sentinel]
-            if dead:
-                raise ReadError(_death(dead[0]))
-            if time.monotonic() > deadline:
-                raise ReadError(
-                    f"the reading workers gave no batch for {self.timeout:g} s. If the storage is slow or unreachable, "
-                    "raise `timeout` or `num_workers`."
-                )
+            serial, generation, task, slot = requests.sent[0]
+            current = generation == requests.generation
+            if current and task is None:
+                if requests.error is not None:
+                    raise requests.error
+                return None
+            answer = self._answer(ended)
+            if answer.serial != serial:
+                raise self._lost("an interrupt has lost a batch of the reading workers.")
+            if current and answer.failure:
+                raise self._lost(answer.failure)
+            requests.sent.popleft()
+            if slot is None or task is None or not current or not answer.size:
+                if slot is not None:
+                    ring.release(slot)
+                continue
+            data = ring.view(slot, answer.size)
+            if not ring.free:  # the next request needs a slot
+                data = mapped(answer.size).copy_(data)
+            return task, data, answer
+
+    def _answer(self, ended: Callable[[], bool]) -> Answer:
+        deadline = time.monotonic() + self.timeout
+        while not ended():
+            try:
+                answer: Answer = next(self._answers)
+                return answer
+            except RuntimeError as error:
+                self._check_alive()
+                if "timed out" not in str(error):  # for example from the signal handler of another DataLoader
+                    raise
+                if time.monotonic() > deadline:
+                    raise self._lost(
+                        f"the reading workers gave no batch for {self.timeout:g} s. If the storage is slow or "
+                        "unreachable, raise `timeout` or `num_workers`."
+                    ) from None
+        raise EndedError
+
+    def _lost(self, reason: str) -> ReadError:
+        """The error for the first batch of the current iterator that is missing."""
+        for _, generation, task, _ in self._requests.sent:
+            if generation == self._requests.generation and task is not None:
+                i = int(task[0][0])
+                return ReadError(f"{reason} The missing batch begins with sample {i} ({self._source.key(i)!r}).")
+        return ReadError(reason)
+
+    def _check_alive(self) -> None:
+        for process in self._context.started:
+            if not process.is_alive():
+                raise self._lost(_death(process))
 
     def stop(self, *, kill: bool) -> None:
         """End all workers within seconds."""
-        self._shutdown = True  # DataLoader's own shutdown then does nothing
-        if not kill and all(worker.is_alive() for worker in self._workers):
-            self._workers_done_event.set()  # would hang if a dead worker held the event's lock
-            for queue in self._index_queues:
-                queue.put(None)
-            deadline = time.monotonic() + TIMEOUT_S
-            for worker in self._workers:
-                worker.join(max(0.0, deadline - time.monotonic()))
-        for worker in self._workers:
-            worker.kill()  # no effect on a worker that has ended
-        for worker in self._workers:
-            worker.join(TIMEOUT_S)
-        for queue in [*self._index_queues, self._worker_result_queue]:
-            queue.cancel_join_thread()
-            queue.close()
+        for process in self._context.started if kill else ():
+            process.kill()
+        self._answers = None  # DataLoader then ends the workers
+        for process in self._context.started:  # if something else still refers to `_answers`, such as a traceback
+            self._context.end(process)
+
+
+class _Requests(Iterator[Request | int]):
+    """What DataLoader sends to the workers: a request for each task, and a serial number alone if there is none.
+
+    DataLoader takes one item when the process starts each of the workers' requests ahead, then one per answer.
+    """
+
+    def __init__(self, ring: Ring, lookahead: int) -> None:
+        self._ring, self._lookahead = ring, lookahead
+        self._serial = self.generation = 0
+        self._tasks: Iterator[Planned] = iter(())
+        self._waiting = deque[Planned]()
+        # serial number, generation, task and slot of each request without an answer, in order
+        self.sent = deque[tuple[int, int, Task | None, int | None]]()
+        self.error: Exception | None = None  # of the iterator of tasks
+
+    def begin(self, generation: int, tasks: Iterator[Planned]) -> None:
+        self.generation, self._tasks, self.error = generation, tasks, None
+        self._waiting.clear()
+
+    def __next__(self) -> Request | int:
+        self._serial += 1
+        while len(self._waiting) <= self._lookahead and (planned := self._planned()) is not None:
+            self._waiting.append(planned)
+        if not self._waiting:
+            self.sent.append((self._serial, self.generation, None, None))
+            return self._serial
+        (task, indices), slot = self._waiting.popleft(), self._ring.take()
+        after = self._waiting[-1][1] if 0 < self._lookahead == len(self._waiting) else None
+        self.sent.append((self._serial, self.generation, task, slot))
+        return Request(self._serial, slot, self.generation, indices, after)
+
+    def _planned(self) -> Planned | None:
+        try:
+            return next(self._tasks, None)
+        except Exception as error:  # the consumer gets it after the earlier batches
+            self.error = error
+            return None
+
+
+class _Sender:
+    """The dataset of DataLoader. Every worker has its own copy, with the source."""
+
+    def __init__(self, samples: Samples, generation: Tensor, ring: Ring) -> None:
+        self.samples, self.generation, self.ring = samples, generation, ring
+
+    def __getitem__(self, request: Request | int) -> Answer:
+        if isinstance(request, int):
+            return Answer(request)
+        stale = partial(is_over, self.generation, request.generation)
+        try:
+            if request.after is not None and not stale():
+                self.samples.source.prefetch(request.after.tolist())
+            pieces, rows, pickled = packed(*self.samples.batch(request.indices, stale))
+        except EndedError:
+            return Answer(request.serial)
+        except Exception as error:
+            rows, pickled = -1, 0
+            pieces = [_pickled(error)]
+        try:
+            return Answer(request.serial, rows, pickled, self.ring.write(request.slot, pieces))
+        except OSError as error:
+            return Answer(request.serial, failure=f"no shared memory for a batch: {error}. {remedy(error)}")
+
+
+def raised(data: Tensor) -> BaseException:
+    """The source's exception, with the worker's traceback as a note; RuntimeError if it cannot be pickled."""
+    pickled, text = pickle.loads(data.numpy().data)
+    error: BaseException
+    try:
+        error = pickle.loads(pickled)
+    except Exception:  # the constructor needs other arguments, or only the worker can import the class
+        error = RuntimeError("the source raised an exception that cannot be pickled")
+    error.add_note(f"raised in a reading worker:\n{text}")
+    return error
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        data = pickle.dumps(error)
+    except Exception:  # some attribute of the exception cannot be pickled
+        data = b""
+    return pickle.dumps((data, "".join(traceback.format_exception(error))))
+
+
+class _Context(BaseContext):
+    """Makes the processes and queues of a DataLoader."""
+
+    def __init__(self, start_method: str | None, ring: Ring) -> None:
+        self._real: Any = multiprocessing.get_context(start_method)
+        self._ring, self._processes = ring, list[Any]()
+        self._deadline: float | None = None  # for the end of all workers
+
+    @property
+    def started(self) -> list[Any]:
+        return [process for process in self._processes if process.pid is not None]
+
+    def end(self, process: Any) -> None:
+        """Wait for the end of a process, and kill it if all together take longer than ``TIMEOUT_S``."""
+        now = time.monotonic()
+        self._deadline = self._deadline or now + TIMEOUT_S
+        process.join(max(0.0, self._deadline - now))
+        process.kill()  # no effect on a process that has ended
+        process.join(TIMEOUT_S)
+
+    def Process(self, **given: Any) -> _Worker:  # noqa: N802
+        self._processes.append(self._real.Process(daemon=True, **given))
+        return _Worker(self._processes[-1], self)
+
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
+        return self._real.Queue(maxsize)
+
+    def Event(self) -> Any:  # noqa: N802
+        return self._ring
+
+
+class _Worker:
+    """A worker process, as DataLoader sees it.
+
+    If a process dies whose ``pid`` DataLoader knows, its signal handler raises an error anywhere in the main thread.
+    No process has the number 0.
+    """
+
+    pid = 0
+
+    def __init__(self, process: Any, context: _Context) -> None:
+        self._process, self._context = process, context
+        self.start, self.is_alive, self.terminate = process.start, process.is_alive, process.kill
+
+    def join(self, timeout: float | None = None) -> None:
+        if self._process.pid is not None:
+            self._context.end(self._process)
 
 
 def _leave_to_parent() -> None:
     """In a forked child: end no workers of the parent. DataLoader and Python's exit function would do so."""
     for workers in _owned:
-        workers._shutdown = True
-        multiprocessing.process._children.difference_update(getattr(workers, "_workers", ()))  # type: ignore[attr-defined]
+        _of_parent.append(workers._answers)
+        multiprocessing.process._children.difference_update(workers._context.started)  # type: ignore[attr-defined]
     _owned.clear()
 
 
@@ -156,8 +342,8 @@ def remedy(error: Exception) -> str:
     """Advice for an error that the lack of a resource caused."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         return "Allow more open files (`ulimit -n`), or lower `num_workers`."
-    if isinstance(error, RuntimeError) or getattr(error, "errno", None) == errno.ENOSPC:
-        return "/dev/shm may be full: enlarge it (`docker run --shm-size`), or lower `num_workers` or `batch_size`."
+    if getattr(error, "errno", None) == errno.ENOSPC:
+        return "/dev/shm may be full: enlarge it (`docker run --shm-size`), or lower `num_workers`."
     return "Lower `num_workers`; 0 reads in this process."
 
 
@@ -174,16 +360,16 @@ def _settle(worker: int) -> None:
         machine.exit_with_parent()
 
 
-def _death(worker: Any) -> str:
-    worker.join(1.0)
-    code = worker.exitcode
+def _death(process: Any) -> str:
+    process.join(1.0)
+    code = process.exitcode
     if code is not None and code < 0:
         how = {
             signal.SIGKILL: "Usually memory ran out. Lower `num_workers` or `batch_size`.",
             signal.SIGBUS: "Usually /dev/shm is full. Enlarge it (`docker run --shm-size`), or lower `num_workers`.",
         }.get(-code, "The worker's own message, if any, is above.")
-        return f"a reading worker (pid {worker.pid}) was killed by signal {-code}. {how}"
+        return f"a reading worker (pid {process.pid}) was killed by signal {-code}. {how}"
     return (
-        f"a reading worker (pid {worker.pid}) ended with exit code {code}. Its own message, if any, is above. If the "
+        f"a reading worker (pid {process.pid}) ended with exit code {code}. Its own message, if any, is above. If the "
         'start method is spawn or forkserver, a script must do its work under `if __name__ == "__main__":`.'
     )

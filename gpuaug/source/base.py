@@ -62,6 +62,8 @@ class Source:
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
         row_count, sample_count: numbers of rows and samples of a source that has other bytes in other epochs, else 0.
         augmented_by: the settings that made the images, if they are already augmented; see :class:`PackedSource`.
+        thread_safe: True if several threads may call ``source[i]`` at the same time. A worker then reads up to
+            ``read_threads`` samples at a time. Without it, and with ``read_many``, a worker uses one thread.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
     """
 
@@ -78,6 +80,7 @@ class Source:
     skeleton: tuple[tuple[int, int], ...] = ()
     panoptic = mapped = zero_copy = False
     # Any, because a subclass may define these as methods, properties or attributes
+    thread_safe: Any = False
     label: Any = None
     read_many: Any = None
     prefetch: Any = None
@@ -171,6 +174,10 @@ class ListedSource(Source):
     def prefetch(self) -> Callable[[Sequence[int]], None] | None:
         """``prefetch(numbers)`` announces samples for the ``read_many`` call after the next. None for local files."""
         return self._prefetch if self._is_remote and self._has_ranges else None
+
+    @property
+    def thread_safe(self) -> bool:
+        return self._files is not None
 
     @property
     def _is_remote(self) -> bool:

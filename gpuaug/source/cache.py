@@ -84,7 +84,7 @@ class CachedSource(Source):
         self.source, self.settings = source, settings
         self.indices, self.labels = source.indices, source.labels
         self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
-        self.num_keypoints = source.num_keypoints
+        self.num_keypoints, self.thread_safe = source.num_keypoints, source.thread_safe
         self._filled = False
         numbers = source.row_count or (len(source) if source.indices is None else int(source.indices[-1]) + 1)
         name = ""

@@ -95,6 +95,8 @@ class ShardSource(ListedSource):
     >>> source = ShardSource("data/laion-{000..099}.tar", labels="none", extra="txt")
     """
 
+    thread_safe = True
+
     def __init__(
         self,
         root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

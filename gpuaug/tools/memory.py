@@ -12,6 +12,7 @@ from glob import glob
 from typing import Any
 
 from gpuaug import machine
+from gpuaug.read.ring import NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,12 @@ class Usage:
 
     main: int = 0  # anonymous pages of this process, including those shared with forked workers
     workers: int = 0  # anonymous pages that only workers have
-    shared: int = 0  # in /dev/shm
-    files: int = 0  # in unnamed memory files (memfd), such as the cache and indices
+    encoded: int = 0  # the ring of encoded batches
+    files: int = 0  # other shared memory, such as the cache and the list of samples
 
     @property
     def host(self) -> int:
-        return self.main + self.workers + self.shared + self.files
+        return self.main + self.workers + self.encoded + self.files
 
 
 def usage() -> Usage:
@@ -41,17 +42,16 @@ def usage() -> Usage:
 
 
 def _open_files(pids: Sequence[int]) -> tuple[int, int]:
-    """Bytes of the open files in /dev/shm, and of the open unnamed memory files."""
-    shared, unnamed = dict[Any, int](), dict[Any, int]()  # by device and inode, because each file counts once
+    """Bytes of the ring of encoded batches, and of all other open files in shared memory."""
+    ring, others = dict[Any, int](), dict[Any, int]()  # by device and inode, because each file counts once
     for pid in pids:
         for link in glob(f"/proc/{pid}/fd/*"):
             with suppress(OSError):  # closed meanwhile
                 path = os.readlink(link)
-                files = shared if path.startswith("/dev/shm/") else unnamed if path.startswith("/memfd:") else None
-                if files is not None:
-                    status = os.stat(link)
+                if path.startswith(("/dev/shm/", "/memfd:")):
+                    status, files = os.stat(link), ring if path.startswith(f"/memfd:{NAME}") else others
                     files[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(shared.values()), sum(unnamed.values())
+    return sum(ring.values()), sum(others.values())
 
 
 def _sizes(pid: int) -> dict[str, int]:

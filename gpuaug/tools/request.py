@@ -20,7 +20,7 @@ from gpuaug.errors import ConfigError, SourceError
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
 # keys that the held-out loader (`val.`) takes from the training loader if overrides do not set them
-SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "timeout", "start_method")
+SHARED = ("batch_size", "device", "dtype", "memory_format", "num_workers", "read_threads", "timeout", "start_method")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -22,10 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-import gpuaug.read.reader
+import gpuaug.read.samples
 from gpuaug.errors import ConfigError, DataError, ReadError, SourceError
 from gpuaug.read.order import EpochOrder, Ordered, Sequential, Shuffle
 from gpuaug.read.reader import Reader
+from gpuaug.read.ring import Ring
 from gpuaug.source import FolderSource, TableSource
 from gpuaug.source.cache import RamCache
 
@@ -146,13 +148,60 @@ def test_start_methods(reading, method, tmp_path):
     assert "FileNotFoundError" in fault.reason
 
 
-def test_a_batch_is_one_piece_of_shared_memory(reading):
+def test_the_memory_of_a_batch_is_reused_when_nothing_uses_it(reading):
+    """And only then: not while the tensors, their views or the arrays made of them are alive."""
+    source = Bytes(120, wrap=lambda data: data + bytes(1 << 20))
+    reader = reading(source, num_workers=1)
+    faults, offsets, views = [], [], []
+    for batch in reader.batches(plan(source, 2, order=Sequential)):
+        assert not int(batch.data[1000::4096].max()) & 128  # touches every page
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        if len(faults) in (3, 30):
+            offsets.append((batch.offsets, batch.offsets.tolist()))
+            views.append((batch.images[1], content(int(batch.indices[1]))))
+        del batch
+    assert faults[-1] - faults[-21] < 20 * 16  # a new mapping of 2 MiB gives at least 32 page faults per batch
+    for kept, values in offsets:
+        assert kept.tolist() == values
+    for view, expected in views:
+        assert view.tobytes()[: len(expected)] == expected
+
+
+def test_slots_grow_with_the_batches_and_large_ones_return_their_memory(monkeypatch):
+    monkeypatch.setattr("gpuaug.read.ring.KEPT_BYTES", 4 << 20)
+    ring, rng = Ring(2), np.random.default_rng(0)
+
+    def held():  # bytes
+        return os.fstat(ring._fd).st_blocks * 512
+
+    for size in (1, 5000, 3 << 20, 9 << 20, 100):
+        pieces = [rng.integers(0, 256, n, dtype=np.uint8).tobytes() for n in (size // 3, 0, size - size // 3)]
+        expected, slot = b"".join(pieces), ring.take()
+        assert ring.write(slot, pieces) == size
+        assert not pieces
+        other, view = ring.take(), ring.view(slot, size)
+        ring.write(other, [b"other" * 99])
+        assert view.numpy().tobytes() == expected
+        assert held() >= size
+        ring.release(other)
+        part = view[-1:]
+        del view
+        assert ring.free == 1
+        assert int(part) == expected[-1]
+        del part
+        assert ring.free == 2
+        assert sys.platform != "linux" or held() <= 8 << 20
+    assert not ring.is_set()
+    ring.set()
+    assert ring.is_set()
+
+
+def test_a_batch_is_one_piece_of_memory(reading):
     source = Bytes(40)
     for batch in reading(source, num_workers=1).batches(plan(source, 10)):
         assert batch.data.untyped_storage().data_ptr() == batch.offsets.untyped_storage().data_ptr()
         assert not batch.labels.is_shared()  # who keeps the labels of a batch keeps none of its bytes
         assert batch.labels.untyped_storage().nbytes() == batch.labels.nbytes
-        assert batch.data.is_shared()
         assert not batch.data.is_pinned()
 
 
@@ -256,6 +305,49 @@ def test_a_new_epoch_does_not_wait_for_what_was_asked_ahead(reading, monkeypatch
     assert time.monotonic() - begin < 60  # the read under way takes 100 s
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_threads_read_a_source_that_allows_it_and_whose_reads_wait(reading, num_workers):
+    """Samples 1 to 8 of a batch wait until four of them are being read, so fewer threads would wait forever."""
+    together = threading.Barrier(4)
+    errors = {14: FileNotFoundError("gone"), 17: DataError("key", 17, "read", "torn")}
+
+    def wait(i):
+        time.sleep(0.01) if i % 9 == 0 else together.wait(60)
+        if i in errors:
+            raise errors[i]
+
+    source = Bytes(18, wait)
+    source.thread_safe = True
+    source.targets = [i % 5 for i in range(18)]
+    reader = reading(source, num_workers=num_workers, read_threads=4)
+    first, second = reader.batches(plan(source, 9, order=Sequential))
+    check([first], plan(source, 9, order=Sequential)[:1])
+    assert [fault.row for fault in second.faults] == [5, 8]
+    assert second.labels.tolist() == [i % 5 for i in range(9, 18)]
+    for row in range(8):
+        assert second.encoded(row).numpy().tobytes() == (b"" if row == 5 else content(9 + row))
+    source.act = fail_with({3: KeyError("later"), 2: KeyError("first")})
+    with pytest.raises(KeyError, match="first"):
+        list(Reader(source).batches(plan(source, 9, order=Sequential)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"thread_safe": False}, {"thread_safe": True, "threads": 1}])
+def test_a_source_that_does_not_allow_threads_is_read_by_one(settings):
+    inside, most = [], []
+
+    def act(i):
+        inside.append(i)
+        time.sleep(0.002)
+        most.append(len(inside))
+        inside.remove(i)
+
+    source = Bytes(12, act)
+    if "thread_safe" in settings:
+        source.thread_safe = settings["thread_safe"]
+    check(Reader(source, read_threads=settings.get("threads", 16)).batches(plan(source, 6)), plan(source, 6))
+    assert set(most) == {1}
+
+
 def fail_with(errors):
     def act(i):
         if i in errors:
@@ -338,11 +430,12 @@ def test_labels_that_a_source_knows_are_kept_where_bytes_are_not(reading, tmp_pa
                 assert alone.labels.dtype == both.labels.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
-    monkeypatch.setattr(gpuaug.read.reader, "LARGE", 100)
-    monkeypatch.setattr(gpuaug.read.reader, "LARGEST_BATCH", 500)
-    monkeypatch.setattr(gpuaug.read.reader, "LARGEST_IMAGE", 400)
+@pytest.mark.parametrize("how", ["source[i]", "read_many", "threads"])
+def test_large_images_of_a_batch_are_bounded(monkeypatch, how):
+    monkeypatch.setattr(gpuaug.read.samples, "SLOW_S", -1.0)
+    monkeypatch.setattr(gpuaug.read.samples, "LARGE", 100)
+    monkeypatch.setattr(gpuaug.read.samples, "LARGEST_BATCH", 500)
+    monkeypatch.setattr(gpuaug.read.samples, "LARGEST_IMAGE", 400)
     monkeypatch.setattr("gpuaug.source.local.LARGEST_BATCH", 500)
     monkeypatch.setattr("gpuaug.source.local.LARGEST_IMAGE", 400)
     sizes = [100, 300, 401, 201, 200, 101, 100]
@@ -352,7 +445,8 @@ def test_large_images_of_a_batch_are_bounded(monkeypatch, many):
             return bytearray(sizes[i]), i
 
     source = Sized(len(sizes))
-    if many:
+    source.thread_safe = how == "threads"
+    if how == "read_many":
         source.read_many = lambda numbers: [source[i] for i in numbers]
     (batch,) = Reader(source).batches(plan(source, batch_size=7, order=Sequential))
     assert [len(batch.encoded(row)) for row in range(7)] == [100, 300, 0, 0, 200, 0, 100]
@@ -414,7 +508,7 @@ class Awkward(Exception):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("error", [TypeError("wrong"), KeyError("name"), ZeroDivisionError(), MemoryError("full")])
+@pytest.mark.parametrize("error", [TypeError("wrong"), KeyError("name"), ZeroDivisionError()])
 def test_other_errors_arrive_with_their_own_type(reading, num_workers, error):
     source = Bytes(20, fail_with({7: error}))
     reader = reading(source, num_workers=num_workers)
@@ -445,8 +539,10 @@ def test_an_error_of_the_order_arrives(reading):
         raise LookupError("the order")
 
     for num_workers in (0, 1):
+        batches = reading(Bytes(4), num_workers=num_workers).batches(broken())
+        check([next(batches)], plan(range(4), 2)[:1])  # the batch before the error
         with pytest.raises(LookupError, match="the order"):
-            list(reading(Bytes(4), num_workers=num_workers).batches(broken()))
+            next(batches)
 
 
 @pytest.mark.parametrize("code", [signal.SIGKILL, signal.SIGBUS, "exit"])
@@ -520,13 +616,20 @@ def test_silence_is_an_error_in_time(reading, thread):
 def test_an_iterator_that_is_ended_while_workers_are_busy_disturbs_no_later_one(reading):
     opened = torch.zeros(1).share_memory_()  # no Event: a worker that waits for it may be killed, and `set` would hang
 
+    busy = torch.zeros(1).share_memory_()
+
     def held(i):
         while i >= 2 and not opened:
+            busy.fill_(1)
             time.sleep(0.01)
 
     source = Bytes(40, held)
     reader = reading(source, num_workers=1)
-    next(reader.batches(plan(source, 2, order=Sequential)))
+    first = reader.batches(plan(source, 2, order=Sequential))
+    next(first)
+    while not busy:
+        time.sleep(0.01)
+    del first
     second, left = reader.batches(plan(source, 2, order=Sequential)), []
     consumer = threading.Thread(target=lambda: left.extend(second))
     consumer.start()  # the worker is still busy with the first iterator
@@ -538,9 +641,12 @@ def test_an_iterator_that_is_ended_while_workers_are_busy_disturbs_no_later_one(
     check(third, plan(source, 3))
 
 
-def test_close_does_not_wait_for_a_read_that_hangs(reading, monkeypatch):
+@pytest.mark.parametrize("thread_safe", [False, True])
+def test_close_does_not_wait_for_a_read_that_hangs(reading, monkeypatch, thread_safe):
     monkeypatch.setattr("gpuaug.read.workers.TIMEOUT_S", 0.1)
+    monkeypatch.setattr(gpuaug.read.samples, "SLOW_S", -1.0)
     source = Bytes(20, hang)
+    source.thread_safe = thread_safe
     reader = reading(source, num_workers=1)
     found = []
     consumer = threading.Thread(target=lambda: found.extend(reader.batches(plan(source, 2, order=Sequential))))

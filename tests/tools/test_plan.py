@@ -28,9 +28,9 @@ MIB = 2**20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
-def left(host: int, shared: int = 1 << 40, *, by: str = "test") -> Left:
-    """Bytes left in host memory and in /dev/shm."""
-    return {"host": (host, by), "shared": (shared, "/dev/shm")}
+def left(host: int, *, by: str = "test") -> Left:
+    """Bytes left in host memory."""
+    return {"host": (host, by)}
 
 
 def build(photos: Path, *overrides: str) -> Loader:
@@ -40,9 +40,9 @@ def build(photos: Path, *overrides: str) -> Loader:
 
 
 def peak(**measured: Any) -> Peak:
-    """60 MiB of work, 20 of workers, 10 in /dev/shm; every queue was full."""
-    most = Usage(main=100 * MIB, workers=20 * MIB, shared=10 * MIB)
-    plain = {"base": Usage(main=40 * MIB), "most": most, "shared": 10 * MIB, "ready": 99, "batches": 99, "image": 1e4}
+    """60 MiB of work, 20 of workers, 10 of encoded batches; every queue was full."""
+    most = Usage(main=100 * MIB, workers=20 * MIB, encoded=10 * MIB)
+    plain = {"base": Usage(main=40 * MIB), "most": most, "ready": 99, "batches": 99, "image": 1e4}
     return Peak(**{**plain, **measured})
 
 
@@ -59,7 +59,6 @@ def test_parts_are_what_was_measured(photos: Path) -> None:
             "decoding, augmentation, batches": 45 * MIB, "model step": 15 * MIB,
         }  # fmt: skip
         assert plan.total(plan.parts(loader, peak()), "host") == 130 * MIB
-        assert plan.total(plan.parts(loader, peak()), "shared") == 10 * MIB
 
 
 def test_batches_cache_and_ahead_that_come_later_are_added(photos: Path) -> None:
@@ -86,7 +85,6 @@ def test_shortage_names_the_largest_part_and_its_setting(photos: Path, monkeypat
         assert "needs 90.0 MiB of memory, but test has 95.0 MiB left" in said
         assert "decoding, augmentation, batches, takes 60.0 MiB" in said
         assert "`train_data.prefetch` or `train_data.batch_size`" in said
-        assert "shared memory, but /dev/shm has" in plan.shortage([run], left(1 << 40, 10 * MIB))
         held_out = Run(loader=loader, peak=peak(), prefix="val.")
         assert "needs 180.0 MiB" in plan.shortage([run, held_out], left(95 * MIB))
     with build(photos, "cache=ram", "cache.max_bytes=1MiB") as loader:

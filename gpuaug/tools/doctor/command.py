@@ -46,10 +46,10 @@ TESTS = {  # test: title, status if it fails, remedy
     "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia, which is many times slower."),
 }
 # Limits, below which a finding is BROKEN (LEAST) or a warning (ENOUGH). Python with DALI and eight threads opens about
-# 60 files, and torch opens a file for every batch in transit. A batch of 64 photographs of 110 KB has 7 MB, and each
-# worker has two batches in shared memory.
+# 60 files, and each worker about six more. A source of a million files has about 50 MB in /dev/shm. Batches are not
+# there, but in memory without a name (memfd).
 FILES_LEAST, FILES_ENOUGH, FILES_ADVISED = 128, 1024, 65536
-SHARED_LEAST, SHARED_ENOUGH = 16 * 2**20, 512 * 2**20
+SHARED_LEAST, SHARED_ENOUGH = 2**20, 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,11 +213,11 @@ def limits(settings: Settings) -> Iterator[Finding]:
 
 
 def shared_memory(sizes: tuple[int, int] | None) -> Finding:
-    """Check /dev/shm, through which workers pass batches. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
+    """Check /dev/shm, which holds the list of samples. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
     size, free = sizes or (0, SHARED_ENOUGH)
     status = NOTE if sizes is None else BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else OK
     text = "no /dev/shm on this system" if sizes is None else f"{format_bytes(free)} of {format_bytes(size)} free"
-    advice = "" if sizes is None else "Set num_workers=0, or start Docker with --shm-size=8g: workers would die."
+    advice = "" if sizes is None else "Start Docker with --shm-size=1g: workers copy their source, or cannot start."
     return Finding("shared memory", text, status, advice, sizes and list(sizes))
 
 

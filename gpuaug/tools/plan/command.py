@@ -37,9 +37,9 @@ from gpuaug.tools.request import Keys, Request
 
 log = logging.getLogger("gpuaug")
 
-Place = Literal["host", "shared", "device"]
+Place = Literal["host", "device"]
 Left = dict[Place, tuple[int, str]]  # bytes left in each known place, and what limits them
-PLACES: dict[Place, str] = {"host": "host memory", "shared": "part in /dev/shm", "device": "device memory"}
+PLACES: dict[Place, str] = {"host": "host memory", "device": "device memory"}
 SECONDS = 15.0  # duration of a rehearsal after its first batch
 SPARE = 0.1  # a plan leaves this share of the free memory for other processes and wrong estimates
 CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused, because a plan may be wrong by 15 %
@@ -178,7 +178,7 @@ def parts(loader: Loader, peak: Peak) -> list[Part]:
     every = [
         Part("this process", "host", peak.base.host, "before its first batch: Python, torch, the source"),
         Part("workers", "host", peak.most.workers, f"processes: {workers}", "num_workers"),
-        Part("encoded batches", "shared", peak.shared, "on their way from the workers", "num_workers"),
+        Part("encoded batches", "host", peak.most.encoded, "read ahead by the workers", "num_workers"),
         Part("decoding, augmentation, batches", "host", max(0, work),
              f"{prefetch} prefetched + 1 in preparation + 1 in use; with freed memory that malloc keeps", "prefetch"),
         Part("batches that wait later", there, waiting * peak.batch,
@@ -194,8 +194,8 @@ def parts(loader: Loader, peak: Peak) -> list[Part]:
 
 
 def total(listed: Sequence[Part], place: Place) -> int:
-    """Total bytes of one place. ``host`` includes ``shared``."""
-    return sum(p.bytes for p in listed if p.place == place or (place == "host" and p.place == "shared"))
+    """Total bytes of one place."""
+    return sum(part.bytes for part in listed if part.place == place)
 
 
 def shortage(runs: Sequence[Run], left: Left, *, share: float = 1 - SPARE) -> str:
@@ -233,7 +233,6 @@ class Peak:
 
     base: Usage = field(default_factory=usage)  # before the first batch
     most: Usage = field(default_factory=usage)  # at the peak of host memory
-    shared: int = 0
     step: int = 0  # host memory added by steps of the model
     device: int = 0  # growth since the beginning of the run
     ready: int = 0  # largest number of ready batches
@@ -265,7 +264,7 @@ def measure(
         while not done.wait(0.03):
             now = usage()
             peak.most = max(peak.most, now, key=lambda each: each.host)
-            peak.shared, peak.ready = max(peak.shared, now.shared), max(peak.ready, loader.prefetch_level)
+            peak.ready = max(peak.ready, loader.prefetch_level)
             if cuda:
                 peak.device = max(peak.device, before - torch.cuda.mem_get_info(loader.device)[0])
             watch(peak)
@@ -337,7 +336,7 @@ def rehearsal() -> None:
 
     def watch(peak: Peak) -> None:
         more = peak.most.host - peak.base.host
-        if more > left.get("host", math.inf) or peak.shared > 0.9 * left.get("shared", math.inf):
+        if more > left.get("host", math.inf):
             say(over=True)
         elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch or a step is too slow
             say(peak=asdict(peak))
@@ -398,8 +397,6 @@ def memory_left(device: torch.device) -> Left:
     left: Left = {}
     if (host := machine.memory_left()) is not None:
         left["host"] = host
-    if (shm := machine.shared_memory()) is not None:
-        left["shared"] = shm[1], "/dev/shm"
     if device.type == "cuda":
         left["device"] = torch.cuda.mem_get_info(device)[0], "the device"
     return left

@@ -1,0 +1,99 @@
+"""Memory through which workers send batches. It is reused, because mapping new memory takes longer than reading."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections import deque
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpuaug.read.samples import join
+from gpuaug.source.shared_memory import SUPPORTED
+
+NAME = "batches"  # of the memory in /proc
+SLOT_BYTES = 1 << 36  # distance of slots; a page of the file takes memory only after a write
+KEPT_BYTES = 1 << 26  # a slot with a larger batch returns its memory to the system after use
+
+
+class Ring:
+    """Slots for one batch each, in one unnamed file, which all processes map. /dev/shm does not limit it on Linux.
+
+    The reading process decides which slot is free.
+    """
+
+    def __init__(self, slots: int, fd: int | None = None) -> None:
+        self._slots, self._free = slots, deque(range(slots))
+        self._maps: dict[int, mmap.mmap] = {}
+        self._fd = _unnamed_file((slots + 1) * SLOT_BYTES) if fd is None else fd
+        weakref.finalize(self, os.close, self._fd).atexit = False  # at exit, DataLoader still calls `set`
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._slots, reduction.DupFd(self._fd))
+
+    def _map(self, slot: int, size: int) -> mmap.mmap:
+        """The memory of a slot, at least ``size`` bytes."""
+        if len(self._maps.get(slot, b"")) < size:
+            length = max(1 << 20, 1 << (size - 1).bit_length())
+            self._maps[slot] = mmap.mmap(self._fd, length, offset=slot * SLOT_BYTES)
+        return self._maps[slot]
+
+    # -- in a worker
+
+    def write(self, slot: int, pieces: list[Any]) -> int:
+        """Join the pieces in the slot and return their total size. ``pieces`` is empty afterwards."""
+        size = sum(map(len, pieces))
+        join(pieces, memoryview(self._map(slot, size)))  # `os.pwrite` takes 4 instead of 1 us for 36 KiB
+        return size
+
+    # -- in the reading process
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free slot, the one that was used last: its memory exists."""
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Make a slot free. The garbage collector may call this at any time, so there is no lock."""
+        if len(self._maps.get(slot, b"")) > KEPT_BYTES and hasattr(mmap, "MADV_REMOVE"):
+            self._maps.pop(slot).madvise(mmap.MADV_REMOVE)
+        self._free.append(slot)
+
+    def view(self, slot: int, size: int) -> Tensor:
+        """The first ``size`` bytes of a slot, uint8 [size]. When nothing uses the tensor any more, the slot is free."""
+        lease = np.frombuffer(self._map(slot, size), dtype=np.uint8, count=size)
+        weakref.finalize(lease, self.release, slot).atexit = False
+        return torch.from_numpy(lease)
+
+    # -- in all processes
+
+    def set(self) -> None:
+        """Tell the workers to end. With ``is_set`` this replaces an Event, whose lock a killed worker may hold."""
+        os.pwrite(self._fd, b"1", self._slots * SLOT_BYTES)
+
+    def is_set(self) -> bool:
+        return os.pread(self._fd, 1, self._slots * SLOT_BYTES) == b"1"
+
+
+def _unnamed_file(size: int) -> int:
+    if SUPPORTED:
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+def _received(slots: int, fd: Any) -> Ring:
+    return Ring(slots, fd.detach())
