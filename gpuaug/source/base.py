@@ -177,6 +177,7 @@ class ListedSource(Source):
 
     @property
     def thread_safe(self) -> bool:
+        """True if samples are files, because several threads may read files at the same time."""
         return self._files is not None
 
     @property
