@@ -27,7 +27,6 @@ import torch
 
 ROWS = {
     "boxes": {},
-    "boxes, json": {"parser": "json"},
     "boxes + keypoints": {"annotations": "person_keypoints"},
     "boxes + instance masks": {"masks": "instances"},
 }
@@ -63,15 +62,11 @@ def main() -> None:
             print("| " + " | ".join([name, *cells]) + " |", flush=True)
 
 
-def measure(folder: Path, parser: str = "msgspec", **settings: Any) -> dict[str, float]:
+def measure(folder: Path, **settings: Any) -> dict[str, float]:
     """Build the index, then read samples in a forked worker."""
     import gpuaug
-    from gpuaug.source import segmentations
+    from gpuaug.source import coco_json, segmentations  # noqa: F401
 
-    if parser == "json":
-        sys.modules["msgspec"] = None  # type: ignore[assignment]
-    else:
-        import msgspec  # noqa: F401
     segmentations.import_pycocotools()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()

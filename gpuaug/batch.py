@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -74,6 +74,8 @@ class Target:
     size: tuple[int, int] | None = None
     fractions: bool = False
     label: Any = None
+    # True: one of gpuaug's sources has checked the objects. `dataclasses.replace` does not copy it
+    _checked: bool = field(default=False, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

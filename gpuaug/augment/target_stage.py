@@ -27,6 +27,7 @@ from gpuaug.decode.resize import one_by_one
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
 from gpuaug.read.targets import collect
+from gpuaug.source.base import Source
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.masks import Erased, Warp
@@ -87,16 +88,17 @@ class TargetStage:
         rules: Targets,
         recipe: Any,
         *,
-        source: Any = None,
+        source: Source | None = None,
         quiet: bool = False,
     ) -> None:
         self.rules, self.recipe = rules, recipe
         flip = getattr(rules.keypoints, "flip", None)
-        flip = getattr(source, "flip_pairs", None) if flip is None else flip
+        source = Source() if source is None else source
+        flip = source.flip_pairs if flip is None else flip
         self.flip = None if flip is None else tuple(flip)
-        self.panoptic = bool(getattr(source, "panoptic", False))  # masks hold annotation ids in three channels
-        self._image_ids: Tensor | None = getattr(source, "image_ids", None)
-        path = getattr(source, "mask_path", None)
+        self.panoptic = source.panoptic  # masks hold annotation ids in three channels
+        self._image_ids: Tensor | None = source.image_ids
+        path = source.mask_path
         self._mask_path: Callable[[int], str | None] = path if callable(path) else lambda index: None
         views = [view for stage in recipe.stages.values() for view in stage.views]
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
@@ -554,4 +556,5 @@ def _number_segments(found: list[NDArray[Any] | None], table: EncodedTargets, *,
 
 
 def _size(size: NDArray[Any]) -> str:
-    return "x".join(map(str, size.tolist()))
+    height, width = size.tolist()
+    return f"{width} (width) x {height}"

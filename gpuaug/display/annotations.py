@@ -76,7 +76,7 @@ class Style:
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
         """The style for the samples of a source. ``rules``: None if there are no targets."""
-        lines = getattr(source, "skeleton", None) or (PERSON if getattr(source, "num_keypoints", None) == 17 else ())
+        lines = source.skeleton or (PERSON if source.num_keypoints == 17 else ())
         return cls(rules, source.classes, tuple(lines))
 
     @property

@@ -82,7 +82,7 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
                 f"`{key}.crop` ({type(view.augment.crop).__name__}) needs {missing[0]}, but `targets` has "
                 f"{', '.join(names) or 'none'}. Set `targets`, or use another crop."
             )
-    known = getattr(source, "target_kinds", None)
+    known = source.target_kinds
     if targets is None:
         if known:
             log.info("the source has %s: set `targets` to use them", ", ".join(sorted(known)))
@@ -99,7 +99,7 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
             f"`targets.{absent[0]}` needs a source with {absent[0]}. Found: {type(source).__name__} with "
             f"{', '.join(sorted(known)) or 'none'}. Set `targets.{absent[0]}=null`, or choose another source."
         )
-    flip, points = getattr(targets.keypoints, "flip", None), getattr(source, "num_keypoints", None)
+    flip, points = getattr(targets.keypoints, "flip", None), source.num_keypoints
     if flip is not None and points is not None and len(flip) != points:
         raise ConfigError(
             f"`targets.keypoints.flip` must name the mirror image of each of the {points} keypoints of the source. "
@@ -114,7 +114,7 @@ def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict
     """Return the part of a loader's fingerprint that describes the targets; {} without targets."""
     if targets is None:
         return {}
-    digest = getattr(source, "objects_digest", None)
+    digest = source.objects_digest
     # Only a crop can make images depend on the source's boxes, masks and keypoints.
     reads = any(getattr(view.augment.crop, "needs", ()) for _, view in views_of(recipe))
     return {"targets": {"rules": repr(targets), "objects": digest() if reads and callable(digest) else None}}
@@ -123,7 +123,7 @@ def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict
 def choose_workers(num_workers: int | None, source: Any, log: NamedLog) -> int:
     if num_workers is not None:
         return num_workers
-    if getattr(source, "mapped", False):
+    if source.mapped:
         log.info("num_workers 0: the source is memory-mapped, and workers would only add a copy")
         return 0
     cores, ranks = machine.usable_cpus(), machine.local_world_size()

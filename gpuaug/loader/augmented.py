@@ -32,7 +32,7 @@ def remaining(recipe: Recipe, source: Any, seed: int) -> Recipe:
 
     Raises ConfigError if the images were augmented with another recipe or seed.
     """
-    stored: dict[str, Any] | None = getattr(source, "augmented_by", None)
+    stored: dict[str, Any] | None = source.augmented_by
     if stored is None:
         return recipe
     if isinstance(recipe, Progressive):

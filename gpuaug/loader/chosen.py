@@ -45,7 +45,7 @@ def fetch(
         for index in number.tolist():
             loader.source.key(index)
             # a packed source also has keys for its rows of other sizes
-            if index >= getattr(loader.source, "sample_count", math.inf):
+            if index >= (loader.source.sample_count or math.inf):
                 raise IndexError("it has fewer samples")
     except IndexError as error:
         raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error

@@ -210,7 +210,7 @@ class Loader:
             memory_format=self.memory_format,
             key_of=self.source.key,
             look_at=describe.looks(self.augment, self.source, self.targets),
-            first_row=getattr(self.source, "first_row", lambda epoch: 0),
+            first_row=self.source.first_row,
         )
 
     def _target_stage(self) -> TargetStage | None:
@@ -277,7 +277,7 @@ class Loader:
     @property
     def num_classes(self) -> int | None:
         """Number of classes of the source; None if the source has no classes."""
-        return getattr(self.source, "num_classes", None)
+        return self.source.num_classes
 
     @property
     def prefetch_level(self) -> int:

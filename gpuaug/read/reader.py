@@ -113,7 +113,7 @@ class Reader:
         if self._pid != os.getpid():
             self._own()
         generation = self._generation.numpy()[0] = next(self._numbers)
-        zero_copy = zero_copy and self.num_workers == 0 and bool(getattr(self.source, "zero_copy", False))
+        zero_copy = zero_copy and self.num_workers == 0 and self.source.zero_copy
         return self._batches(generation, tasks, first, zero_copy)
 
     def close(self) -> None:

@@ -50,8 +50,8 @@ class Samples:
 
     def __init__(self, source: Source, targets: tuple[str, ...], threads: int) -> None:
         self.source, self.targets = source, targets
-        self.threads = threads if getattr(source, "thread_safe", False) else 1
-        self._bounded = not getattr(source, "mapped", False)
+        self.threads = threads if source.thread_safe else 1
+        self._bounded = not source.mapped
         self._like: Any = _MISSING  # an array of labels of the same type and shape; None if samples have no label
 
     def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> Encoded:
@@ -72,7 +72,7 @@ class Samples:
 
             found = [as_target(label, number) for number, label in zip(numbers, labels, strict=True)]
             if self.targets:
-                bad, known = [fault.row for fault in faults], getattr(self.source, "num_keypoints", None)
+                bad, known = [fault.row for fault in faults], self.source.num_keypoints
                 targets, masks, more = collect(found, self.targets, skip=bad, num_keypoints=known)
                 encoded += masks
                 faults += more
@@ -81,7 +81,7 @@ class Samples:
 
     def _unread(self, number: int) -> Any:
         """Label of a sample that cannot be read; ``_MISSING`` if the source does not know the label."""
-        label = getattr(self.source, "label", None)
+        label = self.source.label
         try:
             if callable(label):
                 return label(number)
@@ -123,7 +123,7 @@ class Samples:
 
     def _ask(self, numbers: list[int], stale: Callable[[], bool]) -> Iterator[Any]:
         """Yield, for each sample, the item from the source, or the exception that becomes its fault."""
-        many = getattr(self.source, "read_many", None)
+        many = self.source.read_many
         for item in self._one_by_one(numbers, stale) if many is None else self._at_once(many, numbers, stale):
             if isinstance(item, BaseException) and not isinstance(item, FAULTS):
                 raise item

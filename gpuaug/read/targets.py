@@ -1,8 +1,8 @@
-"""Checks the targets of a batch in a worker, and joins them in one table."""
+"""Joins the targets of a batch in one table. Checks targets that no source of gpuaug has checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from gpuaug.batch import EncodedTargets, Fault, Target
 from gpuaug.errors import SourceError
+from gpuaug.source.objects import find_faults
 
-_FIELDS = {field.name for field in fields(Target)}
+_FIELDS = {field.name for field in fields(Target) if field.init}
 _NO_MASK = memoryview(b"")
 # name, dtype, shape per object (-1: any size), default for a missing column (None: no default)
 _COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
@@ -22,12 +23,6 @@ _COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
     ("crowd", np.bool_, (), False),
     ("area", np.float32, (), np.nan),
     ("ids", np.int64, (), -1),
-)
-# column, function that is True for usable values, text of the error
-_RULES: tuple[tuple[str, Callable[[NDArray[Any]], NDArray[np.bool_]], str], ...] = (
-    ("boxes", np.isfinite, "must be finite numbers"),
-    ("boxes", lambda boxes: boxes[:, :2] <= boxes[:, 2:], "must be (x1, y1, x2, y2) with x1 <= x2"),
-    ("keypoints", np.isfinite, "must be finite numbers"),
 )
 
 
@@ -53,26 +48,35 @@ def collect(
         The table of all objects, the encoded mask of each sample ([] if ``names`` lacks masks), and one fault for each
         row with bad targets.
     """
-    faults, masks = list[Fault](), [_NO_MASK] * len(targets)
+    faults, masks, sizes = dict[int, str](), [_NO_MASK] * len(targets), np.zeros((len(targets), 2), dtype=np.int32)
     rows: list[dict[str, NDArray[Any]]] = [{} for _ in targets]  # columns; {} for a row with a fault
-    sizes = np.zeros((len(targets), 2), dtype=np.int32)
+    is_checked = True
     for row, target in enumerate(targets):
         if row in skip:
             continue
         try:
             if target is None:
                 raise ValueError("the source gave no target for this sample")
+            is_checked &= target._checked
             columns = _columns(target, names, num_keypoints)
+            count = len(next(iter(columns.values()), ()))
+            if lacking := [name for name in ("boxes", "keypoints") if name in names and name not in columns and count]:
+                raise ValueError(f"the source gave no {lacking[0]} for its {count} objects")
             masks[row] = _mask(target) if "masks" in names else _NO_MASK
             if target.size is not None:
                 sizes[row] = target.size
             rows[row] = columns
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
-            faults.append(Fault(row, "read", str(error)))
+            faults[row] = str(error)
+    table, counts = _joined(rows, names, num_keypoints)
+    if not is_checked and (found := find_faults(np.repeat(np.arange(len(rows)), counts), table)):
+        for row in found:
+            rows[row], masks[row] = {}, _NO_MASK
+        faults |= found
+        table, counts = _joined(rows, names, num_keypoints)
     fractions = np.array([target is not None and bool(target.fractions) for target in targets], dtype=np.bool_)
-    table = _joined(rows, names, num_keypoints)
     encoded = EncodedTargets(
-        offsets=np.cumsum([0, *(len(columns.get("labels", ())) for columns in rows)], dtype=np.int64),
+        offsets=np.cumsum([0, *counts], dtype=np.int64),
         boxes=table.get("boxes"),
         labels=table["labels"],
         keypoints=table.get("keypoints"),
@@ -83,7 +87,8 @@ def collect(
         masks="masks" in names,
         fractions=fractions if fractions.any() else None,
     )
-    return encoded, masks if encoded.masks else [], faults
+    found_faults = [Fault(row, "read", reason) for row, reason in sorted(faults.items())]
+    return encoded, masks if encoded.masks else [], found_faults
 
 
 def _mask(target: Target) -> memoryview:
@@ -99,12 +104,18 @@ def _mask(target: Target) -> memoryview:
 
 
 def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) -> dict[str, NDArray[Any]]:
-    """The columns of the target, with checked shapes and dtypes. Raise ValueError if a value is wrong."""
-    columns: dict[str, NDArray[Any]] = {}
-    for name, kind, shape, missing in _COLUMNS:
-        value = getattr(target, name)
-        if value is None or (missing is None and name not in names):
+    """The columns as arrays; ValueError if a shape or dtype is wrong. :func:`find_faults` checks the values."""
+    columns = {
+        name: value
+        for name, _, _, missing in _COLUMNS
+        if (value := getattr(target, name)) is not None and (missing is not None or name in names)
+    }
+    if target._checked:
+        return columns
+    for name, kind, shape, _ in _COLUMNS:
+        if name not in columns:
             continue
+        value = columns[name]
         try:
             array = np.asarray(value)
         except ValueError:  # numpy's message names neither the column nor the shape
@@ -123,7 +134,7 @@ def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) ->
             raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
         if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
             raise ValueError(f"{name} must be below 2**63. Found: {array.max()}")
-        with np.errstate(over="ignore"):  # `_RULES` refuse infinite coordinates
+        with np.errstate(over="ignore"):  # `find_faults` refuses infinite coordinates
             columns[name] = array.astype(kind)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -132,32 +143,25 @@ def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) ->
         sides = np.asarray(target.size)
         if sides.shape != (2,) or sides.dtype.kind not in "iuf" or not ((sides > 0) & (sides < 2**31)).all():
             raise ValueError(f"size must be (height, width) above 0. Found: {target.size}")
-    count = next(iter(lengths.values()), 0)
-    for name in ("boxes", "keypoints"):
-        if name in names and name not in columns and count:
-            raise ValueError(f"the source gave no {name} for its {count} objects")
-    for name, check, rule in _RULES:
-        if name in columns and not (right := check(columns[name])).all():
-            wrong = int(np.argwhere(~right)[0, 0])
-            raise ValueError(f"{name}[{wrong}] {rule}. Found: {columns[name][wrong].tolist()!r:.200}")
-    for name, kind, shape, missing in _COLUMNS:
-        if name not in columns and missing is not None:
-            columns[name] = np.full((count, *shape), missing, dtype=kind)
     return columns
 
 
 def _joined(
     rows: Sequence[dict[str, NDArray[Any]]], names: Sequence[str], num_keypoints: int | None
-) -> dict[str, NDArray[Any]]:
-    """Join the columns of all samples. Boxes and keypoints are left out if ``names`` lacks them."""
-    table = {}
+) -> tuple[dict[str, NDArray[Any]], list[int]]:
+    """Join the columns of all samples, and count the objects of each. ``names``: as for :func:`collect`."""
+    table, counts = {}, [len(next(iter(columns.values()), ())) for columns in rows]
     for name, kind, shape, missing in _COLUMNS:
         if missing is None and name not in names:
             continue
-        parts = [columns[name] for columns in rows if len(columns.get(name, ()))]
+        parts = [
+            columns[name] if name in columns else np.full((count, *shape), missing, dtype=kind)
+            for columns, count in zip(rows, counts, strict=True)
+            if count
+        ]
         numbers = {part.shape[1] for part in parts} if name == "keypoints" else set()
         if len(numbers) > 1:
             raise SourceError(f"all objects must have the same number of keypoints. Found: {sorted(numbers)}.")
         empty = np.zeros((0, *((num_keypoints or 0) if n < 0 else n for n in shape)), dtype=kind)
-        table[name] = np.concatenate(parts) if parts else empty
-    return table
+        table[name] = np.concatenate(parts, dtype=kind) if parts else empty
+    return table, counts

@@ -244,7 +244,7 @@ class _Sender:
         stale = partial(is_over, self.generation, request.generation)
         try:
             if request.after is not None and not stale():
-                self.samples.source.prefetch(request.after.tolist())  # type: ignore[attr-defined]
+                self.samples.source.prefetch(request.after.tolist())
             pieces, rows, pickled = packed(*self.samples.batch(request.indices, stale))
         except EndedError:
             return Answer(request.serial)

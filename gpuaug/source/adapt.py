@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,82 +15,17 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from gpuaug.errors import SourceError
+from gpuaug.source.base import Source as Source
 from gpuaug.source.huggingface import DatasetSource, is_dataset
 from gpuaug.source.index import Names, share
 
 log = logging.getLogger("gpuaug")
 
-# attributes that a MapSource takes from its object
-OPTIONAL = (
-    "augmented_by", "category_ids", "first_row", "flip_pairs", "label", "mapped", "mask_path", "num_keypoints",
-    "objects_digest", "panoptic", "prefetch", "read_many", "row_count", "sample_count", "target_kinds", "thread_safe",
-    "zero_copy",
-)  # fmt: skip
+# members that a MapSource takes from its object, if the object has them
+OPTIONAL = tuple(name for name in vars(Source) if name[0] != "_" and name not in ("key", "digest", "labels"))
 
 
-@runtime_checkable
-class Source(Protocol):
-    """The complete interface of a source.
-
-    A sample is ``(bytes, label)``, or ``(bytes, label, extra)``. The extra is any value that can be pickled, such as a
-    caption. ``batch.extra`` holds the extras unchanged.
-
-    Attributes:
-        indices: int64 ``[len]``, ascending numbers of the active samples (those in use); None: 0 .. len - 1.
-        labels: int64 ``[N]`` by sample number; None if there are no labels, or if a label is known only after reading.
-        classes: class names in the order of their labels.
-
-    A source may also have these:
-        label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
-            get this label. Without ``label``, they get their value in ``labels``.
-        read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
-        prefetch: ``source.prefetch(numbers)`` announces samples of the second ``read_many`` call from now.
-        same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
-            ``i`` and are still in memory.
-        thread_safe: True if several threads may call ``source[i]`` at the same time. A worker then reads up to
-            ``read_threads`` samples at a time. Without it, and with ``read_many``, a worker uses one thread.
-        mapped: True if the bytes are memory-mapped.
-        target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``. A sample is then ``(bytes, gpuaug.Target)``.
-        num_keypoints: number of keypoints of an object.
-        flip_pairs: for each keypoint, the number of its mirror image.
-        image_ids: int64 ``[N]``, the id of each sample for evaluation, such as COCO's; None: samples have only numbers.
-        panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
-        mask_path: ``source.mask_path(i)`` is the path of the mask of a sample, for messages; None if it has no file.
-        objects_digest: ``source.objects_digest()`` is a hash of all objects.
-        first_row: ``source.first_row(epoch)`` is added to sample numbers before reading. So a source can have other
-            bytes in other epochs. ``row_count`` and ``sample_count`` are then the numbers of its rows and samples.
-        augmented_by: the settings that made the images, if they are already augmented; see :class:`PackedSource`.
-        zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
-    """
-
-    indices: Tensor | None
-    labels: Tensor | None
-    classes: list[str] | None
-    class_to_idx: dict[str, int] | None
-    num_classes: int | None
-
-    def __len__(self) -> int:
-        """Number of active samples."""
-        ...
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Encoded bytes of sample ``index``, its label, and perhaps an extra.
-
-        A label is an int, a float, a list of floats, or None. An OSError or GpuaugError becomes a fault of this sample.
-        Any other exception ends the epoch.
-        """
-        ...
-
-    def key(self, index: int) -> str:
-        """Relative path or name of sample ``index``."""
-        ...
-
-    def digest(self) -> str:
-        """Hash of the keys of all samples. It does not depend on where the samples are stored."""
-        ...
-
-
-class MapSource:
+class MapSource(Source):
     """Makes a source from an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
 
     ``object[i]`` may also be ``(bytes, label, extra)``. The source uses these attributes of the object: ``key``,
@@ -109,20 +44,16 @@ class MapSource:
     """
 
     def __init__(self, samples: Any, *, indices: Tensor | None = None) -> None:
+        for name in OPTIONAL:
+            if hasattr(samples, name):
+                setattr(self, name, getattr(samples, name))
         self.samples, self.positions = samples, indices
         self.indices = None if indices is None else share(indices.sort().values)
         labels = getattr(samples, "labels", None)
         self.labels = _labels(getattr(samples, "targets", None) if labels is None else labels, len(samples))
-        self.classes: list[str] | None = getattr(samples, "classes", None)
-        self.class_to_idx: dict[str, int] | None = getattr(samples, "class_to_idx", None)
-        self.image_ids = _labels(getattr(samples, "image_ids", None), len(samples))
-        number = getattr(samples, "num_classes", None)
-        self.num_classes: int | None = len(self.classes) if number is None and self.classes is not None else number
-
-    def __getattr__(self, name: str) -> Any:
-        if name in OPTIONAL:
-            return getattr(self.samples, name)
-        raise AttributeError(f"MapSource has no attribute {name!r}")
+        self.image_ids = _labels(self.image_ids, len(samples))
+        if self.num_classes is None and self.classes is not None:
+            self.num_classes = len(self.classes)
 
     def __len__(self) -> int:
         return len(self.samples) if self.indices is None else len(self.indices)
@@ -182,7 +113,7 @@ def adapt(source: Any) -> Source:
     if isinstance(source, ConcatDataset):
         _check_parts(source)
     if is_dataset(source):
-        return cast(Source, DatasetSource(source))
+        return DatasetSource(source)
     given = f"Found: {source!r:.200} ({type(source).__name__})."
     if not hasattr(source, "__getitem__") or isinstance(source, str | bytes):
         raise SourceError(f"a source must have `source[i] -> (bytes, label)`. Iterables cannot be shuffled. {given}")

@@ -77,18 +77,16 @@ class RamCache:
         return CachedSource(source, self)
 
 
-class CachedSource:
+class CachedSource(Source):
     """Stores samples at their first read. Later reads of a stored sample return views of the memory, not copies."""
 
     def __init__(self, source: Source, settings: RamCache) -> None:
         self.source, self.settings = source, settings
         self.indices, self.labels = source.indices, source.labels
         self.classes, self.class_to_idx, self.num_classes = source.classes, source.class_to_idx, source.num_classes
-        self.num_keypoints: int | None = getattr(source, "num_keypoints", None)
-        self.thread_safe: bool = getattr(source, "thread_safe", False)
+        self.num_keypoints, self.thread_safe = source.num_keypoints, source.thread_safe
         self._filled = False
-        numbers = len(source) if source.indices is None else int(source.indices[-1]) + 1
-        numbers = getattr(source, "row_count", numbers)
+        numbers = source.row_count or (len(source) if source.indices is None else int(source.indices[-1]) + 1)
         name = ""
         if machine.local_world_size() > 1:  # the n-th cache of a source uses the same memory on all ranks
             name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
@@ -120,12 +118,12 @@ class CachedSource:
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
         """Reads only missing samples with the source's ``read_many``; None if the source has no ``read_many``."""
-        read = getattr(self.source, "read_many", None)
+        read = self.source.read_many
         return None if read is None else partial(self._read, read=read)
 
     @property
     def label(self) -> Callable[[int], Any] | None:
-        return getattr(self.source, "label", None)
+        return self.source.label
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +212,7 @@ class CachedSource:
 
     def _put_same_group(self, index: int) -> None:
         """Store all samples that the source has read together with this sample."""
-        same_group: Any = getattr(self.source, "same_group", None)
+        same_group = self.source.same_group
         if same_group is None:
             return
         for number in same_group(index).tolist():

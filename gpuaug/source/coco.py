@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source import runs
-from gpuaug.source.base import Classes
-from gpuaug.source.classes import class_mapping, numbers_of, some
-from gpuaug.source.coco_json import Annotations, mirror_images, parse, refused
-from gpuaug.source.files import Files, FileSource
+from gpuaug.source.base import Classes, ListedSource
+from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
-from gpuaug.source.objects import Damaged, ObjectTable
+from gpuaug.source.objects import ObjectTable, checked
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.paths import split as split_path
 from gpuaug.source.remote.storage import Range, Remote, Storage
-from gpuaug.source.segmentations import Segmentations, import_pycocotools
+from gpuaug.source.segmentations import import_pycocotools
 
 PART_BYTES = 1 << 28  # bytes per read of a file above 1 GiB
 
 
-class CocoSource(FileSource):
+class CocoSource(ListedSource):
     """Images with boxes, keypoints and masks of objects, in COCO's format: ``root/<split>/*.jpg``.
 
     Samples are in the order of their image ids. Classes are the file's categories by ascending id, numbered from 0.
-    Keypoints are read if categories list keypoint names. If a box or outline is damaged, reading its sample gives a
-    fault.
+    Keypoints are read if categories list keypoint names. If an image's entry or an object is damaged (a number that is
+    not finite, a repeated id, a missing width or outline), reading its sample gives a fault. Needs msgspec.
 
     Args:
         root: the dataset's folder, or its URL.
@@ -83,6 +80,10 @@ class CocoSource(FileSource):
         if masks is not None:
             checks.one_of("source.masks", masks, ("instances", "panoptic"))
         checks.one_of("source.empty", empty, ("keep", "drop"))
+        try:
+            from gpuaug.source.coco_json import mirror_images, parse
+        except ImportError as error:
+            raise ConfigError(f"`source=coco` needs msgspec ({error}): pip install 'gpuaug[coco]'.") from error
         if masks == "instances":
             import_pycocotools()
         mapping = None if classes is None else class_mapping(classes)
@@ -93,46 +94,25 @@ class CocoSource(FileSource):
         self.root = absolute(root) if split is None else join(absolute(root), split)
         if not is_url(self.root) and not os.path.isdir(self.root):
             raise SourceError(f"the folder of images does not exist: {self.root!r}. Set `source.root`, `source.split`.")
-        parsed = parse(_read_file(place, self._storage), masks=masks, place=place)
+        parsed = parse(_read_file(place, self._storage), place=place, masks=masks, empty=empty, classes=mapping)
         self._set_classes(parsed.categories if mapping is None else mapping)
-        self._set_objects(parsed, empty, place)
-        self._activate(subset, exclude, began=began)
-
-    def _set_objects(self, parsed: Annotations, empty: str, place: str) -> None:
-        kept = np.flatnonzero(parsed.counts) if empty == "drop" else np.arange(len(parsed.names))
-        if not len(kept):
-            raise SourceError(f"no image in {redact(place)!r} has objects, and `source.empty` is drop.")
-        self._names = Names.of([[parsed.names[i] for i in kept.tolist()]])
-        self.image_ids = share(torch.from_numpy(parsed.image_ids[kept]))
+        self._set_objects(parsed.objects)
+        self._names = Names.of([parsed.names])
+        self.image_ids = share(torch.from_numpy(parsed.image_ids))
         ids = dict(zip(parsed.categories, parsed.category_ids.tolist(), strict=True))
         self.category_ids = share(torch.tensor([ids.get(name, -1) for name in self.classes or ()], dtype=torch.int64))
         self._files = Files(self.root, self._names, self._storage)
-        self._outlines = None
-        if self.masks == "instances":
-            try:
-                self._outlines = Segmentations(parsed.outlines)
-            except (ValueError, RecursionError) as error:
-                raise refused(place, f"`segmentation` of an object {error}") from error
-        elif parsed.masks is not None:
-            names = [parsed.masks[i] for i in kept.tolist()]
-            if b"" in names:
-                first = parsed.image_ids[kept[names.index(b"")]]
-                raise refused(place, f"image {first} has no mask, and `source.empty` is keep")
-            self._mask_files = Files(_png_folder(place, self.root), Names.of([names]), self._storage)
-        what = f"of the {len(parsed.categories)} categories in {redact(place)!r}"
-        numbers = numbers_of(parsed.categories, self.class_to_idx or {}, what)
+        self._outlines, self._place = parsed.outlines, redact(place)
+        if parsed.masks is not None:
+            self._mask_files = Files(_png_folder(place, self.root), Names.of([parsed.masks]), self._storage)
         self.num_keypoints = len(parsed.points) or None
         kinds = {"boxes": True, "masks": self.masks is not None, "keypoints": bool(parsed.points)}
         self.target_kinds = frozenset(name for name, has in kinds.items() if has)
         self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
-        columns, counts = {**parsed.columns, "labels": numbers[parsed.columns["labels"]]}, parsed.counts[kept]
-        self._objects = ObjectTable(counts, **columns, sizes=parsed.sizes[kept])
-        outlines = {} if self._outlines is None else self._outlines.damaged
-        self._damaged = Damaged(_reasons(columns, counts, outlines), len(kept), place=redact(self.root))
-        outlines.clear()  # spawned workers get a copy of the source
+        self._activate(subset, exclude, began=began)
 
-    def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
-        item = super()._sample(index, image, mask, extra, **objects)
+    def _item(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
+        item = super()._item(index, image, mask, extra, **objects)
         if isinstance(item, Exception) or self._outlines is None:
             return item
         _, target = item
@@ -141,32 +121,8 @@ class CocoSource(FileSource):
         try:
             drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
         except GpuaugError as error:
-            return error
-        return image, replace(target, mask=runs.encode(drawn))
-
-
-def _reasons(columns: Mapping[str, Any], counts: NDArray[np.int64], outlines: Mapping[int, str]) -> dict[int, str]:
-    """Why samples cannot be used, by sample number. ``outlines``: what is wrong with outlines, by object."""
-    sample, reasons = np.repeat(np.arange(len(counts)), counts), dict[int, str]()
-    number = columns["ids"]
-    number = np.arange(len(sample)) - (np.cumsum(counts) - counts)[sample] if number is None else number
-    boxes, area, points = columns["boxes"], columns["area"], columns["keypoints"]
-    ordered = np.isfinite(boxes).all(1) & (boxes[:, 2:] >= boxes[:, :2]).all(1)
-    wrong: list[tuple[str, NDArray[Any], Any]] = [
-        ("box {} must be x1, y1, x2, y2, finite, with sides >= 0", boxes, ~ordered)
-    ]
-    if area is not None:  # NaN: not known
-        wrong.append(("area {} must be finite, in float32", area, np.isinf(area)))
-    if points is not None:
-        valid = np.isfinite(points).all(2) & np.isin(points[..., 2], (0, 1, 2))
-        wrong.append(("keypoints {} must be finite, with visibility 0, 1 or 2", points, ~valid.all(1)))
-    for text, values, bad in wrong:
-        for k in np.flatnonzero(bad).tolist():
-            shown = text.format(f"of annotation {number[k]}")
-            reasons.setdefault(int(sample[k]), f"the {shown}. Found: {values[k].tolist()!r:.200}")
-    for k, reason in outlines.items():
-        reasons.setdefault(int(sample[k]), f"the segmentation of annotation {number[k]} {reason}")
-    return reasons
+            return GpuaugError(f"the objects of {self.key(index)!r} in {self._place!r} cannot be used: {error}")
+        return image, checked(replace(target, mask=runs.encode(drawn)))
 
 
 def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> str:

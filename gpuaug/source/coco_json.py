@@ -1,88 +1,121 @@
-"""Reads COCO's JSON files into arrays of images, categories and objects, in the order of the image ids."""
+"""Reads COCO's JSON files: images, categories, and one table of objects in the order of the image ids."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
+from gpuaug.source.classes import numbers_of
 from gpuaug.source.object_json import corners
+from gpuaug.source.objects import MOST_KEYPOINTS, ObjectTable
 from gpuaug.source.paths import is_safe, redact
+from gpuaug.source.segmentations import Segmentations
 
 log = logging.getLogger("gpuaug")
 
-LARGE_JSON = 100_000_000  # bytes; for larger files, Python's json needs seconds and gigabytes of memory
 BOM = b"\xef\xbb\xbf"
+# Python's json writes NaN and Infinity, which are not JSON; strings are matched first, because they may hold such words
+STRING_OR_NAN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|-?(?:NaN|Infinity)', re.DOTALL)
+NULL = msgspec.Raw(b"null")
 
 Int64 = NDArray[np.int64]
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+SegmentId = Annotated[int, msgspec.Meta(ge=1, le=2**24 - 1)]
+Box = tuple[float, float, float, float]
+_Damaged = tuple[str, dict[str, Any], str]  # a row: name of its list, its fields, what is wrong
 
 
-class Field(NamedTuple):
-    """One field of the JSON objects in a list, such as ``width`` of the images."""
+class _Image(msgspec.Struct, gc=False):
+    id: Id
+    file_name: str
+    width: float = math.nan
+    height: float = math.nan
 
-    types: tuple[type, ...]  # allowed types of a value that Python's json returned
-    kind: Any  # type that msgspec requires
-    default: Any = ...  # value of an absent field; Ellipsis: the field is required
+
+class _Category(msgspec.Struct, gc=False):
+    id: Id
+    name: str
+    keypoints: list[str] = []
+    skeleton: msgspec.Raw = NULL
 
 
-WHOLE, NUMBER, TEXT = Field((int,), int), Field((int, float), float), Field((str,), str)
-BOX = Field((list, tuple), tuple[float, float, float, float])
-OPTIONAL_NUMBER = Field((int, float, type(None)), float | None, None)
-CROWD = Field((int, bool), int | bool, 0)
-LATER = Field((object,), None, None)  # msgspec keeps the JSON text until the value is needed
+class _Object(msgspec.Struct, gc=False, kw_only=True):
+    id: Id | None = None
+    image_id: Id
+    category_id: Id
+    bbox: Box
+    area: float | None = None
+    iscrowd: Id | bool = 0
+    keypoints: msgspec.Raw = NULL  # stays text until its value is needed
 
-IMAGE = {"id": WHOLE, "file_name": TEXT, "width": NUMBER, "height": NUMBER}
-CATEGORY = {"id": WHOLE, "name": TEXT, "keypoints": Field((list, tuple), list[str], ()), "skeleton": LATER}
-SEGMENT = {"id": WHOLE, "category_id": WHOLE, "bbox": BOX, "area": OPTIONAL_NUMBER, "iscrowd": CROWD}
-OBJECT = {
-    **SEGMENT,
-    "id": Field((int, type(None)), int | None, None),
-    "image_id": WHOLE,
-    "keypoints": LATER,
-}
-PANOPTIC = {"image_id": WHOLE, "file_name": TEXT, "segments_info": Field((list,), None)}
+
+class _Outlined(_Object, gc=False, kw_only=True):
+    segmentation: msgspec.Raw = NULL
+
+
+class _Segment(_Object, gc=False, kw_only=True):
+    id: SegmentId
+    image_id: Id = 0  # the image is that of its list
+
+
+class _Segments(msgspec.Struct, gc=False):
+    image_id: Id
+    file_name: str
+    segments_info: list[_Segment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotations:
-    """Content of a file of annotations: N images and M objects."""
+    """Content of a file of annotations: N images and their objects."""
 
     names: list[bytes]  # paths of the images, relative to their folder
     image_ids: Int64  # [N], ascending
-    sizes: NDArray[np.int32]  # [N, 2], (height, width)
-    counts: Int64  # [N], number of objects in each image
-    columns: dict[str, Any]  # columns of an ObjectTable, [M, ...] or None; `labels` are positions in `categories`
+    objects: ObjectTable
     categories: list[str]  # names, by ascending id
     category_ids: Int64
     points: list[str]  # names of the K keypoints
     skeleton: tuple[tuple[int, int], ...]  # pairs of keypoint indices
-    outlines: Iterable[Any]  # value of `segmentation` of each object; can be read only once
+    outlines: Segmentations | None
     masks: list[bytes] | None  # path of each image's panoptic mask; b"": no mask; None: not panoptic
 
 
-def parse(data: bytes | bytearray, *, masks: str | None, place: str) -> Annotations:
-    """Parse COCO's JSON of instances, person_keypoints or panoptic segments; SourceError if it is not valid.
+def parse(
+    data: bytes | bytearray,
+    *,
+    place: str,
+    masks: str | None = None,
+    empty: str = "keep",
+    classes: Mapping[str, int] | None = None,
+) -> Annotations:
+    """Parse COCO's JSON of instances, person_keypoints or panoptic segments.
 
-    ``masks``: masks to read (``instances``, ``panoptic`` or None). ``place``: path for error messages.
+    A damaged image or object is a fault of its sample. SourceError if the file has no valid lists of images,
+    categories and annotations. ``place``: path of the file, for messages. The other arguments are those of
+    :class:`CocoSource`.
     """
     try:
-        return _annotations(data, masks)
+        return _annotations(data, redact(place), masks, empty, classes)
     except RecursionError as error:
-        raise refused(place, "the lists in the file are nested too deeply") from error
-    except (ValueError, OverflowError, UnicodeError) as error:
-        raise refused(place, f"{error}{_found(data, str(error))}") from error
+        raise _refused(place, "the lists in the file are nested too deeply") from error
+    except SourceError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise _refused(place, f"{error}{_found(data, str(error))}") from error
 
 
 def _found(data: bytes | bytearray, message: str) -> str:
@@ -94,233 +127,284 @@ def _found(data: bytes | bytearray, message: str) -> str:
     return f". Found there: {bytes(data[max(0, at - 20) : at + 20])!r}"
 
 
-def refused(place: str, reason: str) -> SourceError:
-    """The error for a file of annotations that cannot be used."""
+def _refused(place: str, reason: str) -> SourceError:
     return SourceError(
         f"the annotations {redact(place)!r} cannot be used: {reason:.400}. Correct the file, or name another one in "
         "`source.annotations`."
     )
 
 
-def _annotations(data: bytes | bytearray, kind: str | None) -> Annotations:
-    panoptic = kind == "panoptic"
-    fields = PANOPTIC if panoptic else OBJECT if kind is None else {**OBJECT, "segmentation": LATER}
-    document, later = _document(data, fields)
-    categories, categories_of = _by_id(document("categories", CATEGORY), "categories")
-    images, images_of = _by_id(document("images", IMAGE), "images")
-    if not len(images_of) or not len(categories_of):
-        raise ValueError(f"the file has {len(images_of)} images and {len(categories_of)} categories")
-    if len(set(categories["name"])) < len(categories_of):
-        twice = next(name for i, name in enumerate(categories["name"]) if name in categories["name"][:i])
-        raise ValueError(f"two categories have the same name. Found twice: {twice!r:.100}")
-    names = [_path(name, "images", int(i)) for name, i in zip(images["file_name"], images_of, strict=True)]
-    rows, masks = _segments(document, images_of) if panoptic else (document("annotations", fields), None)
-    sizes = np.array([_side(images["height"], images_of), _side(images["width"], images_of)], dtype=np.int32).T
-    owners = _find(rows["image_id"], images_of, "image_id", "images")
-    order = np.argsort(owners, kind="stable")
-    with np.errstate(over="ignore"):  # no warning: an infinite number makes a bad sample
-        columns = _objects(rows, owners, panoptic)
-    columns["labels"] = _find(rows["category_id"], categories_of, "category_id", "categories")
-    columns = {name: None if values is None else values[order] for name, values in columns.items()}
-    columns["keypoints"], points = (None, []) if panoptic else _keypoints(rows["keypoints"], later, categories, order)
-    outlines = rows.get("segmentation", [])
+def _annotations(
+    data: bytes | bytearray, file: str, masks: str | None, empty: str, classes: Mapping[str, int] | None
+) -> Annotations:
+    kind = {"panoptic": _Segments, "instances": _Outlined}.get(masks or "", _Object)
+    lists, damaged = _rows(data, {"images": _Image, "categories": _Category, "annotations": kind})
+    categories = _categories(lists["categories"])
+    images, faults = _images(lists["images"], damaged, file)
+    if not images or not categories:
+        raise ValueError(f"the file has {len(images)} images and {len(categories)} categories")
+    image_ids = _column(images, "id")
+    rows: list[Any] = lists["annotations"]
+    if masks == "panoptic":
+        rows, numbers, paths = _segments(rows, faults, image_ids.tolist(), file)
+    else:
+        numbers, paths = _column(rows, "image_id"), None
+    sample = _positions(numbers, image_ids)
+    _warn_left_out(numbers[sample < 0], damaged, image_ids, file)
+    order = np.argsort(sample, kind="stable")[int((sample < 0).sum()) :]  # without the annotations left out
+    columns: dict[str, Any] = {name: None if x is None else x[order] for name, x in _columns(rows).items()}
+    sample = sample[order]
+    counts = np.bincount(sample, minlength=len(images))
+    reasons = {i: faults[image.id] for i, image in enumerate(images) if image.id in faults}
+    kept = np.arange(len(images))
+    if empty == "drop":
+        kept = np.flatnonzero((counts > 0) | np.isin(kept, list(reasons)))
+        if not len(kept):
+            raise SourceError(f"no image in {file!r} has objects, and `source.empty` is drop.")
+        reasons = {int(np.searchsorted(kept, i)): reason for i, reason in reasons.items()}
+        images, counts, sample = [images[i] for i in kept.tolist()], counts[kept], np.searchsorted(kept, sample)
+
+    def fault(k: int, reason: str) -> None:
+        number = rows[order[k]].id
+        name = f"object {k - np.searchsorted(sample, sample[k])}" if number is None else f"annotation {number}"
+        reasons.setdefault(int(sample[k]), f"{name} in {file!r} {reason}")
+
+    columns["labels"] = _labels(columns["labels"], categories, classes, file, fault)
+    points, columns["keypoints"], columns["pointed"] = _keypoints(
+        (rows[i].keypoints for i in order.tolist()), [] if masks == "panoptic" else categories, fault
+    )
+    outlines = None
+    if masks == "instances":
+        outlines = Segmentations(_value(rows[i].segmentation) for i in order.tolist())
+        for k, reason in outlines.damaged.items():
+            fault(k, f"has no usable segmentation: it {reason}")
+        outlines.damaged.clear()  # spawned workers get a copy of the source
+    # an id must be unique in the file; the id of a panoptic segment must be unique in its image
+    for k in _repeated(columns["ids"], sample if masks == "panoptic" else None):
+        fault(k, "has an id that another object has too")
+    columns["sizes"] = np.array([(image.height, image.width) for image in images])
     return Annotations(
-        names=names,
-        image_ids=images_of,
-        sizes=sizes,
-        counts=np.bincount(owners, minlength=len(images_of)),
-        columns=columns,
-        categories=categories["name"],
-        category_ids=categories_of,
+        names=[os.fsencode(image.file_name) for image in images],
+        image_ids=image_ids[kept],
+        objects=ObjectTable(counts, **columns, reasons=reasons, file=file),
+        categories=[category.name for category in categories],
+        category_ids=_column(categories, "id"),
         points=points,
-        skeleton=_skeleton(map(later, categories["skeleton"]), len(points)),
-        outlines=[] if not outlines else (later(outlines[i]) for i in order.tolist()),
-        masks=masks,
+        skeleton=_skeleton(map(_value, (category.skeleton for category in categories)), len(points)),
+        outlines=outlines,
+        masks=None if paths is None else [paths.get(image.id, b"") for image in images],
     )
 
 
-# -- columns: a list of values for each field
+# -- rows of the file
 
 
-def _document(
-    data: bytes | bytearray, fields: Mapping[str, Field]
-) -> tuple[Callable[..., dict[str, list[Any]]], Callable[..., Any]]:
-    """Return two functions: one returns the columns of a list such as ``images``, the other parses `LATER` values."""
+def _rows(data: bytes | bytearray, kinds: Mapping[str, type]) -> tuple[dict[str, list[Any]], list[_Damaged]]:
+    """The rows of each list, and the damaged rows."""
     text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
     try:
-        import msgspec
-    except ImportError:
-        if len(text) > LARGE_JSON:
-            log.info("source: parsing %d MB of JSON with Python's json. msgspec is faster and needs less memory: "
-                     "pip install gpuaug[coco]", len(text) // 10**6)  # fmt: skip
-        content = json.loads(str(text, "utf-8"), parse_constant=_no_constant)
-        if not isinstance(content, dict):
-            raise ValueError("the file does not hold a JSON object") from None
-        return partial(_columns, content), lambda value: value
-    if "segments_info" in fields:
-        fields = {**fields, "segments_info": Field((list,), list[_struct("segment", SEGMENT)])}  # type: ignore[misc]
-    lists = {"images": IMAGE, "categories": CATEGORY, "annotations": fields}
-    kinds = [(name, list[_struct(name, fields)]) for name, fields in lists.items()]  # type: ignore[misc]
-    parsed = msgspec.json.decode(text, type=msgspec.defstruct("file", kinds))
-    return partial(_columns, msgspec.structs.asdict(parsed)), msgspec.json.decode
+        return msgspec.structs.asdict(_decode(text, [(name, list[kind]) for name, kind in kinds.items()])), []  # type: ignore[valid-type]
+    except msgspec.ValidationError:  # a row is damaged
+        raw = _decode(text, [(name, list[msgspec.Raw]) for name in kinds])
+    lists: dict[str, list[Any]] = {name: [] for name in kinds}
+    damaged = []
+    for name, kind in kinds.items():
+        decoder: Any = msgspec.json.Decoder(kind)
+        for row in getattr(raw, name):
+            try:
+                lists[name].append(decoder.decode(row))
+            except msgspec.ValidationError as error:
+                fields = json.loads(bytes(row))
+                damaged.append((name, fields if isinstance(fields, dict) else {}, str(error)))
+    wrong = next((error for name, _, error in damaged if name == "categories"), None)
+    if wrong is not None:
+        raise ValueError(f"`categories`: {wrong}")
+    return lists, damaged
 
 
-def _struct(name: str, fields: Mapping[str, Field]) -> Any:
-    import msgspec
-
-    kinds: list[Any] = []
-    for key, field in fields.items():
-        if field is LATER:
-            kinds.append((key, msgspec.Raw, msgspec.Raw(b"null")))
-        else:
-            kinds.append((key, field.kind) if field.default is ... else (key, field.kind, field.default))
-    return msgspec.defstruct(name, kinds, gc=False, kw_only=True)
-
-
-def _columns(
-    content: Mapping[str, Any], what: str, fields: Mapping[str, Field], rows: Any = None
-) -> dict[str, list[Any]]:
-    """The values of each field in ``rows``, a list of dicts or structs; by default the file's list ``what``."""
-    rows = content.get(what) if rows is None else rows
-    kinds = set(map(type, rows)) if isinstance(rows, list) else {None}
-    are_structs = len(kinds) == 1 and hasattr(next(iter(kinds)), "__struct_fields__")
-    if not are_structs and not kinds <= {dict}:
-        raise ValueError(f"`{what}` must be a list of objects")
-    columns = {}
-    for key, field in fields.items():
-        if are_structs:
-            columns[key] = list(map(attrgetter(key), rows))  # msgspec has checked the types
-            continue
-        values = columns[key] = [row.get(key, field.default) for row in rows]
-        if object not in field.types and not set(map(type, values)) <= set(field.types):
-            at = next(i for i, value in enumerate(values) if type(value) not in field.types)
-            found = "nothing" if values[at] is ... else type(values[at]).__name__
-            wanted = " or ".join(kind.__name__ for kind in field.types[:2])
-            raise ValueError(f"`{what}[{at}].{key}` must be {wanted}. Found: {found}")
-    return columns
+def _decode(text: memoryview, fields: list[tuple[str, Any]]) -> Any:
+    """Decode JSON to a struct with these fields. NaN and Infinity are read as null."""
+    decoder: Any = msgspec.json.Decoder(msgspec.defstruct("file", fields))
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        changed = STRING_OR_NAN.sub(lambda match: match[0] if match[0][:1] == b'"' else b"null", text)
+        if changed == text:
+            raise
+        log.warning("source: the annotations have NaN or Infinity, which JSON does not know. They are read as null")
+        return decoder.decode(changed)
 
 
-def _no_constant(text: str) -> None:
-    raise ValueError(f"the file has {text}, which is not JSON")
+def _value(raw: msgspec.Raw) -> Any:
+    """The parsed JSON; the error's text if the JSON cannot be parsed."""
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as error:
+        return str(error)
 
 
-# -- records
+def _categories(rows: list[_Category]) -> list[_Category]:
+    """The categories by ascending id."""
+    for what in ("id", "name"):
+        if twice := _twice(map(attrgetter(what), rows)):
+            raise ValueError(f"two categories have the same {what}. Found twice: {twice[0]!r:.100}")
+    return sorted(rows, key=attrgetter("id"))
 
 
-def _by_id(columns: dict[str, list[Any]], what: str) -> tuple[dict[str, list[Any]], Int64]:
-    """The rows sorted by id, and the ids."""
-    ids = _ids(columns["id"], what)
-    order = np.argsort(ids, kind="stable")
-    _unique(ids, what)
-    places = order.tolist()
-    return {key: [values[i] for i in places] for key, values in columns.items()}, ids[order]
+def _images(rows: list[_Image], damaged: Sequence[_Damaged], file: str) -> tuple[list[_Image], dict[int, str]]:
+    """All images by ascending id, and faults by image id. The sides of a damaged image become 0."""
+    faults: dict[int, str] = {}
+    for name, row, error in damaged:
+        if name == "images":
+            number, path = row.get("id"), row.get("file_name")
+            if type(number) is not int or not -(2**63) <= number < 2**63 or not isinstance(path, str):
+                raise ValueError(f"`images`: {error}. Each image needs `id` and `file_name`")
+            rows.append(_Image(number, path))
+            faults[number] = f"image {number} in {file!r}: {error}"
+    for image in rows:
+        _check_path(image.file_name, "images", image.id)
+        width, height = image.width, image.height
+        if not (1 <= width < 2**31 and 1 <= height < 2**31 and width % 1 == height % 1 == 0):
+            found = f"{width:g} x {height:g} (width x height)"
+            reason = f"`width` and `height` of image {image.id} in {file!r} must be whole numbers >= 1. Found: {found}"
+            faults.setdefault(image.id, reason)
+            image.width = image.height = 0
+    for number in _twice([image.id for image in rows]):
+        faults[number] = f"two images in {file!r} have the id {number}"
+    for name, row, error in damaged:
+        if name == "annotations" and type(number := row.get("image_id")) is int:
+            faults.setdefault(number, f"annotation {row.get('id')!r:.50} in {file!r}: {error}")
+    return sorted(rows, key=lambda image: image.id), faults
 
 
-def _ids(values: Sequence[Any], what: str, low: int = 0, high: int = 2**63 - 1) -> Int64:
-    if values and not low <= min(values) <= max(values) <= high:
-        at = next(i for i, value in enumerate(values) if not low <= value <= high)
-        raise ValueError(f"ids must be {low} .. {high}, but the id of record number {at} in `{what}` is not")
-    return np.array(values, dtype=np.int64)
+def _segments(
+    rows: list[_Segments], faults: dict[int, str], image_ids: list[int], file: str
+) -> tuple[list[_Segment], Int64, dict[int, bytes]]:
+    """All panoptic segments, the image of each, and the mask's path by image id."""
+    for row in rows:
+        _check_path(row.file_name, "annotations", row.image_id)
+    for number in _twice([row.image_id for row in rows]):
+        faults.setdefault(number, f"image {number} has two panoptic masks in {file!r}")
+    masks = {row.image_id: os.fsencode(row.file_name) for row in rows}
+    for number in image_ids:
+        if number not in masks:
+            faults.setdefault(number, f"image {number} has no panoptic mask in {file!r}")
+    counts = [len(row.segments_info) for row in rows]
+    owners = np.repeat(np.array([row.image_id for row in rows], dtype=np.int64), counts)
+    return [*chain.from_iterable(row.segments_info for row in rows)], owners, masks
 
 
-def _unique(ids: Int64, what: str, groups: Int64 | None = None) -> None:
-    """Raise ValueError if an id occurs twice (with ``groups``: twice in one group)."""
+def _warn_left_out(unknown: Int64, damaged: Sequence[_Damaged], images: Int64, file: str) -> None:
+    """Log how many annotations belong to no image of the file."""
+    known = set(images.tolist())
+    lost = [row.get("image_id") for name, row, _ in damaged if name == "annotations"]
+    lost = [*unknown.tolist(), *(number for number in lost if number not in known)]
+    if lost:
+        log.warning(
+            "source: %d annotations in %r are left out, because their `image_id` is not in `images`; the first: %.100r",
+            len(lost), file, lost[0],
+        )  # fmt: skip
+
+
+def _twice(values: Iterable[Any]) -> list[Any]:
+    """The values that occur more than once."""
+    return [value for value, count in Counter(values).items() if count > 1]
+
+
+def _repeated(ids: Int64 | None, groups: Int64 | None) -> list[int]:
+    """Positions of ids above -1 that occur more than once (with ``groups``: in one group)."""
+    if ids is None:
+        return []
     order = np.argsort(ids, kind="stable") if groups is None else np.lexsort((ids, groups))
-    same = ids[order][1:] == ids[order][:-1]
+    same = (ids[order][1:] == ids[order][:-1]) & (ids[order][1:] >= 0)
     if groups is not None:
         same &= groups[order][1:] == groups[order][:-1]
-    if same.any():
-        raise ValueError(f"ids in `{what}` must differ. Found twice: {ids[order][int(same.argmax())]}")
+    return sorted({*order[1:][same].tolist(), *order[:-1][same].tolist()})
 
 
-def _find(values: Sequence[int], known: Int64, field: str, what: str) -> Int64:
-    """The position of each value in the ascending ids ``known``."""
-    numbers = _ids(values, f"annotations.{field}")
+def _positions(numbers: Int64, known: Int64) -> Int64:
+    """The position of each number in the ascending ``known``; -1 for a number that it lacks."""
     at = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
-    if (wrong := known[at] != numbers).any():
-        first = int(wrong.argmax())
-        raise ValueError(f"`{field}` of object {first} is {numbers[first]}, but `{what}` has no such id")
-    return at
+    return np.where(known[at] == numbers, at, -1)
 
 
-def _path(name: str, what: str, number: int) -> bytes:
+def _check_path(name: str, what: str, number: int) -> None:
     if not is_safe(name) or name.endswith("/"):
         raise ValueError(
             f"`file_name` must be relative and stay in its folder. Found in `{what}`, id {number}: {name!r:.200}"
         )
-    return os.fsencode(name)
 
 
-def _side(values: Sequence[Any], ids: Int64) -> Int64:
-    sides = np.array(values, dtype=np.float64)
-    wrong = ~((sides >= 1) & (sides < 2**31) & (sides == np.floor(sides)))
-    if wrong.any():
-        first = int(wrong.argmax())
-        raise ValueError(
-            f"`width` and `height` must be whole numbers >= 1. Found in `images`, id {ids[first]}: {sides[first]:g}"
-        )
-    return sides.astype(np.int64)
+# -- columns of the objects
 
 
-def _segments(document: Callable[..., Any], images: Int64) -> tuple[dict[str, list[Any]], list[bytes]]:
-    """The columns of all segments, and the path of each image's mask."""
-    rows = document("annotations", PANOPTIC)
-    owners = _find(rows["image_id"], images, "image_id", "images")
-    _unique(images[owners], "annotations.image_id")
-    masks = [b""] * len(images)
-    for name, owner in zip(rows["file_name"], owners.tolist(), strict=True):
-        masks[owner] = _path(name, "annotations", int(images[owner]))
-    columns = document("segments_info", SEGMENT, list(chain.from_iterable(rows["segments_info"])))
-    counts = list(map(len, rows["segments_info"]))
-    columns["image_id"] = np.repeat(images[owners], counts).tolist()
-    return columns, masks
+def _column(rows: Iterable[Any], name: str) -> Int64:
+    return np.array(list(map(attrgetter(name), rows)), dtype=np.int64)
 
 
-def _objects(rows: Mapping[str, list[Any]], owners: Int64, panoptic: bool) -> dict[str, Any]:
-    """The columns of all objects as arrays. ``owners``: for each object the position of its image."""
-    boxes, ids, area = rows["bbox"], rows["id"], rows["area"]
-    if not set(map(len, boxes)) <= {4} or not set(map(type, chain.from_iterable(boxes))) <= {int, float}:
-        raise ValueError("`bbox` of every object must be [x, y, width, height]")
-    xywh = np.fromiter(chain.from_iterable(boxes), dtype=np.float64, count=4 * len(boxes)).reshape(-1, 4)
-    columns: dict[str, Any] = {
-        "boxes": corners(xywh, "bbox", "xywh").astype(np.float32),
-        "crowd": np.array(rows["iscrowd"], dtype=np.int64) != 0, "area": None, "ids": None,
-    }  # fmt: skip
-    missing = ids.count(None)
-    if 0 < missing < len(ids):
-        raise ValueError(f"{missing} of {len(ids)} objects have no `id`")
-    if not missing:
-        what = "segments_info" if panoptic else "annotations"
-        columns["ids"] = _ids(ids, what, 1, 2**24 - 1) if panoptic else _ids(ids, what)
-        _unique(columns["ids"], what, owners if panoptic else None)  # unique per image if panoptic
-    if area.count(None) < len(area):
-        known = np.array([np.nan if value is None else value for value in area], dtype=np.float64)
-        columns["area"] = np.where(np.isnan(known), xywh[:, 2] * xywh[:, 3], known).astype(np.float32)
-    return columns
+def _columns(rows: Sequence[_Object]) -> dict[str, Any]:
+    """Columns of an ObjectTable; ``labels`` are ids of categories."""
+    numbers = chain.from_iterable(map(attrgetter("bbox"), rows))
+    xywh = np.fromiter(numbers, dtype=np.float64, count=4 * len(rows)).reshape(-1, 4)
+    area = np.array(list(map(attrgetter("area"), rows)), dtype=np.float64)  # None becomes NaN
+    ids = list(map(attrgetter("id"), rows))
+    known = [-1 if number is None else number for number in ids] if None in ids else ids
+    return {
+        "boxes": corners(xywh, "bbox", "xywh"),
+        "labels": _column(rows, "category_id"),
+        "crowd": _column(rows, "iscrowd") != 0,
+        "area": None if np.isnan(area).all() else np.where(np.isnan(area), xywh[:, 2] * xywh[:, 3], area),
+        "ids": None if ids.count(None) == len(ids) else np.array(known, dtype=np.int64),
+    }
+
+
+def _labels(
+    ids: Int64,
+    categories: Sequence[_Category],
+    classes: Mapping[str, int] | None,
+    file: str,
+    fault: Callable[[int, str], None],
+) -> Int64:
+    """Class numbers of the objects. ``ids``: their categories."""
+    labels = _positions(ids, _column(categories, "id"))
+    for k in np.flatnonzero(labels < 0).tolist():
+        fault(k, f"has `category_id` {ids[k]}, which `categories` lacks")
+    if classes is not None:
+        names = [category.name for category in categories]
+        labels = numbers_of(names, classes, f"of the {len(names)} categories in {file!r}")[labels]
+    return np.maximum(labels, 0)
 
 
 def _keypoints(
-    values: list[Any], later: Callable[[Any], Any], categories: dict[str, list[Any]], order: Int64
-) -> tuple[NDArray[np.float32] | None, list[str]]:
-    """The keypoints of all objects in the given order, [M, K, 3], and the K names."""
-    lists = [list(names) for names in categories["keypoints"] if names]
+    values: Iterable[msgspec.Raw], categories: Sequence[_Category], fault: Callable[[int, str], None]
+) -> tuple[list[str], NDArray[np.float32] | None, Int64 | None]:
+    """The K names, the keypoints [P, K, 3] of objects that have some, and the positions of these objects."""
+    lists = [category.keypoints for category in categories if category.keypoints]
     if not lists:
-        return None, []
+        return [], None, None
     if lists.count(lists[0]) < len(lists):
         raise ValueError("all categories that have `keypoints` must have the same `keypoints`")
-    if set(map(type, lists[0])) != {str}:
-        raise ValueError("`categories.keypoints` must be names of points")
+    if len(lists[0]) > MOST_KEYPOINTS:
+        raise ValueError(f"categories must have at most {MOST_KEYPOINTS} `keypoints`. Found: {len(lists[0])}")
     count = 3 * len(lists[0])
-    points = np.zeros((len(values), count), dtype=np.float32)
-    for row, at in enumerate(order.tolist()):
-        numbers = later(values[at])
-        if numbers in (None, []):
+    decoder: Any = msgspec.json.Decoder(list[float] | None)
+    flat, pointed = array("d"), array("q")
+    for k, value in enumerate(values):
+        try:
+            numbers = decoder.decode(value)
+        except (ValueError, RecursionError) as error:
+            fault(k, f"has `keypoints` that are not numbers: {error}")
             continue
-        if not isinstance(numbers, list) or len(numbers) != count or not set(map(type, numbers)) <= {int, float}:
-            raise ValueError(f"`keypoints` of object {at} must be {count} numbers: x, y and visibility of each point")
-        with np.errstate(over="ignore"):  # no warning: an infinite point makes a bad sample
-            points[row] = array("d", numbers)
-    return points.reshape(len(values), len(lists[0]), 3), lists[0]
+        if numbers and len(numbers) != count:
+            fault(k, f"must have {count} numbers in `keypoints`: x, y and visibility of each point")
+        elif numbers and any(numbers):
+            flat.extend(numbers)
+            pointed.append(k)
+    with np.errstate(over="ignore"):  # no warning: an infinite point makes a bad sample
+        points = np.array(flat).astype(np.float32).reshape(-1, count // 3, 3)
+    return lists[0], points, np.array(pointed, dtype=np.int64)
 
 
 def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:

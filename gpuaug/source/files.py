@@ -9,13 +9,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
 
 from gpuaug.errors import GpuaugError, SourceError, printable
-from gpuaug.source.base import SampleSource
 from gpuaug.source.classes import some
 from gpuaug.source.index import Names
-from gpuaug.source.local import LARGE, read_file
+from gpuaug.source.local import LARGE
 from gpuaug.source.paths import is_url, join, redact
 from gpuaug.source.remote.storage import FileInfo, Range, Storage
 
@@ -124,43 +122,6 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
             f"{some(missing)}. List paths without extension, relative to that folder."
         )
     return [known[stem] for stem in stems]
-
-
-class FileSource(SampleSource):
-    """A source whose samples are files. A subclass sets ``_files``, and ``_mask_files`` if masks are files too."""
-
-    thread_safe = True
-    _files: Files
-    _mask_files: Files | None = None
-
-    def mask_path(self, index: int) -> str | None:
-        """Path or URL of the mask of sample ``index``; None if masks are not files."""
-        return None if self._mask_files is None else redact(self._mask_files.range(self._check(index)).path)
-
-    @property
-    def _is_remote(self) -> bool:
-        return is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root))
-
-    def _read(self, numbers: Sequence[int]) -> list[Any]:
-        if self._mask_files is None and not self._is_remote:  # takes 17 us per image instead of 22 us
-            return [self._read_local(i) for i in numbers]
-        data = self._storage.read(self._ranges(numbers))
-        masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
-        return list(map(self._sample, numbers, data, masks))
-
-    def _read_local(self, index: int) -> Any:
-        try:
-            path = join(self._files.root, os.fsdecode(self._files.names[index]))
-            return self._sample(index, read_file(path, image=True))
-        except OSError as error:
-            return error
-
-    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        parts = [self._files] if self._mask_files is None else [self._files, self._mask_files]
-        return [files.range(i) for files in parts for i in numbers]
-
-    def _range(self, index: int) -> Range:
-        return self._files.range(index)
 
 
 class LocalTree:

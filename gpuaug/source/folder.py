@@ -12,9 +12,9 @@ import numpy as np
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, numbers_of, some
-from gpuaug.source.files import Files, FileSource, LocalTree, UrlTree, open_tree
+from gpuaug.source.files import Files, LocalTree, UrlTree, open_tree
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.paths import absolute, redact
@@ -23,7 +23,7 @@ from gpuaug.source.remote.storage import Remote, Storage
 log = logging.getLogger("gpuaug")
 
 
-class FolderSource(FileSource):
+class FolderSource(ListedSource):
     """Images ``root/<class>/**/<image>``, sorted by class, folder and file name, as in torchvision's ImageFolder.
 
     Files are listed by their extension and not opened, so a broken link or an empty file is a fault of its sample.

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.base import Classes
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, some
-from gpuaug.source.files import Files, FileSource, by_stem, listed, open_tree, read_list
+from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.paths import absolute, redact
@@ -20,7 +20,7 @@ from gpuaug.source.remote.storage import Remote, Storage
 log = logging.getLogger("gpuaug")
 
 
-class MaskFolderSource(FileSource):
+class MaskFolderSource(ListedSource):
     """Images in one folder, and their masks in another folder under the same paths.
 
     The mask of ``images/a/x<image_suffix>.jpg`` is ``masks/a/x<mask_suffix>.png``. Masks without an image are ignored.

@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import ReadError, SourceError
-from gpuaug.source.base import Classes, SampleSource
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, encode, numbers_of
 from gpuaug.source.object_json import BoxFormat, column_names, corners
-from gpuaug.source.objects import Damaged, ObjectTable
+from gpuaug.source.objects import MOST_CLASSES, MOST_KEYPOINTS, ObjectTable
 from gpuaug.source.paths import redact
-
-MOST_CLASSES = 1 << 31
 
 
 def _read_objects(
@@ -27,8 +25,8 @@ def _read_objects(
     names: list[str] | None,
     box_format: BoxFormat,
     place: str,
-) -> tuple[ObjectTable, Damaged, list[str] | None]:
-    """The table of the objects, the damaged rows, and the class names. Damaged rows have no objects.
+) -> tuple[ObjectTable, list[str] | None]:
+    """The table of the objects, and the class names.
 
     ``column`` is an Arrow ChunkedArray. ``names`` are the class names in the metadata of the column.
     """
@@ -58,10 +56,10 @@ def _read_objects(
         values["labels"] = _whole(labels)
         if names is not None and classes is not None:
             values["labels"] = numbers_of(names, classes, f"of the objects in {place}")[values["labels"]]
-    return ObjectTable(counts, sizes=sizes, **values), Damaged(reasons, count, place=place), known
+    return ObjectTable(counts, sizes=sizes, **values, reasons=reasons), known
 
 
-class RowSource(SampleSource):
+class RowSource(ListedSource):
     """A source of rows, each with an image.
 
     A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_columns` and :meth:`_row`.
@@ -81,11 +79,12 @@ class RowSource(SampleSource):
             self._set_labels(values, classes=classes if objects is None else None, names=names, place=where)
         if objects is not None:
             mapping = None if classes is None else class_mapping(classes)
-            self._objects, self._damaged, names = _read_objects(
+            read, names = _read_objects(
                 table.column(objects), sizes=_sizes(table), classes=mapping, box_format=box_format,
                 names=class_names(table.schema, objects, objects=True), place=place,
             )  # fmt: skip
-            self.num_keypoints = self._objects.num_keypoints
+            self._set_objects(read)
+            self.num_keypoints = read.num_keypoints
             self.target_kinds = frozenset({"boxes"} if self.num_keypoints is None else {"boxes", "keypoints"})
             if names is not None:
                 self._set_classes(names)
@@ -97,7 +96,7 @@ class RowSource(SampleSource):
         image, mask = values[0], values[1] if self._has_masks else None
         if image is None or (mask is None and self._has_masks):
             return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
-        return self._sample(index, image, mask, values[1 + self._has_masks :])
+        return self._item(index, image, mask, values[1 + self._has_masks :])
 
 
 def import_pyarrow() -> Any:
@@ -233,8 +232,6 @@ def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, 
         return dict.fromkeys(np.unique(row_of[objects]).tolist(), text)
 
     yield rows(_lengths(boxes.values) != 4, f"`{boxes.name}` of each object must be 4 numbers")
-    nulls = _nulls(_flat(boxes.values)).reshape(-1, 4)
-    yield rows(np.asarray(nulls.any(axis=1)), f"`{boxes.name}` of each object must be 4 numbers, but one is null")
     if "labels" in fields:
         name, _, values = fields["labels"]
         yield rows(_nulls(values), f"`{name}` of an object is null")
@@ -242,17 +239,17 @@ def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, 
             numbers = _whole(values)
             wrong = (numbers < 0) | (numbers >= most_classes)
             yield rows(wrong, f"`{name}` of each object must be 0 .. {most_classes - 1}")
+    if "ids" in fields:
+        name, _, values = fields["ids"]
+        yield rows((_whole(values) < 0) & ~_nulls(values), f"`{name}` of each object must be at least 0")
     if "keypoints" in fields:
         name, _, values = fields["keypoints"]
         lengths = _amounts(values)
+        yield rows(lengths > 3 * MOST_KEYPOINTS, f"`{name}` must have at most {MOST_KEYPOINTS} points for an object")
         wanted = _points(lengths)
         text = f"`{name}` of each object must be {wanted} numbers: for each point x, y and visibility (0, 1 or 2)"
         has = lengths > 0
         yield rows(np.asarray((lengths == -2) | (has & (lengths != wanted)) | (wanted % 3 != 0)), text)
-        if wanted:
-            points = _floats(_flat(values)).reshape(-1, wanted // 3, 3)
-            has[has] = ~(np.isfinite(points).all(axis=2) & np.isin(points[..., 2], (0, 1, 2))).all(axis=1)
-            yield rows(has, text)
 
 
 def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
@@ -263,9 +260,8 @@ def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
         values = fields["keypoints"].values
         lengths = _amounts(values)
         if wanted := _points(lengths):
-            points = np.zeros((len(lengths), wanted), dtype=np.float32)
-            points[lengths > 0] = _floats(_flat(values)).reshape(-1, wanted)
-            columns["keypoints"] = points.reshape(len(lengths), wanted // 3, 3)
+            columns["keypoints"] = _floats(_flat(values)).reshape(-1, wanted // 3, 3)
+            columns["pointed"] = np.flatnonzero(lengths > 0)
     if "crowd" in fields:
         columns["crowd"] = np.nan_to_num(_floats(fields["crowd"].values)) != 0
     if "area" in fields:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gpuaug.source.classes import some
 from gpuaug.source.files import LARGEST_TEXT
+from gpuaug.source.objects import check_points, find_faults
 
 BoxFormat = Literal["xywh", "xyxy"]
 
@@ -53,25 +54,30 @@ def parse(
         size = _size(value)
         columns, names = _columns(value)
         count = len(columns["boxes"])
-        target: dict[str, Any] = {} if size is None else {"size": size}
-        boxes = _numbers(columns["boxes"], names["boxes"], (count, 4))
-        target["boxes"] = corners(boxes, names["boxes"], box_format)
-        if "labels" in columns:
-            target["labels"] = _labels(columns["labels"], names["labels"], classes)
-        if num_keypoints is not None:
-            target["keypoints"] = _keypoints(columns.get("keypoints", [None] * count), num_keypoints)
+        with np.errstate(over="ignore"):  # no warning: an infinite number makes a bad sample
+            boxes = corners(_numbers(columns["boxes"], names["boxes"], (count, 4)), names["boxes"], box_format)
+            target: dict[str, Any] = {"boxes": boxes.astype(np.float32)}
+            if "labels" in columns:
+                target["labels"] = _labels(columns["labels"], names["labels"], classes)
+            if num_keypoints is not None:
+                target["keypoints"] = _keypoints(columns.get("keypoints", [None] * count), num_keypoints)
+            if "area" in columns:
+                area = [np.nan if value is None else value for value in columns["area"]]
+                target["area"] = _numbers(area, names["area"], (count,)).astype(np.float32)
         if "crowd" in columns:
             if not all(value in (None, 0, 1) for value in columns["crowd"]):
                 raise ValueError(f"`{names['crowd']}` must be 0 or 1")
             target["crowd"] = np.array([bool(value) for value in columns["crowd"]])
-        if "area" in columns:
-            area = [np.nan if value is None else value for value in columns["area"]]
-            target["area"] = _numbers(area, names["area"], (count,))
         if "ids" in columns:
-            target["ids"] = _whole([-1 if value is None else value for value in columns["ids"]], names["ids"])
+            known = [k for k, value in enumerate(columns["ids"]) if value is not None]
+            target["ids"] = np.full(count, -1, dtype=np.int64)
+            target["ids"][known] = _whole([columns["ids"][k] for k in known], names["ids"])
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return target
+    faults = find_faults(np.zeros(count, dtype=np.int64), target, num_classes=None if classes is None else len(classes))
+    if faults:
+        raise ValueError(faults[0])
+    return target if size is None else {**target, "size": size}
 
 
 def _size(value: Any) -> tuple[int, int] | None:
@@ -135,8 +141,8 @@ def _numbers(values: list[Any], name: str, shape: tuple[int, ...]) -> NDArray[np
 
 
 def _whole(values: list[Any], name: str) -> NDArray[np.int64]:
-    if not all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
-        raise ValueError(f"`{name}` of each object must be a whole number. Found: {values!r:.100}")
+    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ValueError(f"`{name}` of each object must be a whole number >= 0. Found: {values!r:.100}")
     return np.array(values, dtype=np.int64)
 
 
@@ -147,21 +153,18 @@ def _labels(values: list[Any], name: str, classes: Mapping[str, int] | None) -> 
         if unknown := [value for value in values if value not in classes]:
             raise ValueError(f"`{name}` is {unknown[0]!r:.100}, which `source.classes` does not have")
         return np.array([classes[value] for value in values], dtype=np.int64)
-    labels = _whole(values, name)
-    if classes is not None and len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
-        raise ValueError(f"`{name}` must be 0 .. {len(classes) - 1}. Found: {labels.min()} .. {labels.max()}")
-    return labels
+    return _whole(values, name)
 
 
-def _keypoints(values: list[Any], count: int) -> NDArray[np.float64]:
-    """Keypoints of n objects, float64 [n, K, 3]. An object without keypoints has zeros."""
-    points = np.zeros((len(values), count, 3))
+def _keypoints(values: list[Any], count: int) -> NDArray[np.float32]:
+    """Keypoints of n objects, float32 [n, K, 3]. An object without keypoints has zeros."""
+    if reason := check_points(len(values), count):
+        raise ValueError(reason)
+    points = np.zeros((len(values), count, 3), dtype=np.float32)
     for k, value in enumerate(values):
         if value is None:
             continue
         flat = [*value] if isinstance(value, list) else []
         flat = [x for point in flat for x in point] if all(isinstance(point, list) for point in flat) else flat
         points[k] = _numbers([flat], "keypoints", (1, 3 * count)).reshape(count, 3)
-    if not np.isin(points[..., 2], (0, 1, 2)).all():
-        raise ValueError("the visibility of `keypoints` must be 0, 1 or 2")
     return points

@@ -97,7 +97,7 @@ class ParquetSource(RowSource):
         self._storage = Storage(remote)
         files = self._storage.expand(root, ending=".parquet")
         self.root, names = common_folder([file.path for file in files])
-        self._files = files
+        self._parquet_files = files
         place = redact(files[0].path)
         metadata = _in_threads(partial(_metadata, storage=self._storage), files)
         schema = metadata[0].schema.to_arrow_schema()
@@ -221,7 +221,7 @@ class ParquetSource(RowSource):
 
     def _locate(self, group: int) -> _Group:
         number, inside = locate(self._first, group)
-        file = self._files[number]
+        file = self._parquet_files[number]
         try:
             meta = self._footer(file)
         except SourceError as error:  # the file was readable at the start, so only its samples fail

@@ -27,7 +27,7 @@ def import_pycocotools() -> Any:
     try:
         from pycocotools import mask
     except ImportError as error:
-        raise ConfigError("`source.masks=instances` needs pycocotools: pip install gpuaug[coco].") from error
+        raise ConfigError("`source.masks=instances` needs pycocotools: pip install 'gpuaug[coco]'.") from error
     return mask
 
 
@@ -35,10 +35,10 @@ class Segmentations:
     """Outlines of N objects, in the order of their ``ObjectTable``.
 
     ``values`` are parsed JSON: polygons [x, y, x, y, ...], run lengths ``{"size": [height, width], "counts": ...}``, or
-    None. A value of another form raises ValueError.
+    None.
 
     Attributes:
-        damaged: what is wrong with outlines that are missing or have too few points, by position of the object.
+        damaged: what is wrong with outlines that are missing or have another form, by position of the object.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -46,7 +46,11 @@ class Segmentations:
 
         def pack(item: tuple[int, Any]) -> bytes:
             number, value = item
-            packed = _pack(value)
+            try:
+                packed = _pack(value)
+            except ValueError as error:
+                self.damaged[number] = str(error)
+                return b""
             rings = value if isinstance(value, list) else ()
             if reason := _wrong_lengths(map(len, rings)) if packed else "is missing":
                 self.damaged[number] = reason
@@ -68,7 +72,7 @@ class Segmentations:
         """
         height, width = size
         if height * width > MOST_PIXELS:
-            raise GpuaugError(f"a mask must have at most {MOST_PIXELS} pixels. Found: {height} x {width}")
+            raise GpuaugError(f"a mask must have at most {MOST_PIXELS} pixels. Found: {shown_size(height, width)}")
         runs = []
         for k in range(end - begin):
             try:
@@ -85,6 +89,11 @@ class Segmentations:
         return flat.reshape(width, height).T
 
 
+def shown_size(height: int, width: int) -> str:
+    """The size of an image, for a message."""
+    return f"{width} x {height} (width x height)"
+
+
 def _pack(value: Any) -> bytes:
     """Bytes of one outline: a head of uint32 numbers, then float32 points, run lengths or COCO's text."""
     try:
@@ -95,7 +104,7 @@ def _pack(value: Any) -> bytes:
         if isinstance(value, list) and all(_is_numbers(ring) for ring in value):
             lengths = struct.pack(f"<{1 + len(value)}I", len(value), *map(len, value))
             return lengths + array("f", chain.from_iterable(value)).tobytes()
-    except (OverflowError, TypeError, KeyError, UnicodeEncodeError, struct.error):
+    except (OverflowError, TypeError, KeyError, ValueError, struct.error):
         pass  # such as a run length that uint32 cannot hold
     raise ValueError("must be a list of polygons [x, y, x, y, ...], or run lengths with `size` and `counts`")
 
@@ -106,7 +115,7 @@ def _pack_runs(value: dict[str, Any]) -> bytes:
         return struct.pack("<3I", TEXT, height, width) + counts.encode("ascii")
     if _is_numbers(counts):
         return struct.pack("<3I", COUNTS, height, width) + array("I", counts).tobytes()
-    raise ValueError("has `counts` that are neither text nor a list of numbers")
+    raise TypeError
 
 
 def _wrong_lengths(lengths: Iterable[int]) -> str:
@@ -128,13 +137,14 @@ def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], ND
         counts = _counts(_rasterize(packed, kind, height, width))
     else:
         if (size := struct.unpack_from("<2I", packed, 4)) != (height, width):
-            raise ValueError(f"is for an image of {size[0]} x {size[1]} pixels, but this image has {height} x {width}")
+            found = f"{size[1]} x {size[0]} pixels, but this image has {shown_size(height, width)}"
+            raise ValueError(f"is for an image of {found}")
         counts = (
             _counts(packed[12:]) if kind == TEXT else np.frombuffer(packed, dtype="<u4", offset=12).astype(np.int64)
         )
     if (counts < 0).any() or counts.sum() != height * width:
         raise ValueError(
-            f"must have run lengths >= 0 with the sum {height} * {width} = {height * width}. Found: {counts.sum()}"
+            f"must have run lengths >= 0 with the sum {width} * {height} = {height * width}. Found: {counts.sum()}"
         )
     ends = np.cumsum(counts)
     return ends[: len(ends) // 2 * 2 : 2], ends[1::2]
@@ -148,7 +158,7 @@ def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
         raise ValueError(reason)
     far = 2 * max(height, width)  # pycocotools takes memory in proportion to a polygon's extent
     if not (np.abs(points) <= far).all():  # also refuses NaN
-        raise ValueError(f"has a point far outside the image of {height} x {width} pixels")
+        raise ValueError(f"has a point far outside the image of {shown_size(height, width)} pixels")
     mask = import_pycocotools()
     polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
     around = sum(float(np.abs(ring - np.roll(ring, 2)).reshape(-1, 2).max(axis=1).sum()) for ring in polygons)

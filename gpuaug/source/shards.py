@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 from gpuaug import checks, files
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import LARGEST_FILE
-from gpuaug.source.base import Classes, FileKeys, SampleSource
+from gpuaug.source.base import Classes, FileKeys, ListedSource
 from gpuaug.source.classes import class_mapping, some
 from gpuaug.source.extra import Extra, decoded, fields_of
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names, bounds_of, locate, share
 from gpuaug.source.local import LARGE, read_file
 from gpuaug.source.object_json import BoxFormat, parse
+from gpuaug.source.objects import MOST_KEYPOINTS
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.disk import locked
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joined
@@ -42,7 +43,7 @@ PIECE_BYTES = 8 << 20  # per request while a remote shard is indexed; one reques
 LOCAL_PIECE_BYTES = 1 << 14  # per read while a local shard is indexed; larger reads would include more image bytes
 
 
-class ShardSource(SampleSource):
+class ShardSource(ListedSource):
     """Samples of WebDataset shards, in stored order.
 
     Adjacent members with the same name up to the first dot are one sample. Hidden members are ignored. Samples that
@@ -72,7 +73,7 @@ class ShardSource(SampleSource):
         label_key: field of a .json label; ``a.b`` for a nested field.
         masks: extension of the member with the mask, such as ``png`` or ``seg.png``.
         objects: extension of the member with the objects, such as ``json``.
-        num_keypoints: number of keypoints of an object; None: keypoints are not read.
+        num_keypoints: number of keypoints of an object, at most 4096; None: keypoints are not read.
         box_format: what a field ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         extra: extension of the member with the extra, such as ``txt``. A sample is then ``(bytes, label, extra)``. The
             extra is text for ``.txt``, the parsed content for ``.json``, bytes for other members, and None for a
@@ -153,7 +154,9 @@ class ShardSource(SampleSource):
             None if checks.text(f"source.{key}", value, optional=True) is None else value.lower().lstrip(".")
             for key, value in (("masks", masks), ("objects", objects))
         )
-        self.num_keypoints = checks.whole_number("source.num_keypoints", num_keypoints, 1, optional=True)
+        self.num_keypoints = checks.whole_number(
+            "source.num_keypoints", num_keypoints, 1, MOST_KEYPOINTS, optional=True
+        )
         self.box_format: BoxFormat = checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         if self.num_keypoints is not None and self.objects is None:
             raise ConfigError("`source.num_keypoints` needs the member with the keypoints. Set `source.objects`.")
@@ -236,7 +239,7 @@ class ShardSource(SampleSource):
             extra = [*map(decoded, self._extras, extras)]
         except ValueError as error:
             return GpuaugError(f"the {what} of {self.key(index)!r} cannot be used: {error}")
-        return self._sample(index, members[0], given.get(self.masks or ""), extra, **objects)
+        return self._item(index, members[0], given.get(self.masks or ""), extra, **objects)
 
 
 def _member(data: list[tuple[int, bytes]], begin: int, size: int) -> bytes | None:

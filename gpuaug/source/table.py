@@ -15,10 +15,10 @@ import numpy as np
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, ReadError, SourceError
-from gpuaug.source.base import Classes
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import some
 from gpuaug.source.extra import Extra, ExtraTable, fields_of
-from gpuaug.source.files import Files, FileSource
+from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
 from gpuaug.source.object_columns import column_values, import_pyarrow
@@ -30,7 +30,7 @@ _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 _WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 
 
-class TableSource(FileSource):
+class TableSource(ListedSource):
     """Image files that a table lists, in the order of its rows.
 
     Whole numbers in the label column are class numbers. Other numbers stay unchanged. Without ``classes``, class names
@@ -110,8 +110,8 @@ class TableSource(FileSource):
             self._set_labels(values[0], classes=classes, place=places[0])
         self._activate(subset, exclude, began=began)
 
-    def _sample(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
-        return super()._sample(index, image, mask, self._extras[index], **objects)
+    def _item(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
+        return super()._item(index, image, mask, self._extras[index], **objects)
 
 
 def _read(

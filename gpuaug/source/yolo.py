@@ -12,12 +12,12 @@ from typing import Any
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.source.base import Classes
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, numbers_of, some
-from gpuaug.source.files import Files, FileSource, open_tree, read_list, read_text, texts
+from gpuaug.source.files import Files, open_tree, read_list, read_text, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.objects import Damaged, ObjectTable
+from gpuaug.source.objects import MOST_KEYPOINTS, ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.remote.storage import FileInfo, Remote, Storage
 from gpuaug.source.yolo_labels import Rules, parse
@@ -26,17 +26,16 @@ log = logging.getLogger("gpuaug")
 
 LARGEST_YAML = 1 << 20  # characters; the parser needs about 10 s for so many
 MOST_CLASSES = 1 << 20
-MOST_KEYPOINTS = 1 << 12
 
 
-class YoloSource(FileSource):
+class YoloSource(ListedSource):
     """Images with YOLO's label files, as ultralytics reads them. A sample is ``(bytes, Target)``.
 
     The labels of ``images/train/a/1.jpg`` are in ``labels/train/a/1.txt``: the last ``/images/`` of the full path
     becomes ``/labels/``. An image without such a file has no objects. A line of a label file is one object:
 
     * ``class cx cy w h``: a box
-    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon, which becomes the smallest box around it
+    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon or an oriented box, which becomes the smallest upright box around it
     * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``
 
     Coordinates in label files and Targets are fractions of the upright image's width and height. A coordinate may be
@@ -172,15 +171,20 @@ class YoloSource(FileSource):
             )
         if missing:
             log.info("source %s: %d of %d images have no label file, so no objects", redact(self.root), missing, count)
+        if found.quadrilaterals and found.quadrilaterals == found.outlines:
+            log.warning(
+                "source %s: %d lines have nine numbers (a class and 4 corners), as oriented boxes have. Each becomes "
+                "the upright box around its corners", redact(self.root), found.quadrilaterals,
+            )  # fmt: skip
         labels = found.labels
         if names is not None and given is not None:
             labels = numbers_of(names, given, f"of the classes in {described.place!r}")[labels]
         if (known := given or names) is not None:
             self._set_classes(known)
-        self._objects = ObjectTable(
-            found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints, fractions=True
-        )
-        self._damaged = Damaged(found.reasons, count, place=redact(self.root))
+        self._set_objects(ObjectTable(
+            found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints, fractions=True,
+            reasons=found.reasons,
+        ))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

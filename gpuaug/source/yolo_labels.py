@@ -22,6 +22,8 @@ class Labels:
     boxes: NDArray[np.float64]  # [N, 4], (x1, y1, x2, y2) in units of the image's width and height
     keypoints: NDArray[np.float64] | None  # [N, K, 3], (x, y, visibility 0..2)
     reasons: dict[int, str]  # why files cannot be used, by file number
+    outlines: int  # number of objects that are polygons
+    quadrilaterals: int  # number of them with 4 points, as oriented boxes have
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[i
     """Parse label files, as :class:`YoloSource` describes them. ``name(i)`` is the name of file i, for ``reasons``."""
     counts, labels, boxes, keypoints = array("q"), array("q"), array("d"), array("d")
     reasons: dict[int, str] = {}
+    outlines = quadrilaterals = 0
     for i, data in enumerate(files):
         objects, reason = [], ""
         if isinstance(data, Exception):
@@ -50,16 +53,22 @@ def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[i
         if reason:
             reasons[i], objects = reason, []
         counts.append(len(objects))
-        for label, box, points in objects:
+        for label, box, points, corners in objects:
+            outlines += corners > 0
+            quadrilaterals += corners == 4
             labels.append(label)
             boxes.extend(box)
             keypoints.extend(points)
     shaped = None if rules.points is None else np.array(keypoints).reshape(-1, rules.points[0], 3)
-    return Labels(np.array(counts), np.array(labels), np.array(boxes).reshape(-1, 4), shaped, reasons)
+    boxed = np.array(boxes).reshape(-1, 4)
+    return Labels(np.array(counts), np.array(labels), boxed, shaped, reasons, outlines, quadrilaterals)
 
 
-def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[float]]:
-    """Class, box and keypoints (x, y, visibility, ...) of a line; ValueError if the line is not valid."""
+def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[float], int]:
+    """Class, box, keypoints (x, y, visibility, ...) and number of polygon points of a line.
+
+    ValueError if the line is not valid.
+    """
     try:
         label, *values = map(float, line.split())
     except ValueError:
@@ -86,14 +95,14 @@ def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[f
         raise ValueError(f"must hold coordinates 0 .. 1, in units of the image's size. {found}")
     if not is_box:
         xs, ys = values[::2], values[1::2]
-        return int(label), (min(xs), min(ys), max(xs), max(ys)), ()
+        return int(label), (min(xs), min(ys), max(xs), max(ys)), (), len(xs)
     x, y, width, height = values[:4]
     if width < 0 or height < 0:
         raise ValueError(f"must have a width and a height of at least 0. Found: {width:g}, {height:g}")
     if not {0, 1, 2}.issuperset(seen):
         raise ValueError("must have visibilities 0, 1 or 2")
     box = x - width / 2, y - height / 2, x + width / 2, y + height / 2
-    return int(label), box, _points(values[4:], seen) if count > 4 else ()
+    return int(label), box, _points(values[4:], seen) if count > 4 else (), 0
 
 
 def _points(values: list[float], seen: list[float]) -> list[float]:

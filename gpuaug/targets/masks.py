@@ -202,8 +202,9 @@ def decode(
         raise HeaderError(f"mask is a {info.codec}{lossy}. Masks must be PNG files")
     upright = stored[::-1] if exif > 4 else stored
     if size not in (upright, stored):
-        sizes = f"{upright[0]}x{upright[1]}" + (f" (stored as {stored[0]}x{stored[1]})" if upright != stored else "")
-        raise HeaderError(f"mask of {size[0]}x{size[1]}, but its image has {sizes}")
+        (height, width), (h, w) = upright, stored
+        sizes = f"{width} x {height}" + (f" (stored as {w} x {h})" if upright != stored else "")
+        raise HeaderError(f"mask of {size[1]} x {size[0]} pixels (width x height), but its image has {sizes}")
     if size[0] * size[1] > max_pixels:
         raise HeaderError(f"mask of {size[0]}x{size[1]} is larger than `decode.max_pixels` ({max_pixels})")
     colors = table is not None and table.colors

@@ -166,13 +166,22 @@ BAD = {
     "name": (b'[{"bbox": [1, 2, 3, 4], "category": "dog"}]', "`source.classes`"),
     "half a class": (b'[{"bbox": [1, 2, 3, 4], "category_id": 1.5}]', "must be a whole number"),
     "large id": (b'[{"bbox": [1, 2, 3, 4], "id": 9223372036854775808}]', "must be a whole number"),
+    "negative id": (b'[{"bbox": [1, 2, 3, 4], "id": -1}]', "`id` of each object must be a whole number >= 0"),
+    "negative class": (b'[{"bbox": [1, 2, 3, 4], "category_id": -1}]', "`category_id` .* whole number >= 0"),
+    "large class": (
+        b'[{"bbox": [1, 2, 3, 4], "category_id": 2147483648}]',
+        "class of object 0 must be 0 .. 2147483647",
+    ),
+    "area": (b'[{"bbox": [1, 2, 3, 4], "area": 1e39}]', "area of object 0 must be finite, in float32. Found: inf"),
+    "infinite box": (b'[{"bbox": [1, 2, 3, 1e39]}]', "box of object 0 must be finite"),
+    "inverted box": (b'[{"bbox": [1, 2, -3, 4], "id": 8}]', "box of annotation 8 must be .* x1 <= x2"),
     "lengths": (b'{"bbox": [[1, 2, 3, 4]], "category_id": []}', "`category_id` has 0 entries, but `bbox` has 1"),
     "no list": (b'{"bbox": 3}', "`bbox` must be a list"),
     "crowd": (b'[{"bbox": [1, 2, 3, 4], "iscrowd": "yes"}]', "`iscrowd` must be 0 or 1"),
     "crowd of lists": (b'[{"bbox": [1, 2, 3, 4], "iscrowd": [[]]}]', "`iscrowd` must be 0 or 1"),
     "points": (b'[{"bbox": [1, 2, 3, 4], "keypoints": [1, 2]}]', "`keypoints` of each object must be 9 numbers"),
     "points no list": (b'[{"bbox": [1, 2, 3, 4], "keypoints": {}}]', "`keypoints` of each object must be 9 numbers"),
-    "visibility": (b'[{"bbox": [1, 2, 3, 4], "keypoints": [1, 2, 3, 1, 2, 3, 1, 2, 3]}]', "must be 0, 1 or 2"),
+    "visibility": (b'[{"bbox": [1, 2, 3, 4], "keypoints": [1, 2, 3, 1, 2, 3, 1, 2, 3]}]', "visibility 0, 1 or 2"),
     "size": (b'{"width": 0, "height": 3, "objects": []}', "must be whole numbers above 0"),
 }
 

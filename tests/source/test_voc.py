@@ -154,8 +154,46 @@ def test_a_damaged_file_is_a_fault_of_its_sample_only(tmp_path, kind):
     for i in (0, 2):
         assert source[i][1].boxes.tolist() == [[0, 0, 9, 9]]
         assert source[i][1].labels.tolist() == [CLASSES.index("cat")]
-    with pytest.raises(SourceError, match=f"the objects of 1 of 1 samples cannot be used; .*{message}"):
+    message = r"'unicorn'\. Set source.classes=\[\"unicorn\"\]" if kind == "another class" else message
+    with pytest.raises(SourceError, match=f"the objects of 1 of 1 samples cannot be used.*{message}"):
         gpuaug.VocSource(write(tmp_path / "alone", {"b": data}))
+
+
+def test_an_unknown_class_is_proposed(tmp_path, caplog):
+    write(tmp_path, {"a": GOOD, "b": [("traffic light", (1, 1, 9, 9), 0), ("ball", (1, 1, 9, 9), 0)]})
+    gpuaug.VocSource(tmp_path)
+    assert "2 classes of objects are not in `source.classes`: 'ball', 'traffic light'" in caplog.text
+    (proposed,) = re.findall(r"Set source\.(classes=\[.*\])\.", caplog.text)
+    node = gpuaug.compose("train", ["source=voc", f"source.root={tmp_path}", f"source.{proposed}"]).source
+    source = gpuaug.build(node)
+    assert source.classes == ["ball", "cat", "traffic light"]
+    assert [target.labels.tolist() for _, target in source] == [[1], [2, 0]]
+    gpuaug.VocSource(tmp_path, classes=["cat"])
+    assert 'source.classes=["cat", "ball", "traffic light"]' in caplog.text
+    many = [(f"class {i}", (1, 1, 9, 9), 0) for i in range(101)]
+    with pytest.raises(SourceError, match="to a FILE with the 101 names"):
+        gpuaug.VocSource(write(tmp_path / "many", {"a": many}))
+
+
+def test_folders_of_other_names_and_masks(tmp_path):
+    write(tmp_path, {"a": GOOD, "b": GOOD})
+    folder = tmp_path / "VOC2012"
+    (folder / "JPEGImages").rename(folder / "pictures")
+    (folder / "Annotations").rename(folder / "boxes")
+    (folder / "ImageSets" / "Main").rename(folder / "splits")
+    (folder / "SegmentationClass").mkdir()
+    (folder / "SegmentationClass" / "a.png").write_bytes(b"mask of a")
+    names = {"images": "pictures", "annotations": "boxes", "lists": "splits", "masks": "SegmentationClass"}
+    overrides = ["source=voc", f"source.root={tmp_path}", *(f"source.{key}={name}" for key, name in names.items())]
+    source = gpuaug.build(gpuaug.compose("train", overrides).source)
+    assert source.target_kinds == {"boxes", "masks"}
+    assert source[0][1].mask == b"mask of a"
+    assert source[0][1].boxes.tolist() == [[0, 0, 9, 9]]
+    with pytest.raises(FileNotFoundError):
+        source[1]
+    for key in names:
+        with pytest.raises(ConfigError, match=f"`source.{key}` must be a name"):
+            gpuaug.VocSource(tmp_path, **{key: "../x"})
 
 
 def test_a_size_that_is_not_known(tmp_path):
@@ -174,7 +212,7 @@ def test_no_change_of_a_file_breaks_the_parser(data):
         at = data.draw(st.integers(0, len(text) - 1))
         text[at : at + data.draw(st.integers(0, 30))] = data.draw(st.binary(max_size=10))
     try:
-        size, objects = _parse(bytes(text), {name: i for i, name in enumerate(CLASSES)}, drop=False)
+        size, objects = _parse(bytes(text), drop=False)
         boxes = np.array([box for box, _ in objects])
     except ValueError:
         return

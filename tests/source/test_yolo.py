@@ -90,6 +90,16 @@ def test_boxes_polygons_and_images_without_objects(tmp_path):
     assert again.objects_digest() == source.objects_digest()
 
 
+def test_oriented_boxes_become_upright_boxes_with_a_line_that_says_so(tmp_path, caplog):
+    turned = "1 .5 .2 .8 .5 .5 .8 .2 .5"  # as ultralytics' DOTA: class, then 4 corners
+    source = gpuaug.YoloSource(write(tmp_path, {"a": f"{turned}\n0 .5 .5 .2 .2", "b": turned}))
+    np.testing.assert_allclose(source[1][1].boxes, [[0.2, 0.2, 0.8, 0.8]])
+    assert "2 lines have nine numbers" in caplog.text
+    caplog.clear()
+    gpuaug.YoloSource(write(tmp_path, {"a": "1 .5 .2 .8 .5 .5 .8", "b": turned}))  # polygons
+    assert "nine numbers" not in caplog.text
+
+
 def test_keypoints(tmp_path):
     data = {"train": "images/train", "names": NAMES, "kpt_shape": [3, 3], "flip_idx": [0, 2, 1]}
     write(tmp_path, {"a": "0 .5 .5 .2 .4 .1 .2 2 .3 .4 1 .7 .8 0"}, data=data)

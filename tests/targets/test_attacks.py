@@ -120,7 +120,7 @@ def test_a_source_with_other_keypoints_than_flip() -> None:
 
 def test_pixels_that_claim_to_be_fractions() -> None:
     samples = [(png(np.zeros((40, 60, 3), np.uint8)), {"boxes": BOX, "size": (1, 1)})]
-    with pytest.raises(DataError, match="1x1 pixels, but the image has 40x60"):
+    with pytest.raises(DataError, match="1 \\(width\\) x 1 pixels, but the image has 60 \\(width\\) x 40"):
         first(samples, gpuaug.Targets(boxes=gpuaug.Boxes()))
 
 

@@ -183,7 +183,7 @@ def pack(
     source = adapt(source)
     if faults.policy == "blank":
         raise ConfigError("`gpuaug pack` does not support `faults.policy=blank`. Set `faults.policy` to raise or drop.")
-    if getattr(source, "augmented_by", None) or getattr(source, "row_count", 0) > getattr(source, "sample_count", 0):
+    if source.augmented_by or source.row_count > source.sample_count:
         raise ConfigError(
             "`source` must have one image per sample. Found: a packed source of several sizes or versions. Set one "
             "`source.size`, or pack the original source."

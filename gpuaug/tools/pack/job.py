@@ -223,7 +223,7 @@ def _labels_digest(source: Source) -> str | None:
     """A hash of the labels, if they are known without reading the samples."""
     if source.labels is not None:
         return digest(source.labels.numpy().tobytes())
-    label: Any = getattr(source, "label", None)
+    label = source.label
     if not callable(label):
         return None
     numbers = range(len(source)) if source.indices is None else source.indices.tolist()

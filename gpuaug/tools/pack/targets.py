@@ -39,21 +39,21 @@ def describe(
     source: Source, *, pixel_centers: bool, orientation: Orientation, colors: Mapping[int, Color] | None
 ) -> dict[str, Any] | None:
     """Describe a source's targets as JSON for the manifest. Returns None if the source has no targets."""
-    declared = getattr(source, "target_kinds", None)
+    declared = source.target_kinds
     found = _of_example(source) if declared is None else declared
     kinds = [kind for kind in KINDS if kind in found]
     if not kinds:
         return None
-    flip = getattr(source, "flip_pairs", None)
-    objects: Any = getattr(source, "objects_digest", None)
+    flip = source.flip_pairs
+    objects = source.objects_digest
     return {
         "kinds": kinds,
         "flip_pairs": None if flip is None or "keypoints" not in kinds else list(flip),
-        "num_keypoints": getattr(source, "num_keypoints", None) if "keypoints" in kinds else None,
+        "num_keypoints": source.num_keypoints if "keypoints" in kinds else None,
         "pixel_centers": pixel_centers if "keypoints" in kinds else None,
         "orientation": orientation,
         "colors": None if colors is None else {str(number): [*color] for number, color in colors.items()},
-        "panoptic": bool(getattr(source, "panoptic", False)),
+        "panoptic": source.panoptic,
         "objects": objects() if callable(objects) else None,
     }
 

@@ -35,7 +35,7 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # workers would not change the pixels
-        if getattr(loader.source, "augmented_by", None):
+        if loader.source.augmented_by:
             raise ConfigError(
                 "`source` must have images to augment. Found: a packed source of augmented images. Compare the "
                 "original images: source=folder source.root=DIR."

@@ -152,7 +152,7 @@ def cell_of(loader: Loader) -> int:
 def _epochs(loader: Loader, settings: Settings) -> range:
     wide = WIDE if loader.targets is None else WIDE_WITH_TARGETS
     draws = settings.draws or max(1, wide // len(loader.augment.at(settings.epoch).views))
-    if settings.draws is None and (augmented := getattr(loader.source, "augmented_by", None)):
+    if settings.draws is None and (augmented := loader.source.augmented_by):
         draws = min(draws, int(augmented["epochs"]))  # later epochs repeat the stored versions
     return range(settings.epoch, settings.epoch + draws)
 
@@ -171,7 +171,7 @@ def draw(loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int
 
 
 def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tuple[list[Row], dict[str, Any]]:
-    if getattr(loader.source, "augmented_by", None):
+    if loader.source.augmented_by:
         raise ConfigError(
             "show=operations needs images to augment. Found: a packed source of augmented images. "
             "Show the original images: source=folder source.root=DIR."

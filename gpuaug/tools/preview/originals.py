@@ -38,7 +38,7 @@ class Sample:
 
 def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Sequence[int] = ()) -> list[Sample]:
     """Read the original images, and compute their crops in the epochs ``cropped``."""
-    augmented = getattr(loader.source, "augmented_by", None)
+    augmented = loader.source.augmented_by
     absent = "not stored, unlike its augmented images" if augmented else "cannot be decoded"
     decoder, samples = replace(loader.decode, num_threads=1).open("cpu"), []
     for index in indices:

@@ -207,7 +207,7 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
     if name == "storage":
         for count in dict.fromkeys((max(16, 2 * workers), max(2, 4 * workers))):
             yield Remedy((key(f"num_workers={count}"),), f"{count} workers wait for the storage instead of {workers}")
-    if name in ("storage", "workers") and loader.pipeline.cache is None and not getattr(loader.source, "mapped", False):
+    if name in ("storage", "workers") and loader.pipeline.cache is None and not loader.source.mapped:
         text = "bytes stay in memory; helps from the second epoch on, which is what was measured"
         yield Remedy((_group(prefix, "cache", "ram"),), text)
     if name == "workers" and workers < cores:

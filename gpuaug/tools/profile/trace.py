@@ -287,7 +287,7 @@ def read_cpu(loader: Loader, *, count: int = 32) -> float:
     """CPU seconds to read one sample in this thread, without handing its bytes over. Errors do not count."""
     source: Any = loader.pipeline.reader.source
     numbers = next(iter(loader.epoch_order))[0][:count].tolist()
-    many = getattr(source, "read_many", None)
+    many = source.read_many
     began = time.thread_time()
     for part in numbers if many is None else [numbers]:
         with contextlib.suppress(OSError, GpuaugError):

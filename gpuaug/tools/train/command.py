@@ -79,7 +79,7 @@ def _refuse_targets(loader: Loader, key: str) -> None:
             "gpuaug.Loader in a training loop of your own."
         )
     source: Any = loader.source
-    label = getattr(source, "label", None)
+    label = source.label
     known = label(0 if source.indices is None else int(source.indices[0])) if callable(label) else None
     if isinstance(known, Target) and known.label is None:
         raise ConfigError(
