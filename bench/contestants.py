@@ -90,7 +90,7 @@ def ours(spec: Spec) -> Run:
 
 
 def ours_reduced(spec: Spec) -> Run:
-    return _epoch(_loader(spec, "decode.reduced=true"))
+    return _epoch(_loader(spec, "decode.backend=pillow", "decode.reduced=true"))
 
 
 def ours_ram(spec: Spec) -> Run:

@@ -11,7 +11,7 @@ gives the highest sum of PSS over all processes of a contestant. To consume a ba
 
 Who is who:
     ours            files -> gpuaug.Loader -> batches; ours_ram, ours_packed, ours_s3: the same from another place
-    ours_reduced    the same with decode.reduced=true: large JPEGs are decoded at a fraction of their size
+    ours_reduced    the same with Pillow and decode.reduced=true: large JPEGs are decoded at a fraction of their size
     read, decode, augment   one of our stages alone, on the same cores; `ceiling` is the speed that they allow together
     checks          only reading and checking the headers, and the policy for faults
     shapes          only reading height and width, which random crops need, with nvImageCodec and without checks

@@ -132,7 +132,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
             upright = targets.upright(encoded, info, decoder)
             placed = targets.place(upright, windows, chosen, epoch=0)
             if masks is not None:
-                targets.sample(placed, masks, decoder.device, each=decoder.each)
+                targets.sample(placed, iter([[*masks]]), decoder.device, each=decoder.each)
             return targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)
 
         chosen = augment.choose(drawn, [window.size for window in windows])

@@ -11,8 +11,9 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import RLock
@@ -33,6 +34,7 @@ TRUSTED = ("kornia.augmentation.",)
 _LOCK = RLock()  # Hydra's state is global, and the live page composes in a thread
 OWN = ("train", "eval")  # gpuaug's main configurations
 _DEEPEST = 100  # levels of nesting in a YAML file; OmegaConf fails at about 150
+_MOST = 100_000  # values in a YAML file, after OmegaConf has expanded aliases; a recipe has about 50
 _NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
@@ -81,28 +83,44 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         _refuse_stale(name, parsed)
         try:
             return hydra.compose(name, overrides)
-        except (YAMLError, RecursionError, UnicodeDecodeError) as error:
-            raise ConfigError(_unreadable(error, config_dir)) from error
+        except (YAMLError, RecursionError) as error:
+            raise ConfigError(_unreadable(error)) from error
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(_explain(error, name, parsed, loader)) from error
 
 
-def _unreadable(error: Exception, folder: str | Path | None) -> str:
-    """A message that names the YAML file and the line that cannot be read."""
+def _load(load: Callable[[str], Any], folder: str, name: str) -> Any:
+    """Let Hydra ``load`` a YAML file, unless it is nested too deeply or aliases expand to too many values."""
     import yaml
 
-    for path in sorted(Path(folder).expanduser().rglob("*.yaml")) if folder is not None else []:
-        depth = 0
-        try:
-            for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > _DEEPEST and isinstance(error, RecursionError):
-                    line = event.start_mark.line + 1
-                    return f"{path}, line {line}: more than {_DEEPEST} levels of nesting. Use fewer levels."
-        except (yaml.YAMLError, ValueError, OSError, RecursionError) as found:
-            if isinstance(error, UnicodeDecodeError) and isinstance(found, UnicodeDecodeError):
-                line = found.object[: found.start].count(b"\n") + 1
-                return f"{path}, line {line}: {found}. Save the file as UTF-8."
+    path = Path(folder, f"{name.removesuffix('.yaml')}.yaml")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: {error}. Save the file as UTF-8.") from error
+    counts, anchors, sizes = [0], list[str | None](), dict[str | None, int]()  # of open collections; of anchors
+    with suppress(yaml.YAMLError):  # Hydra reports it
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            anchor, size = getattr(event, "anchor", None), 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                counts.append(0)
+                anchors.append(anchor)
+                size = 0
+            elif isinstance(event, yaml.CollectionEndEvent):
+                size, anchor = counts.pop() + 1, anchors.pop()
+            elif isinstance(event, yaml.AliasEvent):
+                size = sizes.get(anchor, 0)
+            sizes[anchor] = size
+            counts[-1] += size
+            for found, most, what in ((len(anchors), _DEEPEST, "levels of nesting"), (counts[-1], _MOST, "values")):
+                if found > most:
+                    raise ConfigError(f"{path}, line {event.start_mark.line + 1}: more than {most} {what}. Use fewer.")
+    return load(name)
+
+
+def _unreadable(error: Exception) -> str:
+    """A message that names the YAML file and the line that cannot be read."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         if isinstance(error, RecursionError):
@@ -142,6 +160,9 @@ def _hydra(config_dir: str | Path | None, *, ours_first: bool) -> Iterator[Confi
                 for each in (folder / "gpuaug", ours):  # `folder / "gpuaug"` holds the user's recipes
                     path.prepend("gpuaug", f"file://{each}", anchor=anchor)
                 loader.repository.initialize_sources(path)
+                for source in loader.repository.sources:
+                    if source.scheme() == "file" and Path(source.path) != ours:
+                        source.load_config = partial(_load, source.load_config, source.path)
             yield loader
     finally:
         outer.hydra = running

@@ -36,9 +36,10 @@ from hostile_tars import tar
 from pictures import encode
 
 import gpuaug
-from gpuaug.tools.plan import command as plan
+from gpuaug.decode.header import CODECS
 
 BATCH, THREADS = 64, 4
+SIZE = (32, 40)  # of the images
 MUTANTS = 32  # of a batch; the others are good ones
 CPU = 2.0  # seconds of one core that a file below 1 MiB may take
 HANG_CPU = {"images": 100.0, "tars": 10.0}  # seconds of the child's processors without an answer
@@ -47,9 +48,9 @@ LOGGED = 20.0  # seconds between two lines of progress
 HEAD = 700  # bytes in front, where half of the damage is done: headers decide what is allocated
 SETTINGS = {
     "default": {},
-    "every codec": {"codecs": gpuaug.decode.decoder.CODECS},
-    "pillow": {"codecs": gpuaug.decode.decoder.CODECS, "backend": "pillow"},
-    "reduced": {"codecs": gpuaug.decode.decoder.CODECS, "reduced": True},
+    "every codec": {"codecs": CODECS},
+    "pillow": {"codecs": CODECS, "backend": "pillow"},
+    "reduced": {"codecs": CODECS, "backend": "pillow", "reduced": True, "max_bytes": 2**27},
 }
 FAMILIES = ("jpeg", "jpeg", "png", "png", "webp", "bmp", "bmp", "gif", "tiff", "jpeg2000", "avif", "heif")
 
@@ -203,13 +204,14 @@ class Decoding:
             verdicts[number] = verdict
         return verdicts
 
-    def planned(self) -> int:
-        """Bytes that `gpuaug plan` expects at most for a batch of what is in the slots."""
-        with self._loader() as loader:
-            return plan.total(plan.Run(loader=loader, costs=plan.upper_bound(loader, sample=BATCH)).terms(), "host")
+    def promised(self) -> int:
+        """Bytes that a batch of what is in the slots may take: for decoding, for the files, and for the images."""
+        files = sum(map(len, [*self.source.good, *self.source.files]))
+        images = BATCH * 3 * SIZE[0] * SIZE[1] * (1 + 2 * 4)  # bytes, and floats before and after an operation
+        return int(1.25 * self.loader.decode.max_bytes) + 2 * files + images
 
     def _loader(self) -> gpuaug.Loader:
-        augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop((32, 40)), backend="kornia")
+        augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(SIZE), backend="kornia")
         return gpuaug.Loader(
             self.source, augment=augment, batch_size=BATCH, num_workers=0, prefetch=0, device="cpu", seed=1,
             decode=gpuaug.Decode(num_threads=THREADS, **SETTINGS[self.settings]),
@@ -329,7 +331,7 @@ class Run:
 
     def _ask(self, numbers: list[int]) -> dict:
         answer = self.child.ask(numbers, settings=self.settings)
-        self.peak = max(self.peak, (answer["more"], answer["planned"], answer["peak"]))
+        self.peak = max(self.peak, (answer["more"], answer["promised"], answer["peak"]))
         return answer
 
     def _culprits(self, numbers: list[int], answer: dict) -> list[tuple[list[int], str]]:
@@ -377,11 +379,11 @@ class Run:
 
     def __str__(self) -> str:
         found = ", ".join(f"{count} {what}" for what, count in self.counts.most_common())
-        more, planned, peak = (value >> 20 for value in self.peak)
+        more, promised, peak = (value >> 20 for value in self.peak)
         return (
             f"{self.what} ({self.settings}): {self.next} inputs of seed {self.seed}: {found}; "
             f"slowest {self.slowest[0]:.2f} s of processors (input {self.slowest[1]}); "
-            f"a batch took {more} MiB at most (plan: {planned}; peak {peak})"
+            f"a batch took {more} MiB at most (promised: {promised}; peak {peak})"
         )
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 HANG = 600.0  # seconds of the clock
-MEMORY = 256 << 20  # bytes by which a batch may raise the peak without asking what `gpuaug plan` says of it
 
 
 # -- the process that works
@@ -41,12 +40,12 @@ def serve(jobs: Callable[[str], Any]) -> None:
             verdicts = job.check(asked["numbers"], alone=asked["alone"])
         except Exception as e:
             error = f"{type(e).__name__}: {e}"[:300]
-        answer = {"verdicts": verdicts, "cpu": time.process_time() - began, "peak": memory("VmHWM"), "planned": 0}
+        answer = {"verdicts": verdicts, "cpu": time.process_time() - began, "peak": memory("VmHWM"), "promised": 0}
         answer["more"] = answer["peak"] - before
-        if not error and answer["more"] > MEMORY and hasattr(job, "planned"):
-            answer["planned"] = job.planned()
-            if answer["more"] > answer["planned"]:
-                error = f"memory of {answer['more'] >> 20} MiB, where `gpuaug plan` says {answer['planned'] >> 20}"
+        if not error and hasattr(job, "promised"):
+            answer["promised"] = job.promised()
+            if answer["more"] > answer["promised"]:
+                error = f"memory of {answer['more'] >> 20} MiB, and {answer['promised'] >> 20} were promised"
         say(answer | {"error": error})
 
 
@@ -87,7 +86,7 @@ class Child:
         except TimeoutError as error:
             what = str(error)
         self.close()
-        return {"verdicts": {}, "error": what, "cpu": 0.0, "peak": 0, "more": 0, "planned": 0, "at": last.get("at")}
+        return {"verdicts": {}, "error": what, "cpu": 0.0, "peak": 0, "more": 0, "promised": 0, "at": last.get("at")}
 
     def close(self) -> None:
         """End it."""

@@ -646,6 +646,11 @@ def test_the_argument_that_a_constructor_did_not_name_is_found_by_its_annotation
     assert "refused its arguments" in refused(cfg={"_target_": "gpuaug.Augment", "crop": crop}, trust=[__name__])
 
 
+BOMB = b"a0: &a0 [x, x, x, x, x]\n" + b"".join(
+    b"a%d: &a%d [*a%d, *a%d, *a%d, *a%d, *a%d]\n" % (k, k, *[k - 1] * 5) for k in range(1, 12)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "reason"),
     [
@@ -655,6 +660,7 @@ def test_the_argument_that_a_constructor_did_not_name_is_found_by_its_annotation
         (b"seed: 1\na: " + b"[" * 3000 + b"]" * 3000, 2, "100 levels"),
         (b"a: 1\nb: " + b"{b: " * 400 + b"1" + b"}" * 400, 2, "100 levels"),
         (b"a: 1\nb: \xff\n", 2, "UTF-8"),
+        (BOMB, 7, "100000 values"),
     ],
 )
 def test_yaml_that_cannot_be_read_names_file_and_line(tmp_path, text, line, reason):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -22,7 +22,7 @@ from gpuaug.augment.parameters import Chosen, Size
 from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64, Target
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
-from gpuaug.decode.plan import HeaderInfo, decode_fault
+from gpuaug.decode.plan import HeaderInfo, decode_fault, split_by_bytes
 from gpuaug.decode.resize import one_by_one
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
@@ -65,7 +65,7 @@ class Placed:
     masks: Tensor | None = None  # [B, H, W], set by TargetStage.sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TargetBatch:
     """Targets of a batch, with one :class:`Placed` per view."""
 
@@ -127,10 +127,7 @@ class TargetStage:
             matrices[as_stored] = geometry.orientation(info.orientation[as_stored], stored[as_stored])
             if objects.boxes is not None:
                 boxed = replace(objects, boxes=geometry.hulls(matrices[objects.sample], objects.boxes))
-        decoded = None
-        if self._needs_masks:
-            decoded, bad = self._decode(encoded, info, decoder)
-            faults += bad
+        decoded = self._decode_all(encoded, info, decoder, faults) if self._needs_masks else None
         sizes = np.where((sizes > 0).all(axis=1, keepdims=True), sizes, 0)
         return Upright(table, objects, boxed, matrices, sizes, decoded, faults)
 
@@ -204,17 +201,18 @@ class TargetStage:
 
     def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
         """Decode the masks, sample them for every view, and store them in ``batch``. Return the faults."""
-        decoded, faults = batch.upright.masks, list[Fault]()
-        if decoded is None and self.rules.masks is not None:
-            decoded, faults = self._decode(encoded, info, decoder)
-        if decoded is not None:
-            self.sample(batch, decoded, decoder.device, threads=decoder.num_threads, each=decoder.each)
+        if self.rules.masks is None:
+            return []
+        faults, held = list[Fault](), batch.upright.masks
+        batch.upright = replace(batch.upright, masks=None)  # the batch may wait long, and needs only the samples
+        parts = self._decoded(encoded, info, decoder, faults) if held is None else iter([held])
+        self.sample(batch, parts, decoder.device, threads=decoder.num_threads, each=decoder.each)
         return faults
 
     def sample(
         self,
         batch: TargetBatch,
-        decoded: Sequence[NDArray[Any] | None],
+        parts: Iterator[list[NDArray[Any] | None]],
         device: torch.device,
         *,
         threads: int = 1,
@@ -222,22 +220,48 @@ class TargetStage:
     ) -> None:
         """Crop and resize upright masks for every view of ``batch``.
 
-        On the CPU, or if masks hold object numbers, a view's first warp is applied too.
+        On the CPU, or if masks hold object numbers, a view's first warp is applied too. ``parts``: the masks of the
+        batch in order, in lists. A list is no longer needed when the next one is taken.
         """
-        small = self._largest <= _LARGEST_BYTE and all(m is None or m.dtype == np.uint8 for m in decoded)
-        on_host = device.type == "cpu" or self._instances
+        count, first = len(batch.upright.sizes), 0
+        warps = list[Warp | None]()
+        for decoded in parts:
+            rows = np.arange(first, first + len(decoded))
+            if first == 0:
+                small = len(decoded) == count and all(m is None or m.dtype == np.uint8 for m in decoded)
+                warps = self._begin(batch, count, device, small=small and self._largest <= _LARGEST_BYTE)
+            for view, warp in zip(batch.views, warps, strict=True):
+                assert view.masks is not None
+                masks.place(
+                    decoded,
+                    view.windows.take(rows),
+                    view.masks.numpy()[rows[0] : rows[-1] + 1],
+                    warp=None if warp is None else warp.rows(rows),
+                    fill=self.fill,
+                    threads=threads,
+                    each=each,
+                )
+            first += len(decoded)
+            del decoded
+        for view in batch.views if self._instances else ():
+            _drop_vanished(view, batch.upright.table)
+
+    def _begin(self, batch: TargetBatch, count: int, device: torch.device, *, small: bool) -> list[Warp | None]:
+        """Allocate the masks of every view. Return the warps that are applied while sampling, and remove them.
+
+        ``small``: whether bytes hold all values.
+        """
+        on_host, warps = device.type == "cpu" or self._instances, list[Warp | None]()
         for view in batch.views:
             first = view.moves[0] if view.moves and on_host else None
-            warp = first if isinstance(first, Warp) else None
-            view.moves = view.moves if warp is None else view.moves[1:]
+            warps.append(first if isinstance(first, Warp) else None)
+            view.moves = view.moves if warps[-1] is None else view.moves[1:]
             dtype = torch.uint8 if small else torch.int32
             last = device.type == "cpu" and not view.moves and not self._instances
             if last and (small or self._dtype != torch.uint8):
                 dtype = self._dtype  # the last step writes the final dtype
-            view.masks = made = buffers.outputs.take((len(decoded), 1, *view.windows.size), dtype, False)[:, 0]
-            masks.place(decoded, view.windows, made.numpy(), warp=warp, fill=self.fill, threads=threads, each=each)
-            if self._instances:
-                _drop_vanished(view, batch.upright.table)
+            view.masks = buffers.outputs.take((count, 1, *view.windows.size), dtype, False)[:, 0]
+        return warps
 
     def finish(
         self, batch: TargetBatch, indices: Tensor, *, bad: Sequence[int], keep: Tensor | None, device: torch.device
@@ -305,32 +329,67 @@ class TargetStage:
             return buffers.outputs.take((len(made), 1, *made.shape[1:]), self._dtype, False)[:, 0].copy_(made)
         return made.to(self._dtype)
 
-    def _decode(
-        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
-    ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Decode upright masks [h, w] of classes or objects. A sample without a mask or with a fault gets None."""
-        found, faults = self.read_masks(encoded, info, decoder)
-        if self.panoptic and encoded.targets is not None:
-            _number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-            if self._table is not None:  # not applied earlier, because `map` is for classes, not for annotation ids
-                unnamed = [Counter[int]() for _ in found]
-                pairs = zip(found, unnamed, strict=True)
-                found = [None if mask is None else self._table.apply(mask, unnamed=each) for mask, each in pairs]
-                self._log_unnamed(encoded, unnamed)
-        for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
-            largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
-            if largest > _LARGEST_BYTE:
-                reason = f"a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-                faults.append(self._mask_fault(encoded, row, reason))
-                found[row] = None
-        return found, sorted(faults, key=lambda fault: fault.row)
+    def _decoded(
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, faults: list[Fault]
+    ) -> Iterator[list[NDArray[Any] | None]]:
+        """Decode a batch's upright masks in parts, each within half of ``decode.max_bytes``; DALI may keep the rest.
+
+        The parts are lists of masks [h, w] of classes or objects, in the order of the batch. A sample without a mask
+        or with a fault gets None; the faults are added to ``faults``.
+        """
+        most, pixels = decoder.settings.max_bytes // 2, (info.height * info.width).tolist()
+        kind = {"changed": self._table is not None, "panoptic": self.panoptic}
+        sizes = np.array([masks.peak_bytes(data, n, **kind) for data, n in zip(encoded.masks, pixels, strict=True)])
+        for row in np.flatnonzero(sizes > most).tolist():
+            reason = f"decoding takes {sizes[row]} bytes, more than half of `decode.max_bytes` ({2 * most}). Raise it"
+            faults.append(self._mask_fault(encoded, row, reason))
+        for rows in split_by_bytes(np.arange(len(sizes)), np.where(sizes > most, 0, sizes), most):
+            found, bad = self.read_masks(encoded, info, decoder, rows=rows[sizes[rows] <= most].tolist())
+            faults += bad
+            if self.panoptic:
+                self._number(found, encoded)
+            for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
+                largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
+                if largest > _LARGEST_BYTE:
+                    reason = f"a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+                    faults.append(self._mask_fault(encoded, row, reason))
+                    found[row] = None
+            yield found[rows[0] : rows[-1] + 1]
+            del found
+
+    def _decode_all(
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, faults: list[Fault]
+    ) -> list[NDArray[Any] | None]:
+        """Decode all masks of a batch, for crops. ConfigError if they take more than a quarter of the memory."""
+        found = list[NDArray[Any] | None]()
+        for part in self._decoded(encoded, info, decoder, faults):
+            found += part
+            size = sum(mask.nbytes for mask in found if mask is not None)
+            if 4 * size > decoder.settings.max_bytes:
+                raise ConfigError(
+                    f"`decode.max_bytes` must hold four times the decoded masks of a batch, because `augment.crop` "
+                    f"reads them. {len(found)} masks take {size} bytes. Found: {decoder.settings.max_bytes}. Raise "
+                    "`decode.max_bytes`, lower `batch_size`, or set the crop's `cat_max_ratio` to 1."
+                )
+        return found
+
+    def _number(self, found: list[NDArray[Any] | None], encoded: EncodedBatch) -> None:
+        """Replace annotation ids in panoptic masks by object numbers or classes."""
+        assert encoded.targets is not None
+        masks.number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
+        if self._table is None:
+            return
+        unnamed = [Counter[int]() for _ in found]
+        for row, mask in enumerate(found):  # not applied earlier, because `map` is for classes, not for annotation ids
+            found[row] = None if mask is None else self._table.apply(mask, unnamed=unnamed[row])
+        self._log_unnamed(encoded, unnamed)
 
     def read_masks(
-        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int] | None = None
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int]
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
         """Decode upright masks [h, w]. Panoptic masks hold annotation ids; to others, the rules are applied.
 
-        ``rows``: the rows to decode; None: all. The other rows, and rows without a mask or with a fault, get None.
+        ``rows``: the rows to decode. The other rows, and rows without a mask or with a fault, get None.
         """
         data = encoded.masks
         found: list[NDArray[Any] | None] = [None] * len(data)
@@ -353,7 +412,7 @@ class TargetStage:
             except HeaderError as error:
                 faults.append(self._mask_fault(encoded, row, str(error)))
 
-        usable = (row for row in (range(len(data)) if rows is None else rows) if len(data[row]) and info.height[row])
+        usable = (row for row in rows if len(data[row]) and info.height[row])
         decoder.each(list(usable), one)
         self._log_unnamed(encoded, unnamed)
         return found, faults
@@ -413,7 +472,7 @@ def augment_targets(
     chosen = recipe.choose(drawn, [window.size for window in windows])
     batch = stage.place(upright, windows, chosen, epoch=drawn.epoch)
     if decoded is not None:
-        stage.sample(batch, decoded, device)
+        stage.sample(batch, iter([decoded]), device)
     return windows, chosen, stage.finish(batch, torch.from_numpy(indices), bad=[], keep=None, device=device)
 
 
@@ -537,22 +596,6 @@ def _drop_vanished(view: Placed, table: EncodedTargets) -> None:
         renumbered[numbers[kept]] = np.arange(1, int(kept.sum()) + 1)
         np.take(renumbered, mask, out=mask)
     view.objects = objects.take(keep)
-
-
-def _number_segments(found: list[NDArray[Any] | None], table: EncodedTargets, *, as_objects: bool, fill: int) -> None:
-    """Replace annotation ids in masks by object numbers (1, 2, ...) or classes. An unknown id becomes ``fill``."""
-    for row, mask in enumerate(found):
-        if mask is None:
-            continue
-        begin, end = table.offsets[row : row + 2].tolist()
-        order = np.argsort(table.ids[begin:end])
-        ids = table.ids[begin:end][order]
-        values = order + 1 if as_objects else table.labels[begin:end][order]
-        if not len(ids):
-            found[row] = np.full(mask.shape, fill, dtype=np.int32)
-            continue
-        at = np.minimum(np.searchsorted(ids, mask), len(ids) - 1)
-        found[row] = np.where(ids[at] == mask, values[at], fill).astype(np.int32)
 
 
 def _size(size: NDArray[Any]) -> str:

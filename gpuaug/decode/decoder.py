@@ -65,15 +65,16 @@ class Decode:
             the CUDA cores, and the batch decides which JPEGs the engine gets.
         max_pixels: if the header of an image claims more pixels, the image is a fault. A large image is also a fault if
             its file has less than one byte per 64 pixels.
-        max_bytes: memory limit for decoding, in bytes, for all threads of the decoder together. The batch's encoded
-            bytes, views and masks are not counted. If a batch needs more, it is decoded in chunks. If a single image
-            needs more, it is a fault: an RGB image takes 7 bytes per pixel, a progressive JPEG up to 15, WebP 17.
+        max_bytes: memory limit for decoding images and masks, in bytes, for all threads of the decoder together. The
+            encoded bytes and the results, which have the size of the views, are not counted. If a batch needs more, it
+            is decoded in chunks. If a single image needs more, it is a fault: an RGB image takes 7 bytes per pixel, a
+            progressive JPEG up to 15, WebP 17. A mask may take half: 4 bytes per pixel, with a table or 16 bits 24,
+            panoptic 40. Crops that read masks, such as RandomScaleCrop, take up to as much memory again.
         codecs: names from jpeg, png, webp, bmp, gif, ppm, avif, heif, tiff, jpeg2000, raw. Images of other codecs are
             faults. AVIF needs Pillow 11.3. HEIF (the files of many phones, .heic) needs ``pip install 'gpuaug[heif]'``.
             `gpuaug pack` writes `raw`.
-        reduced: decode large JPEGs at 1/2, 1/4 or 1/8 of their size, if resizing divides both sides of every crop by
-            at least 2, 5 or 12. Pillow decodes these images on the CPU, also with ``device=cuda``. Pixels change by
-            0.6 levels of 255 on average. In a single image, the average change is at most 2 levels.
+        reduced: Pillow decodes large JPEGs at 1/2, 1/4 or 1/8 of their size, if resizing divides both sides of every
+            crop by at least 2, 4 or 8. Pixels change by 1 level of 255 on average. It has no effect with DALI.
 
     >>> with_pillow = Decode(backend="pillow", num_threads=2, codecs=["jpeg", "png"])
     >>> decoder = with_pillow.open("cpu")
@@ -132,6 +133,9 @@ class Decoder:
         self.settings = settings
         self.backend = dali.choose_backend(settings.backend)
         self.num_threads = settings.num_threads or _threads()
+        self._reduced = settings.reduced and self.backend == "pillow"
+        if settings.reduced and not self._reduced:
+            log.warning("decode.reduced=true has no effect with DALI. To use it, set decode.backend=pillow")
         self.accept_truncated, self._batch_size = accept_truncated, batch_size
         self.rescued = self.truncated = 0
         self._closed = False
@@ -148,7 +152,7 @@ class Decoder:
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
-        reducible, memory = np.zeros(len(batch), dtype=bool), np.zeros(len(batch), dtype=np.int64)
+        memory = np.zeros(len(batch), dtype=np.int64)
         faults, replaced = [], dict[int, Pixels]()
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs per sample
@@ -163,13 +167,12 @@ class Decoder:
                 replaced[row] = replacement
                 self.truncated += info.codec == "jpeg"
             orientation[row] = info.orientation
-            reducible[row] = self.settings.reduced and info.codec == "jpeg" and info.dali_safe
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
             each = info.pixel_bytes + (3 if info.orientation == 1 else 6)
             memory[row] = info.height * info.width * each + len(encoded)
         height, width = shape.T.copy()
-        return HeaderInfo(height, width, orientation, faults, route, reducible, memory, replaced)
+        return HeaderInfo(height, width, orientation, faults, route, memory, replaced)
 
     def pixels(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -430,12 +433,13 @@ class Decoder:
 
         def one(k: int) -> None:
             data, row, max_pixels = plan.encoded[k].tobytes(), plan.take(np.array([k])), self.settings.max_pixels
+            reduced = self._reduced and header.sniff(data) == "jpeg"
             try:
-                if plan.scale[k] == 1:
+                views = pillow.reduced(data, plan.stored[k], row.stored_views()) if reduced else None
+                if views is None:
                     image = pillow.decode(data, plan.stored[k], plan.union[k], max_pixels)
                     self._paint(row, [image], canvases, alone=True)
                     return
-                views = pillow.reduced(data, plan.stored[k], int(plan.scale[k]), row.stored_views(), max_pixels)
             except HeaderError as e:
                 faults[k] = decode_fault(int(plan.rows[k]), plan.encoded[k], str(e))
                 return
@@ -490,11 +494,11 @@ def _threads() -> int:
 
 
 def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
-    """The rows that DALI decodes, bool [n]. DALI decodes only at full size.
+    """The rows that DALI decodes, bool [n].
 
     If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
     """
-    return (route == Route.DALI) & (plan.scale == 1) & (plan.union[:, 3] > 1)
+    return (route == Route.DALI) & (plan.union[:, 3] > 1)
 
 
 def _left(plan: Plan, failed: list[int]) -> Plan:

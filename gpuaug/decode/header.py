@@ -31,7 +31,6 @@ _EXIF_TYPES = {1: "s", 2: "s", 3: "H", 4: "I", 5: "II", 6: "b", 7: "s", 8: "h", 
 _EXIF_TYPES |= {13: "I", 16: "Q"}
 _JUNK = 65_536  # limit of the bytes outside segments before a JPEG's first scan
 _CHUNKS = 131_072  # limit of the number of chunks; enough for 1 GB in libpng's chunks of 8 kB
-_BLOCKS = 64  # rows; a multiple of the height of a JPEG's blocks (8, 16 or 32 rows, depending on subsampling)
 _SCANS = 256  # limit of the scans of a JPEG; encoders write about ten
 _PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
 _PROFILE = b"Raw profile type exif\0"  # ImageMagick stores EXIF in a PNG as hexadecimal text
@@ -67,7 +66,6 @@ class Header:
         effort: CPU time per pixel, relative to an 8-bit PNG.
         pixel_bytes: peak memory per pixel while Pillow decodes, without the result.
         ancillary: bytes of PNG chunks that do not affect pixels.
-        height_at: byte position of the height in a Huffman-coded sequential JPEG with one scan; 0 otherwise.
     """
 
     codec: str
@@ -80,7 +78,6 @@ class Header:
     effort: int = 1
     pixel_bytes: int = field(default=4, compare=False)
     ancillary: int = 0
-    height_at: int = field(default=0, compare=False)  # not a property of the image
 
 
 def sniff(data: bytes) -> str | None:
@@ -153,7 +150,7 @@ def oriented(exif: bytes | None, xmp: bytes | None) -> int:
 
 def _jpeg(data: bytes) -> Header:
     exif = xmp = frame = None
-    at, junk, height_at, adobe = 2, 0, 0, False
+    at, junk, adobe = 2, 0, False
     while True:
         following = data.find(b"\xff", at)  # decoders skip bytes between segments
         if following < 0:
@@ -174,7 +171,7 @@ def _jpeg(data: bytes) -> Header:
         if marker in _FRAMES:
             if frame is not None:
                 raise HeaderError("jpeg with two frame headers")
-            frame, height_at = (marker, *struct.unpack_from(">BHHB", data, at + 2)), at + 3
+            frame = (marker, *struct.unpack_from(">BHHB", data, at + 2))
         elif marker == 0xE1:
             segment = data[at + 2 : at + length]
             if segment.startswith(b"Exif\0") and exif is None:
@@ -203,23 +200,7 @@ def _jpeg(data: bytes) -> Header:
             scans *= 2
     # Pillow takes all CMYK values as inverted; DALI only those of Adobe
     dali_safe = marker in (0xC0, 0xC1, 0xC2) and bits == 8 and (parts < 4 or adobe)
-    if marker not in (0xC0, 0xC1) or scans > 1:
-        height_at = 0
-    return Header(
-        "jpeg", height, width, oriented(exif, xmp), dali_safe, scans, bits, pixel_bytes=pixel_bytes, height_at=height_at
-    )
-
-
-def first_rows(jpeg: bytes, rows: int) -> tuple[bytes, int]:
-    """Shorten a JPEG that is needed only up to row ``rows``. Return the new JPEG and its height.
-
-    Only the height in the header changes. At least 64 further rows stay, because decoders interpolate colours across
-    blocks. A JPEG with several scans is not shortened.
-    """
-    info, rows = read(jpeg), (rows + 2 * _BLOCKS - 1) // _BLOCKS * _BLOCKS
-    if not info.height_at or rows >= info.height:
-        return jpeg, info.height
-    return jpeg[: info.height_at] + struct.pack(">H", rows) + jpeg[info.height_at + 2 :], rows
+    return Header("jpeg", height, width, oriented(exif, xmp), dali_safe, scans, bits, pixel_bytes=pixel_bytes)
 
 
 def _png(data: bytes) -> Header:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -91,30 +92,33 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
         return rgb
 
 
-def reduced(data: bytes, size: Int64, scale: int, views: Sequence[View], max_pixels: int) -> list[Pixels]:
-    """Decode a JPEG at 1/``scale`` of its size, and resize a box of it for each view. ``scale``: 2, 4 or 8.
+def reduced(data: bytes, size: Int64, views: Sequence[View]) -> Iterator[Pixels] | None:
+    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size with Pillow's draft mode, and yield each view's resized box.
 
-    The edges of a box may lie between the pixels of the smaller image. Pillow's resize takes such edges exactly, so
-    views are not shifted. Damage below the boxes can remain unnoticed.
+    None: a view needs more pixels. The edges of a box may lie between the pixels of the smaller image. Pillow's resize
+    takes such edges exactly, so views are not shifted.
     """
+    with _faults("jpeg"):
+        image, (height, width) = _open(data, "jpeg"), size.tolist()
+        least = [(-(-width * wide // w), -(-height * high // h)) for (_, _, h, w), (high, wide), _ in views]
+        drafted = image.draft(None, tuple(map(max, zip(*least, strict=True))))
+        if drafted is None or drafted[1] == (0, 0, width, height):
+            return None
+        image.decodermaxblock = len(data)
+        image.load()
+    return (_resized(image, round(width / drafted[1][2]), *view) for view in views)
+
+
+def _resized(image: Any, scale: int, box: list[int], size: list[int], interpolation: Interpolation) -> Pixels:
+    """A box of an image, resized. ``box`` is in pixels of the image at full size, ``scale`` times as large."""
     from PIL import Image
 
-    with _faults("jpeg"):
-        upper, height = header.first_rows(data, max(top + h for (top, _, h, _), *_ in views))
-        try:
-            image = _load(upper, "jpeg", np.array([height, size[1]]), max_pixels, scale)
-        except Exception:  # for example, Pillow stops at a marker below the boxes
-            if upper is data:
-                raise
-            image = _load(data, "jpeg", size, max_pixels, scale)
-        resized = []
-        for (top, left, h, w), (high, wide), interpolation in views:
-            x, y = left // scale, top // scale
-            part = image.crop((x, y, -(-(left + w) // scale), -(-(top + h) // scale)))
-            part = part if part.mode == "RGB" else part.convert("RGB")
-            box = left / scale - x, top / scale - y, (left + w) / scale - x, (top + h) / scale - y
-            resized.append(np.asarray(part.resize((wide, high), Image.Resampling[interpolation.upper()], box=box)))
-        return resized
+    top, left, h, w = (edge / scale for edge in box)
+    x, y = int(left), int(top)
+    part = image.crop((x, y, ceil(left + w), ceil(top + h)))
+    part = part if part.mode == "RGB" else part.convert("RGB")
+    edges = left - x, top - y, left + w - x, top + h - y
+    return np.asarray(part.resize(size[::-1], Image.Resampling[interpolation.upper()], box=edges))
 
 
 def values(png: bytes, *, colors: bool = False) -> tuple[NDArray[Any], str]:
@@ -147,17 +151,15 @@ def _faults(codec: str) -> Iterator[None]:
         raise HeaderError(f"{codec} cannot be decoded: {type(e).__name__}: {last_line(str(e))}") from e
 
 
-def _load(data: bytes, codec: str, size: Int64, max_pixels: int, scale: int = 1) -> Any:
-    """Decode an image at 1/``scale`` of its size. HeaderError if the image does not have ``size``."""
+def _load(data: bytes, codec: str, size: Int64, max_pixels: int) -> Any:
+    """Decode an image. HeaderError if the image does not have ``size``."""
     image = _open(data, codec)
     if image.width * image.height > max_pixels:
         raise HeaderError(f"{codec} of {image.height}x{image.width} is larger than `decode.max_pixels` ({max_pixels})")
     if codec == "jpeg":
         image.decodermaxblock = len(data)  # Pillow's blocks of 64 KiB take a fifth more time
-    if scale > 1:
-        image.draft(None, (image.width // scale, image.height // scale))
     image.load()
-    height, width = (-(-size // scale)).tolist()
+    height, width = size.tolist()
     if image.size != (width, height):
         raise HeaderError(f"{codec} of {image.height}x{image.width}, but its header says {height}x{width}")
     return image

@@ -20,10 +20,6 @@ Pixels = NDArray[np.uint8]
 # blocks. Without chunks, the process holds 450 MiB after 300 batches of 64 files (700 x 525, 30 MiB per batch). With
 # chunks, it holds 60 to 90 MiB. The CPU time is the same.
 SAMPLES_PER_THREAD, BYTES_PER_THREAD = 8, 8 << 20
-# A JPEG is decoded at 1/2, 1/4 or 1/8 if resizing divides both sides of every window by at least these numbers.
-# Photographs then differ from full decoding by 0.6 levels of 255 on average. With 2, 4 and 8, they would differ by 1.1
-# levels, and the time would be nearly the same.
-_REDUCED_FROM = (2.0, 5.0, 12.0)
 
 
 class Route(IntEnum):
@@ -45,7 +41,6 @@ class HeaderInfo:
         orientation: [B], EXIF's 1..8.
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
         route: [B], the :class:`Route` of each row.
-        reducible: [B], whether the image may be decoded at a fraction of its size.
         memory: [B], bytes that Pillow takes to decode the image.
         replaced: maps a row to repaired bytes, which are decoded instead of the sample's bytes: a JPEG to which an end
             marker was added, or a PNG from which long texts and profiles were removed.
@@ -56,7 +51,6 @@ class HeaderInfo:
     orientation: Int64
     faults: list[Fault]
     route: NDArray[np.int8]
-    reducible: NDArray[np.bool_]
     memory: Int64
     replaced: dict[int, Pixels]
 
@@ -71,7 +65,6 @@ class Plan:
         encoded: n uint8 arrays.
         orientation: [n], EXIF's 1..8.
         stored: [n, 2], (height, width) before orientation.
-        scale: [n], 1, 2, 4 or 8: the image is decoded at 1/``scale`` of its size.
         memory: [n], bytes that Pillow takes to decode the image, and resizing to make its largest view.
         union: [n, 4], the smallest box that holds the windows of all views, before orientation.
         windows: per view, n windows after orientation.
@@ -83,7 +76,6 @@ class Plan:
     encoded: list[Pixels]
     orientation: Int64
     stored: Int64
-    scale: Int64
     memory: Int64
     union: Int32
     windows: list[CropWindows]
@@ -107,15 +99,14 @@ class Plan:
                 f"A crop's windows must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
                 f"an image of {h[k]}x{w[k]}. Clip them in the crop's `windows()` method."
             )
-        images, scale = batch.images, _scales(taken, headers.reducible[rows])
+        images = batch.images
         return cls(
             rows=rows,
             route=headers.route[rows],
             encoded=[headers.replaced.get(row, images[row]) for row in rows.tolist()],
             orientation=orientation,
             stored=stored,
-            scale=scale,
-            memory=headers.memory[rows] // scale**2 + 3 * largest_view(taken),
+            memory=headers.memory[rows] + 3 * largest_view(taken),
             union=to_stored(union, stored, orientation),
             windows=taken,
             parts=[to_stored(b.window, stored, orientation) for b in taken],
@@ -131,7 +122,7 @@ class Plan:
 
     def take(self, keep: Int64) -> Plan:
         """A plan for the rows at positions ``keep`` of this plan."""
-        names = ("rows", "route", "orientation", "stored", "scale", "memory", "union")
+        names = ("rows", "route", "orientation", "stored", "memory", "union")
         return Plan(
             **{name: getattr(self, name)[keep] for name in names},
             encoded=[self.encoded[k] for k in keep],
@@ -161,14 +152,6 @@ class Plan:
 def largest_view(windows: Sequence[CropWindows]) -> Int64:
     """Number of pixels of each image's largest window after resizing, [n]."""
     return np.max([b.resized.astype(np.int64).prod(axis=1) for b in windows], axis=0)
-
-
-def _scales(windows: Sequence[CropWindows], reducible: NDArray[np.bool_]) -> Int64:
-    """The ``scale`` of each image. The view that needs the most pixels decides."""
-    if not reducible.any():
-        return np.ones(len(reducible), dtype=np.int64)
-    ratio = np.min([(b.window[:, 2:] / b.resized).min(axis=1) for b in windows], axis=0)
-    return np.where(reducible, 1 << np.searchsorted(_REDUCED_FROM, ratio, side="right").astype(np.int64), 1)
 
 
 def num_parts(samples: int, size: float, threads: int) -> int:

@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, Int32, Int64
+from gpuaug.batch import CropWindows, EncodedTargets, Int32, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import oriented_batch
@@ -52,6 +52,10 @@ _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
 _GRAY, _RGB = b"\0", b"\2"  # PNG's colour types
+# bytes per pixel while a mask is decoded, measured: 3 for a PNG of 8-bit gray or palette; up to 17 for 16 bits and run
+# lengths, and 20 with a table; 24 for colours; for panoptic masks 40, because their ids become 64-bit numbers
+_PLAIN_BYTES, _OTHER_BYTES, _PANOPTIC_BYTES = 4, 24, 40
+_PLAIN_KINDS = {bytes([bits, color]) for bits in (1, 2, 4, 8) for color in (0, 3)}  # in a PNG's header
 _LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour has three bytes
 _LARGEST_DEEP = 2**16 - 1  # largest value of a PNG without colours
 _LARGEST = 2**31 - 1  # largest int32
@@ -221,6 +225,12 @@ def decode(
     return np.ascontiguousarray(mask)
 
 
+def peak_bytes(data: NDArray[np.uint8], pixels: int, *, changed: bool, panoptic: bool) -> int:
+    """Bytes that decoding a mask of ``pixels`` takes at most. ``changed``: the mask gets values from a table."""
+    plain = not changed and data[24:26].tobytes() in _PLAIN_KINDS and data[:4].tobytes() == b"\x89PNG"
+    return bool(len(data)) * pixels * (_PANOPTIC_BYTES if panoptic else _PLAIN_BYTES if plain else _OTHER_BYTES)
+
+
 def size_and_header(data: bytes) -> tuple[tuple[int, int], header.Header | None]:
     """(height, width) of an encoded mask, and its header; None for run lengths. HeaderError if they are damaged."""
     if data.startswith(_RUNS):
@@ -284,6 +294,22 @@ def _runs(data: bytes, size: tuple[int, int]) -> Mask:
         raise HeaderError(f"runs with a negative object number: {values.min()}")
     small = not count or values.max() <= 255
     return np.repeat(values.astype(np.uint8 if small else np.int32), lengths).reshape(size)
+
+
+def number_segments(found: list[Mask | None], table: EncodedTargets, *, as_objects: bool, fill: int) -> None:
+    """Replace annotation ids in masks by object numbers (1, 2, ...) or classes. An unknown id becomes ``fill``."""
+    for row, mask in enumerate(found):
+        if mask is None:
+            continue
+        begin, end = table.offsets[row : row + 2].tolist()
+        order = np.argsort(table.ids[begin:end])
+        ids = table.ids[begin:end][order]
+        values = order + 1 if as_objects else table.labels[begin:end][order]
+        if not len(ids):
+            found[row] = np.full(mask.shape, fill, dtype=np.int32)
+            continue
+        at = np.minimum(np.searchsorted(ids, mask), len(ids) - 1)
+        found[row] = np.where(ids[at] == mask, values[at], fill).astype(np.int32)
 
 
 # -- crop, resize and warp --

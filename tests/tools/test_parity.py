@@ -139,7 +139,7 @@ def test_a_planted_policy_is_seen(photos: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_crop_is_compared_with_pillow(reduced: bool, photos: Path) -> None:
-    parity = measured(photos, {}, decode=gpuaug.Decode(num_threads=1, reduced=reduced))
+    parity = measured(photos, {}, decode=gpuaug.Decode(num_threads=1, backend="pillow", reduced=reduced))
     found = stages(parity)
     assert found["decode"].verdict in ("equal", "rounding")
     assert ("reduced" in found["crop"].name) == reduced

@@ -99,7 +99,10 @@ class RandomErasing(RecipeOp):
         return made
 
     def rectangles(self, params: Params, taken: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """The box of each sample, float64 [B, 4], (x1, y1, x2, y2) in pixel edges; zeros where ``taken`` is False."""
+        """The box of each sample, float64 [B, 4], (x1, y1, x2, y2) in pixel edges.
+
+        ``params``: those of B samples. ``taken``: bool [B]; where it is False, the box is zeros.
+        """
         x, y, width, height = (params[name].astype(np.float64) for name in ("xs", "ys", "widths", "heights"))
         return np.stack([x, y, x + width, y + height], axis=1) * taken[:, None]
 
