@@ -118,6 +118,7 @@ class PackedSource(ListedSource):
         self._start_reading()
         self._take_labels(classes)
         self._take_targets()
+        self._take_ids()
         self._activate(subset, exclude, began=began)
 
     def _start_reading(self) -> None:
@@ -338,6 +339,15 @@ class PackedSource(ListedSource):
         if len(labels) and not 0 <= labels.min() <= labels.max() < len(names):
             raise SourceError(f"index/object_labels.npy in {redact(self.root)!r} has unknown classes. {_REPAIR}")
         return numbers[labels]
+
+    def _take_ids(self) -> None:
+        """The ids of images and classes for evaluation, if the original source had them."""
+        files = self.manifest["files"]
+        if (file := "index/image_ids.npy") in files:
+            self.image_ids = share(torch.from_numpy(self._array(file, np.int64, self.sample_count)))
+        if (file := "index/category_ids.npy") in files:
+            ids = dict(zip(self.manifest["classes"], self._array(file, np.int64).tolist(), strict=True))
+            self.category_ids = torch.tensor([ids.get(name, -1) for name in self.classes or ids], dtype=torch.int64)
 
     def _take_labels(self, classes: Classes) -> None:
         if self.manifest["labels"] is None:

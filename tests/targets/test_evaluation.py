@@ -16,6 +16,7 @@ from pictures import encode, photograph
 from PIL import Image
 
 import gpuaug
+from gpuaug.tools.pack.command import pack
 
 pytest.importorskip("pycocotools")
 IMAGE_IDS, CATEGORY_IDS = (900, 17, 40), (90, 3, 18)  # not ascending, with gaps
@@ -80,12 +81,23 @@ def test_ids_are_those_of_the_source(coco: Path) -> None:
     more = ["new", *reversed(source.classes or ())]
     assert gpuaug.CocoSource(coco, split="val2017", classes=more).category_ids.tolist() == [-1, 90, 18, 3]
 
+    pack(source, coco / "packed", num_workers=0)
+    packed = gpuaug.PackedSource(coco / "packed")
+    assert packed.category_ids.tolist() == sorted(CATEGORY_IDS)
+    assert gpuaug.PackedSource(coco / "packed", classes=more).category_ids.tolist() == [-1, 90, 18, 3]
+
     class Samples(list[Any]):
         mask_path = "a folder"  # as a user's own attribute may be called
 
     samples, own, names = (Samples(source[i] for i in range(3)) for _ in range(3))
     own.image_ids, names.image_ids = [5, 3, 9], ["a", "b", "c"]
-    for given, ids in ((source, sorted(IMAGE_IDS)), (samples, [0, 1, 2]), (own, [5, 3, 9]), (names, [0, 1, 2])):
+    for given, ids in (
+        (source, sorted(IMAGE_IDS)),
+        (packed, sorted(IMAGE_IDS)),
+        (samples, [0, 1, 2]),
+        (own, [5, 3, 9]),
+        (names, [0, 1, 2]),
+    ):
         with loader(given, augment=gpuaug.Augment(crop=gpuaug.Resize((32, 32))), targets=RULES, shuffle=False) as made:
             ((_, targets),) = list(made)
         assert [image["image_id"] for image in targets.as_torchvision()] == ids

@@ -269,6 +269,10 @@ def _write_index(job: Job) -> None:
         put(f"index/{name}.npy", *store.npy(array))
         if targets is not None and name.endswith(".keypoints"):
             targets["num_keypoints"] = array.shape[1]
+        if name == "numbers" and job.source.image_ids is not None:
+            put("index/image_ids.npy", *store.npy(job.source.image_ids.numpy()[array]))
+    if job.source.category_ids is not None:
+        put("index/category_ids.npy", *store.npy(job.source.category_ids.numpy()))
     classes = None if job.source.classes is None else list(job.source.classes)
     for size in job.what.names if classes is not None else ():
         put(f"{size}/classes.json", json.dumps(classes, indent=1).encode())
