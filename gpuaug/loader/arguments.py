@@ -97,9 +97,10 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
     if getattr(source, "stored", None) is not None:
         raise ConfigError("`targets` must be null for stored epochs: `gpuaug materialize` stores images only.")
     if known is not None and (absent := sorted(set(names) - set(known))):
+        without = f"targets.{absent[0]}=null" if len(absent) < len(names) else "targets=none"
         raise ConfigError(
             f"`targets.{absent[0]}` needs a source with {absent[0]}. Found: {type(source).__name__} with "
-            f"{', '.join(sorted(known)) or 'none'}. Set `targets.{absent[0]}=null`, or choose another source."
+            f"{', '.join(sorted(known)) or 'no targets'}. Set `{without}`, or choose another source."
         )
     flip, points = getattr(targets.keypoints, "flip", None), getattr(source, "num_keypoints", None)
     if flip is not None and points is not None and len(flip) != points:
