@@ -154,7 +154,7 @@ class TargetStage:
             with suppress(HeaderError):  # decoding the mask gives the fault
                 size, _ = masks.size_and_header(encoded.masks[row].tobytes())
                 fits_shown[row], fits_stored[row] = size == tuple(shown[row]), size == tuple(stored[row])
-        annotated = turned & (table.masks | (np.diff(table.offsets) > 0))
+        annotated = turned & (fits_shown == fits_stored) & (table.masks | (np.diff(table.offsets) > 0))
         if annotated.any() and not self._orientation_logged:
             self._orientation_logged = True
             row, name = int(annotated.argmax()), self.rules.orientation
