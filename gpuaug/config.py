@@ -129,7 +129,8 @@ def _unreadable(error: Exception) -> str:
                 "itself. A file of yours that extends a file of gpuaug needs another name."
             )
         return f"the configuration cannot be read: {error}. Correct it in the YAML files or the overrides."
-    return f"{mark.name}, line {mark.line + 1}: {error.problem or 'not valid YAML'}. Correct this line."  # type: ignore[attr-defined]
+    problem = getattr(error, "problem", None) or "not valid YAML"
+    return f"{mark.name}, line {mark.line + 1}: {problem}. Correct this line or the line before it."
 
 
 @contextmanager
@@ -221,6 +222,10 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
                 given = "null" if option is None else str(option)
                 near = _nearest(given, options, key=key)
                 return f"`{key}` must be one of {', '.join(options)}. Found: {given}.{near}"
+    if lost := re.match(r"In '(.+)': Could not (?:load|find) '(.+)'", str(error)):
+        options = loader.get_group_options(lost[2].rpartition("/")[0], results_filter=ObjectType.CONFIG)
+        near = _nearest(lost[2].rpartition("/")[2], options)
+        return f"`defaults` of {lost[1]!r} must name existing files. Found: {lost[2]!r}.{near}"
     named = re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))
     if named and "delete" in named[0]:
         lines = [str(o.input_line) for o in overrides if o.key_or_group != named[1]]

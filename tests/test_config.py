@@ -226,6 +226,7 @@ def test_a_users_file_replaces_ours_only_in_the_subfolder_gpuaug(tmp_path):
         "gpuaug/augment/dino": "defaults: [dino, _self_]\n",
         "train": "defaults: [gpuaug@train_data: train, _self_]\nlr: 1\n",
         "eval": "lr: 2\n",
+        "gpuaug/augment/lost": "defaults: [simcrl, _self_]\n",
         "app": "defaults: [gpuaug@train_data: train, _self_]\n",
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -238,6 +239,8 @@ def test_a_users_file_replaces_ours_only_in_the_subfolder_gpuaug(tmp_path):
     own = compose("train.yaml", ["gpuaug/augment@train_data.augment=larger"], config_dir=tmp_path)
     assert (own.lr, own.train_data.augment) == (1, larger.augment)
     assert "configuration 'train' has no key 'lrr'" in refused_in(tmp_path, "train.yaml", "lrr=3")
+    lost = "`defaults` of 'augment/lost' must name existing files. Found: 'augment/simcrl'. Did you mean 'simclr'?"
+    assert refused_in(tmp_path, "train", "augment=lost") == lost
     assert "needs another name" in refused_in(tmp_path, "train", "augment=dino")
     assert "mine" in refused_in(tmp_path, "train", "augment=mien")
     app = compose("app", ["gpuaug/augment@train_data.augment=simclr"], config_dir=str(tmp_path))

@@ -153,7 +153,7 @@ class TargetStage:
             with suppress(HeaderError):  # decoding the mask gives the fault
                 size, _ = masks.size_and_header(encoded.masks[row].tobytes())
                 fits_shown[row], fits_stored[row] = size == tuple(shown[row]), size == tuple(stored[row])
-        annotated = turned & (table.masks | (np.diff(table.offsets) > 0))
+        annotated = turned & (fits_shown == fits_stored) & (table.masks | (np.diff(table.offsets) > 0))
         if annotated.any() and not self._orientation_logged:
             self._orientation_logged = True
             row, name = int(annotated.argmax()), self.rules.orientation
@@ -189,14 +189,15 @@ class TargetStage:
         return TargetBatch(upright, views)
 
     def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Field]:
-        """Compose the moves between fields, for masks."""
+        """Compose the moves between fields, for masks. A sample that a field does not change is sampled only once."""
         found, group = list[Warp | Field](), list[Float64 | Erased]()
         for move in done if self.rules.masks else ():
             if not isinstance(move, Field):
                 group.append(move)
                 continue
-            found += [Warp.of(group, size, self.fill), move] if group else [move]
-            group = []
+            now = [_of_rows(each, move.rows) for each in group]
+            found += [Warp.of(now, size, self.fill), move] if now else [move]
+            group = [_of_rows(each, move.rows, others=True) for each in group]
         return [*found, Warp.of(group, size, self.fill)] if group else found
 
     def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
@@ -538,6 +539,15 @@ class Given:
         if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > _LARGEST_BYTE:
             raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
         return list(small)
+
+
+def _of_rows(move: Float64 | Erased, rows: Int64, *, others: bool = False) -> Float64 | Erased:
+    """``move`` for the samples ``rows`` only, or for all others only."""
+    count = len(move.boxes if isinstance(move, Erased) else move)
+    mine = np.isin(np.arange(count), rows, invert=others)[:, None]
+    if isinstance(move, Erased):
+        return move._replace(boxes=np.where(mine, move.boxes, 0))
+    return np.where(mine[..., None], move, np.eye(3))
 
 
 def _erasing_values(views: Sequence[Any], rules: Masks) -> list[int]:

@@ -95,9 +95,10 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
         if view.copy == 0:
             check_carried(view.augment.prepared, names, path=f"{key}.ops")
     if known is not None and (absent := sorted(set(names) - set(known))):
+        without = f"targets.{absent[0]}=null" if len(absent) < len(names) else "targets=none"
         raise ConfigError(
             f"`targets.{absent[0]}` needs a source with {absent[0]}. Found: {type(source).__name__} with "
-            f"{', '.join(sorted(known)) or 'none'}. Set `targets.{absent[0]}=null`, or choose another source."
+            f"{', '.join(sorted(known)) or 'no targets'}. Set `{without}`, or choose another source."
         )
     flip, points = getattr(targets.keypoints, "flip", None), source.num_keypoints
     if flip is not None and points is not None and len(flip) != points:

@@ -121,7 +121,8 @@ def _columns(target: Target, names: Sequence[str], num_keypoints: int | None) ->
         except ValueError:  # numpy's message names neither the column nor the shape
             raise ValueError(f"the entries of {name} must have the same length. Found: {value!r:.200}") from None
         if not array.size:  # from an empty list, numpy makes float64 [0]
-            array = np.zeros((0, *(max(n, 0) for n in shape)), dtype=kind)
+            given = array.shape[1:] if array.ndim == 1 + len(shape) else [0] * len(shape)
+            array = np.zeros((0, *(m if n < 0 else n for n, m in zip(shape, given, strict=True))), dtype=kind)
         matches = array.ndim == 1 + len(shape) and all(
             n in (-1, m) for n, m in zip(shape, array.shape[1:], strict=True)
         )
@@ -162,6 +163,9 @@ def _joined(
         numbers = {part.shape[1] for part in parts} if name == "keypoints" else set()
         if len(numbers) > 1:
             raise SourceError(f"all objects must have the same number of keypoints. Found: {sorted(numbers)}.")
-        empty = np.zeros((0, *((num_keypoints or 0) if n < 0 else n for n in shape)), dtype=kind)
+        points = num_keypoints or max(
+            (columns[name].shape[1] for columns in rows if name in columns and -1 in shape), default=0
+        )
+        empty = np.zeros((0, *(points if n < 0 else n for n in shape)), dtype=kind)
         table[name] = np.concatenate(parts, dtype=kind) if parts else empty
     return table, counts

@@ -102,7 +102,12 @@ class Request:
         composed = config.compose(name, overrides, config_dir=self.config_dir)
         at = at or self.at
         if at is None:
-            return composed
+            if self.config_name is None or "_target_" in composed:
+                return composed
+            raise ConfigError(
+                f"`--at` must give the path of a loader, because `{name}` holds more than one object. Found: no --at. "
+                f"Add, for example, --at {next(iter(composed), 'train_data')!s}."
+            )
         part = OmegaConf.select(composed, at, throw_on_missing=False)
         if not OmegaConf.is_dict(part):
             keys = ", ".join(map(str, composed)) or "nothing"

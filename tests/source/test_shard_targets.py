@@ -323,7 +323,7 @@ def test_arguments(shards):
     few = ShardSource(shards, objects="json", classes=["a"])
     with pytest.raises(GpuaugError, match=r"must be 0 \.\. 0"):
         [few[i] for i in range(12)]
-    with pytest.raises(ConfigError, match="needs a source with masks"):
+    with pytest.raises(ConfigError, match="needs a source with masks.*Set `targets=none`"):
         loader(named, gpuaug.Targets(masks=gpuaug.Masks()))
 
 

@@ -186,6 +186,34 @@ def test_an_elastic_transform_has_a_canvas_too(backend: str) -> None:
         assert not ((shown != valid) & ~(near(valid) & near(~valid))).any()
 
 
+def test_a_mask_does_not_depend_on_the_elastic_transforms_of_others() -> None:
+    bend = K.RandomElasticTransform((31, 31), (8.0, 8.0), (0.5, 0.5), p=0.5)
+    erase = gpuaug.RandomErasing(p=0.5, mode="const", masks=7)
+    ops = {
+        "before": WARPS["affine"](),
+        "first": WARPS["zoom"](),
+        "erase": erase,
+        "bend": bend,
+        "after": WARPS["affine"](),
+    }
+    recipe, indices = gpuaug.Augment(ops=ops), torch.arange(COUNT)
+    white = torch.full((COUNT, 3, *SIZE), 255, dtype=torch.uint8)
+    masks = torch.from_numpy(np.random.default_rng(0).integers(0, 200, (COUNT, *SIZE), dtype=np.uint8))
+    _, whole = recipe(white, masks=masks, seed=0, indices=indices)
+    for one in (slice(row, row + 1) for row in range(COUNT)):
+        _, alone = recipe(white[one], masks=masks[one], seed=0, indices=indices[one])
+        assert torch.equal(alone.masks, whole.masks[one])
+
+
+def test_no_objects_have_as_many_keypoints_as_given() -> None:
+    white = torch.full((2, 3, *SIZE), 255, dtype=torch.uint8)
+    given = {"boxes": [np.zeros((0, 4)), [[0, 0, 9, 9]]], "keypoints": [np.zeros((0, 8, 3)), np.ones((1, 8, 3))]}
+    given["labels"] = [[], [0]]
+    for rows, count in ((slice(0, 1), 0), (slice(0, 2), 1)):
+        _, targets = gpuaug.Augment()(white[rows], **{name: values[rows] for name, values in given.items()}, seed=0)
+        assert targets.keypoints.shape == (count, 8, 3)
+
+
 @pytest.mark.parametrize("as_on_cuda", [False, True])
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
 def test_erased_pixels_get_their_value_where_they_move_to(

@@ -180,14 +180,15 @@ def test_one_line_says_what_annotations_are_for(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO, "gpuaug")
     size = SIZES["oblong"]
     source = Samples(
-        [(image_of(size, exif), targets_of("stored", size, exif, form="sized")) for exif in (1, 3, 2, 6, 4)]
+        [(image_of(size, exif), targets_of("stored", size, exif, form="sized")) for exif in (1, 6, 3, 2, 4)]
     )
-    with loader(source, augment=STILL, batch_size=1, targets=gpuaug.Targets(**ALL, orientation="stored")) as made:
+    rules = gpuaug.Targets(**ALL, orientation="stored")
+    with loader(source, augment=STILL, batch_size=1, order="sequential", targets=rules) as made:
         for _ in range(2):
             list(made)
     lines = [text for text in caplog.messages if "orientation" in text]
     assert len(lines) == 1
-    assert "EXIF orientation" in lines[0]
+    assert "sample 2 has EXIF orientation 3" in lines[0]  # the size of sample 1 tells
     assert "targets.orientation=stored" in lines[0]
     with pytest.raises(gpuaug.ConfigError, match=r"`targets\.orientation` must be"):
         gpuaug.Targets(masks=gpuaug.Masks(), orientation="upright")

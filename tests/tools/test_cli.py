@@ -205,6 +205,8 @@ def test_own_configuration(tmp_path: Path, folder: Path) -> None:
         assert built.source.classes == ["red", "blue"]
     with pytest.raises(ConfigError, match="`train_date` must be the path of a loader"):
         request(at="train_date", **own).loader()
+    with pytest.raises(ConfigError, match=r"`train\.yaml` holds more than one object.* --at train_data\."):
+        request(**own).loader()
     with pytest.raises(ConfigError, match="cannot be combined"):
         request("val.batch_size=3", at="train_data", **own).held_out(loader, at="val_data")
     with pytest.raises(ConfigError, match="--config-dir"):
