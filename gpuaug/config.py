@@ -89,11 +89,11 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
             raise ConfigError(_explain(error, name, parsed, loader)) from error
 
 
-def _load(load: Callable[[str], Any], folder: str, name: str) -> Any:
+def _load(load: Callable[[str], Any], folder: str, config_path: str) -> Any:
     """Let Hydra ``load`` a YAML file, unless it is nested too deeply or aliases expand to too many values."""
     import yaml
 
-    path = Path(folder, f"{name.removesuffix('.yaml')}.yaml")
+    path = Path(folder, f"{config_path.removesuffix('.yaml')}.yaml")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -116,7 +116,7 @@ def _load(load: Callable[[str], Any], folder: str, name: str) -> Any:
             for found, most, what in ((len(anchors), _DEEPEST, "levels of nesting"), (counts[-1], _MOST, "values")):
                 if found > most:
                     raise ConfigError(f"{path}, line {event.start_mark.line + 1}: more than {most} {what}. Use fewer.")
-    return load(name)
+    return load(config_path)
 
 
 def _unreadable(error: Exception) -> str:

@@ -6,6 +6,7 @@ samples of its batch.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -377,6 +378,13 @@ class Decoder:
             batch_size=self._batch_size,
         )
 
+    def _renew_pipeline(self) -> None:
+        """Free DALI's memory."""
+        self._dali = None
+        with suppress(RuntimeError):  # a failed pipeline may fail here again
+            dali.release_memory()
+        self._dali = self._new_pipeline()
+
     def _by_dali(self, plan: Plan, failed: list[int]) -> Iterator[tuple[Plan, Any]]:
         """Let DALI decode its rows in chunks. Add rows that DALI cannot decode to ``failed``."""
         pending, rebuilds = self._chunks(plan)[::-1], 0
@@ -395,10 +403,7 @@ class Decoder:
                         raise GpuaugError(f"DALI failed while decoding on {self.device}: {message}") from e
                     rebuilds += 1
                     log.warning("decode: DALI's pipeline failed and is rebuilt. Cause: %s", message)
-                    self._dali = None
-                    with suppress(RuntimeError):  # a failed pipeline may fail here again
-                        dali.release_memory()
-                    self._dali = self._new_pipeline()
+                    self._renew_pipeline()
                     pending.append(part)
                     continue
                 rest = np.arange(len(part))
@@ -451,8 +456,14 @@ class Decoder:
             h, w = plan.stored[k].tolist()
             reason = f"decoding {h}x{w} pixels takes {sizes[k]} bytes, more than `decode.max_bytes` ({most}). Raise it"
             faults[k] = decode_fault(int(plan.rows[k]), plan.encoded[k], reason)
-        for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, most):
+        beside_dali = most // 2 if isinstance(self._dali, dali.CpuPipeline) else most  # DALI keeps up to the other half
+        for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, beside_dali):
+            if sizes[group].sum() > beside_dali:
+                self._renew_pipeline()
+                _trim()
             self.each(group[np.argsort(-sizes[group])].tolist(), one)  # sorted, so that threads get equal shares
+            if 4 * self.num_threads * sizes[group].max() > most:
+                _trim()  # each thread's heap would keep the memory of its largest image
         self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
 
@@ -491,6 +502,12 @@ def _threads() -> int:
     count = max(1, min(8, cpus // ranks))
     log.info("decode with num_threads=%d (CPUs: %d, ranks on this machine: %d)", count, cpus, ranks)
     return count
+
+
+def _trim() -> None:
+    """Return freed memory to the system. Only glibc keeps and returns it."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
