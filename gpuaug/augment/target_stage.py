@@ -158,8 +158,8 @@ class TargetStage:
             self._orientation_logged = True
             row, name = int(annotated.argmax()), self.rules.orientation
             log.warning(
-                "sample %d has EXIF orientation %d. Where sizes do not tell, annotations of such images are for the %s "
-                "image (targets.orientation=%s; the other choice is %s)",
+                "sample %d has EXIF orientation %d. Where sizes do not tell, annotations of such images are taken as "
+                "made for the %s image (targets.orientation=%s; the other choice is %s)",
                 int(encoded.indices[row]), info.orientation[row], name, name,
                 "displayed" if self._as_stored else "stored",
             )  # fmt: skip

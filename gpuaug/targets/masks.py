@@ -113,6 +113,22 @@ class Lookup:
         return made
 
 
+class Ignored:
+    """Replaces the values of masks that are in ``values`` by ``fill``. All other values stay."""
+
+    colors = False
+
+    def __init__(self, values: Iterable[int], fill: int) -> None:
+        self.values, self.fill = [*values], fill
+
+    def apply(self, mask: Mask, *, unnamed: Counter[int] | None = None) -> Mask:
+        """Return a new mask: uint8 if the mask and ``fill`` are, else int32. ``unnamed`` gets nothing."""
+        kind = np.promote_types(mask.dtype, np.min_scalar_type(self.fill))
+        made = mask.astype(np.uint8 if kind == np.uint8 else np.int32)
+        made[np.isin(mask, self.values)] = self.fill
+        return made
+
+
 def _table(pairs: Mapping[int, int], fill: int, size: int) -> tuple[Mask, int]:
     """An array of new values, and the value that stands for old values not in ``pairs``."""
     used = {*pairs.values(), fill}
@@ -123,14 +139,14 @@ def _table(pairs: Mapping[int, int], fill: int, size: int) -> tuple[Mask, int]:
     return (table.astype(np.uint8), other) if is_small else (table, -1)
 
 
-def lookup(rules: Masks) -> Lookup | None:
+def lookup(rules: Masks) -> Lookup | Ignored | None:
     """The new values of masks; None: all values stay. Keys of ``rules.map`` may be text, as in YAML."""
     map, fill, colors = rules.map, rules.fill, rules.colors
     known: Iterable[int] = ()  # values that a shipped table leaves out on purpose
     if map is None:
-        if not rules.ignore and colors is None:
-            return None
-        pairs: dict[int, Any] = {k: k for k in (range(_LARGEST_DEEP + 1) if colors is None else colors)}
+        if colors is None:
+            return Ignored(rules.ignore, fill) if rules.ignore else None
+        pairs: dict[int, Any] = {k: k for k in colors}
     elif isinstance(map, str) and map in _TABLES:
         pairs, known = dict(_TABLES[map]), _LEFT_OUT[map]
     elif isinstance(map, Mapping) and map:
@@ -175,7 +191,7 @@ def decode(
     exif: int,
     as_stored: bool = False,
     max_pixels: int,
-    table: Lookup | None = None,
+    table: Lookup | Ignored | None = None,
     unnamed: Counter[int] | None = None,
     ids_in_rgb: bool = False,
 ) -> Mask:

@@ -129,6 +129,10 @@ def test_ignored_values_are_filled_and_others_stay(deep: bool, ignore: list[int]
     found = decoded(image, Masks(ignore=ignore), unnamed=(missing := Counter()))
     assert found.dtype == (np.int32 if deep else np.uint8)
     np.testing.assert_array_equal(found, np.where(np.isin(values, ignore), 255, values))
+    large = np.array([[0, 11, 70_000, 2**31 - 1]], dtype=np.int32)  # as of masks that are already decoded
+    table = masks.lookup(Masks(ignore=ignore))
+    assert table is not None
+    np.testing.assert_array_equal(table.apply(large), np.where(np.isin(large, ignore), 255, large))
     assert not missing
 
 
@@ -168,7 +172,7 @@ def test_an_error_of_a_mask_names_its_file(tmp_path: Path) -> None:
     path = tmp_path / "masks/1.png"
     size, deep = Image.new("L", (31, 20)), Image.fromarray(np.full((20, 30), 900, np.uint16))
     for wrong, reason in (
-        (encode(size, "PNG"), "mask of 20x31"),
+        (encode(size, "PNG"), "mask of 31 x 20 pixels"),
         (b"text", "not an image"),
         (encode(deep, "PNG"), "900"),
     ):

@@ -202,8 +202,8 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
     """Remedies for a bottleneck, the most likely first. ``stack`` removes what trials need at the end."""
     workers, cores = loader.num_workers, machine.usable_cpus()
     key = partial("{}{}".format, prefix)
-    if loader.prefetch == 0 and found.share("step"):
-        yield Remedy((key("prefetch=2"),), "batches are made while the model works")
+    if loader.prefetch == 0:
+        yield Remedy((key("prefetch=2"),), "stages work at the same time, and while the model works")
     if name == "storage":
         for count in dict.fromkeys((max(16, 2 * workers), max(2, 4 * workers))):
             yield Remedy((key(f"num_workers={count}"),), f"{count} workers wait for the storage instead of {workers}")

@@ -147,7 +147,7 @@ def _say(report: Report, verdict: Verdict) -> None:
     loader, found = verdict.loader, verdict.trace
     stages = [stage for stage in STAGES if stage in found.busy]
     report.add("rate", found.rate, f"{found.rate:,.0f} images/s: {found.images} images in {found.seconds:.2g} s")
-    lines = ["", f"{'stage':<40} {'busy':>6} {'waits':>6} {'ms/image':>9} {'CPU ms':>8}"]
+    lines = ["", f"{'stage':<40} {'busy':>6} {'ms/image':>9} {'CPU ms':>8}"]
     values = {}
     for stage in stages:
         busy, cpu = found.share(stage), found.cpu[stage]
@@ -155,10 +155,10 @@ def _say(report: Report, verdict: Verdict) -> None:
         values[stage] = {"busy": busy, "seconds_per_image": seconds, "cpu_seconds_per_image": cpu}
         mark = " <" if stage == TITLES[verdict.bottleneck][0] else ""
         name = f"{NAMES[stage]} ({loader.num_workers} workers)" if stage == "read" else NAMES[stage]
-        lines.append(f"{name:<40} {busy:>6.0%} {1 - busy:>6.0%} {seconds * 1e3:>9.3g} {cpu * 1e3:>8.3g}{mark}")
+        lines.append(f"{name:<40} {busy:>6.0%} {seconds * 1e3:>9.3g} {cpu * 1e3:>8.3g}{mark}")
     report.add("stages", values, "\n".join(lines))
     used, cores = sum(found.cpu.values()) * found.rate, machine.usable_cpus()
-    report.add("cores", used, f"{used:.2g} of {cores} were busy with it")
+    report.add("cores", used, f"{used:.2g} of {cores} cores were busy on average")
     report.add("bottleneck", verdict.bottleneck, verdict.text)
     report.add("because", verdict.evidence, verdict.evidence)
     tried = []
