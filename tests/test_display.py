@@ -23,7 +23,7 @@ from PIL import Image
 
 import gpuaug
 from gpuaug.display.annotations import Style, color_of
-from gpuaug.display.batches import WRONG, Look, label_text
+from gpuaug.display.batches import WRONG, Appearance, label_text
 from gpuaug.display.sheet import DRAWABLE, GAP, PAPER, SWATCH, drawable, fitting, font, wrapped
 
 SIZE = 64  # a picture of a batch has cells of at least 64 pixels
@@ -490,6 +490,7 @@ def test_classes_never_look_the_same() -> None:
     numbers = torch.tensor([0, 0])
     batch = gpuaug.Batch(images=torch.zeros(2, 3, 8, 8), labels=numbers, indices=numbers, valid=numbers >= 0)
     pictures = [
-        replace(batch, labels=numbers + n, look=Look(style=Style(classes=names))).show().tobytes() for n in range(5)
+        replace(batch, labels=numbers + n, look=Appearance(style=Style(classes=names))).show().tobytes()
+        for n in range(5)
     ]
     assert len(set(pictures)) == 5

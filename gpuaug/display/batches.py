@@ -27,7 +27,7 @@ ROUNDING = 1e-3  # shares may be this far outside 0..1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Appearance:
     """What a batch needs to show itself."""
 
     views: tuple[str, ...] = ("",)  # name of each view, or ""
@@ -36,7 +36,7 @@ class Look:
     bad: frozenset[int] | None = None  # rows of the batch that could not be read; None: unknown
 
     @classmethod
-    def of(cls, views: Sequence[Any], style: Style) -> Look:
+    def of(cls, views: Sequence[Any], style: Style) -> Appearance:
         """The look of batches with these ``views`` (:class:`gpuaug.augment.recipe.View`)."""
         names = tuple(name_of(view) if view.name else "" for view in views)
         steps = (view.augment.normalize for view in views)
@@ -50,7 +50,7 @@ def name_of(view: Any) -> str:
     return f"{view.name or ('view' if several else '')}{f' {view.copy + 1}' if several else ''}"
 
 
-def contents(batch: Any, look: Look, *, count: int | None = None) -> list[list[Annotated]]:
+def contents(batch: Any, look: Appearance, *, count: int | None = None) -> list[list[Annotated]]:
     """For each of the first ``count`` samples (None: all): the pictures of its views, with their annotations."""
     images, targets = views_of(batch)
     made = [pictures(view[:count], normalize) for view, normalize in zip(images, look.normalize, strict=True)]
@@ -110,7 +110,7 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
                 "a batch shows images [B, 3, H, W] with at least one sample and one pixel. "
                 f"Found: {list(view.shape)}. Show another batch."
             )
-    look: Look = batch.look or Look(views=("",) * len(views), normalize=(None,) * len(views))
+    look: Appearance = batch.look or Appearance(views=("",) * len(views), normalize=(None,) * len(views))
     if len(look.views) != len(views):
         raise ConfigError(
             f"`images` and `look` of a batch must have the same number of views. Found: {len(views)} and "
@@ -140,7 +140,7 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
     return sheet(drawn, legend=look.style.legend(shown), groups=len(views))
 
 
-def _captions(batch: Any, count: int, look: Look) -> list[str]:
+def _captions(batch: Any, count: int, look: Appearance) -> list[str]:
     numbers = batch.indices[:count].tolist()
     if batch.labels is None or batch.targets is not None:
         keys = [batch.key_of(index) for index in numbers]

@@ -61,9 +61,9 @@ class Batch:
         if self.targets is None:
             yield self.labels
         elif isinstance(self.targets, list):
-            yield [view.second for view in self.targets]
+            yield [view.yielded for view in self.targets]
         else:
-            yield self.targets.second
+            yield self.targets.yielded
 
     def __len__(self) -> int:
         return len(self.indices)

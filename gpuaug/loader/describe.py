@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gpuaug.augment import describe as recipes
 from gpuaug.augment.progressive import Recipe
 from gpuaug.display.annotations import Style
-from gpuaug.display.batches import Look
+from gpuaug.display.batches import Appearance
 from gpuaug.display.tables import table
 from gpuaug.read import order as orders
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 LONGEST = 200  # characters of the text that describes a source
 
 
-def looks(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int], Look]:
-    """Return a function from an epoch to the :class:`Look` of its batches."""
+def appearances(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int], Appearance]:
+    """Return a function from an epoch to the :class:`Appearance` of its batches."""
     style = Style.of(source, targets)
-    return lru_cache(maxsize=1)(lambda epoch: Look.of(recipe.at(epoch).views, style))
+    return lru_cache(maxsize=1)(lambda epoch: Appearance.of(recipe.at(epoch).views, style))
 
 
 def facts(loader: Any) -> dict[str, str]:

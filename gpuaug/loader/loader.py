@@ -19,7 +19,7 @@ from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.files import parse_bytes
-from gpuaug.loader import arguments, augmented, chosen, describe, distributed
+from gpuaug.loader import arguments, augmented, by_number, describe, distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Streams
@@ -209,7 +209,7 @@ class Loader:
             dtype=self.dtype,
             memory_format=self.memory_format,
             key_of=self.source.key,
-            look_at=describe.looks(self.augment, self.source, self.targets),
+            appearance_at=describe.appearances(self.augment, self.source, self.targets),
             first_row=self.source.first_row,
         )
 
@@ -423,7 +423,7 @@ class Loader:
             GpuaugError: if policy ``drop`` removes all samples.
         """
         epoch = self._epoch if epoch is None else _check_epoch(epoch)
-        return chosen.fetch(self, indices, epoch=epoch, repeats=repeats, mix=mix)
+        return by_number.fetch(self, indices, epoch=epoch, repeats=repeats, mix=mix)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """One augmented sample of the current epoch, with the same pixels as in a batch: ``(image, label)``.
@@ -441,7 +441,7 @@ class Loader:
         Raises:
             IndexError: there is no such sample.
         """
-        return chosen.sample(self, index)
+        return by_number.sample(self, index)
 
     __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpuaug.batch import EncodedBatch
-from gpuaug.display.batches import Look
+from gpuaug.display.batches import Appearance
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
@@ -86,7 +86,7 @@ class Pipeline:
     dtype: torch.dtype
     memory_format: torch.memory_format
     key_of: Callable[[int], str]
-    look_at: Callable[[int], Look]  # maps an epoch to `Batch.look`
+    appearance_at: Callable[[int], Appearance]  # maps an epoch to `Batch.look`
     first_row: Callable[[int], int]  # maps an epoch to what is added to sample numbers before reading
     running: weakref.ref[Pass] | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
@@ -164,7 +164,7 @@ class Pipeline:
                 key_of=self.key_of,
                 targets=_one(targets),
                 extra=extra,
-                look=replace(self.look_at(epoch), bad=frozenset(bad if keep is None else ())),
+                look=replace(self.appearance_at(epoch), bad=frozenset(bad if keep is None else ())),
             )
             return batch, None if stream is None else stream.record_event()
 

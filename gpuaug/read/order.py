@@ -24,7 +24,7 @@ from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
 from gpuaug.random.generators import restore_generators
 from gpuaug.source.adapt import active_numbers, numbers_by_position
-from gpuaug.source.index import occurrences, outside, read_numbers
+from gpuaug.source.index import occurrences, range_problem, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
 Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch: int64, int64, bool [B], on the CPU
@@ -228,7 +228,7 @@ class Sampler:
                 "`order` must yield single positions, because gpuaug makes the batches. Found: "
                 f"{kind} yields {type(yielded[0]).__name__}."
             )
-        if wrong := outside(positions, len(numbers)):
+        if wrong := range_problem(positions, len(numbers)):
             raise ConfigError(f"`order` must yield positions 0 .. {len(numbers) - 1}. Found: {kind} yields {wrong}.")
         return torch.from_numpy(numbers[positions])
 

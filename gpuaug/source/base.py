@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpuaug.batch import Target
 from gpuaug.errors import ReadError, SourceError
-from gpuaug.source.classes import class_mapping, encode, some
+from gpuaug.source.classes import class_mapping, encode, shortened
 from gpuaug.source.extra import Fields
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset, active
@@ -299,8 +299,8 @@ class ListedSource(Source):
         elif names is not None and list(mapping or ()) != list(names):
             if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
                 raise SourceError(
-                    f"`source.classes` differs from the class names in {place}: {some(names)}. Its labels are not one "
-                    "class number per sample, so they cannot be converted. Remove `source.classes`."
+                    f"`source.classes` differs from the class names in {place}: {shortened(names)}. Its labels are not "
+                    "one class number per sample, so they cannot be converted. Remove `source.classes`."
                 )
             encode(values, classes={name: label for label, name in enumerate(names)}, place=place)  # checks the range
             values = [names[i] for i in values.tolist()]  # the given mapping may number the classes differently

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
-from gpuaug.source.index import outside
+from gpuaug.source.index import range_problem
 from gpuaug.source.local import open_text
 
 log = logging.getLogger("gpuaug")
@@ -40,10 +40,10 @@ def class_mapping(classes: Any) -> dict[str, int]:
         raise SourceError(f"`source.classes` must list names, or map names to labels. Found: {given!r:.200}.")
     if any(type(number) is not int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
         raise SourceError(
-            f"the labels in `source.classes` must be 0 .. {len(numbers) - 1}, each once. Found: {some(numbers)}."
+            f"the labels in `source.classes` must be 0 .. {len(numbers) - 1}, each once. Found: {shortened(numbers)}."
         )
     if len(set(names)) != len(names) or not names:
-        raise SourceError(f"`source.classes` must name each class once. Found {len(names)} names: {some(names)}.")
+        raise SourceError(f"`source.classes` must name each class once. Found {len(names)} names: {shortened(names)}.")
     return dict(sorted(zip(names, numbers, strict=True), key=lambda item: item[1]))
 
 
@@ -53,7 +53,8 @@ def numbers_of(
     """The label of each name, int64 [n]; SourceError if ``classes`` lacks one. The error calls the names ``what``."""
     if unknown := [name for name in names if name not in classes]:
         raise SourceError(
-            f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} {what}: {some(unknown)}. {remedy}"
+            f"`source.classes` has {len(classes)} classes, but lacks {len(unknown)} {what}: {shortened(unknown)}. "
+            f"{remedy}"
         )
     return np.array([classes[name] for name in names], dtype=np.int64)
 
@@ -105,7 +106,7 @@ def encode(
             numbers = np.asarray(values, dtype=np.int64)
         except OverflowError as error:
             raise _refused(values, kinds, place) from error
-        if classes is not None and (beyond := outside(numbers, len(classes))):
+        if classes is not None and (beyond := range_problem(numbers, len(classes))):
             raise SourceError(
                 f"labels in {place} must be 0 .. {len(classes) - 1}, because there are {len(classes)} classes. "
                 f"Found: {beyond}."
@@ -154,10 +155,10 @@ def _refused(values: Sequence[Any] | NDArray[Any], kinds: set[Any], place: str) 
     firsts = {type(value): value for value in reversed(list(values))}
     return SourceError(
         f"labels in {place} must all be numbers, all be names, all be lists of numbers, or all be lists of names. "
-        f"Found: {names}, such as {some(list(firsts.values()))}."
+        f"Found: {names}, such as {shortened(list(firsts.values()))}."
     )
 
 
-def some(names: Sequence[Any]) -> str:
+def shortened(names: Sequence[Any]) -> str:
     """The first five names as text for a message."""
     return ", ".join(repr(name) for name in names[:5]) + (", …" if len(names) > 5 else "")

@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source import runs
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.classes import class_mapping, shortened
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
@@ -166,5 +166,5 @@ def _png_folder(place: str, images: str) -> str:
     folders = [join(beside, name), join(split_path(images)[0], name)]
     folder = next((path for path in folders if is_url(path) or os.path.isdir(path)), None)
     if folder is None:
-        raise SourceError(f"the folder of panoptic masks must be one of {some(folders)}. Neither exists.")
+        raise SourceError(f"the folder of panoptic masks must be one of {shortened(folders)}. Neither exists.")
     return folder

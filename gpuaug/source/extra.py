@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.classes import some
+from gpuaug.source.classes import shortened
 from gpuaug.source.index import Names
 
 Extra = str | Sequence[str] | None
@@ -42,7 +42,7 @@ def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str 
         if known.count(name) != 1:
             raise SourceError(
                 f"`source.extra` must name columns that {place} has exactly once. Found: {name!r}. "
-                f"Columns: {some(known)}."
+                f"Columns: {shortened(known)}."
             )
     return Fields(names, single)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from gpuaug.errors import GpuaugError, SourceError, printable
-from gpuaug.source.classes import some
+from gpuaug.source.classes import shortened
 from gpuaug.source.index import Names
 from gpuaug.source.local import LARGE
 from gpuaug.source.paths import is_url, join, redact
@@ -119,7 +119,7 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
     if missing := [stem for stem in stems if stem not in known]:
         raise SourceError(
             f"{len(missing)} of the {len(stems)} samples in {redact(place)!r} have no image in {redact(root)!r}: "
-            f"{some(missing)}. List paths without extension, relative to that folder."
+            f"{shortened(missing)}. List paths without extension, relative to that folder."
         )
     return [known[stem] for stem in stems]
 

@@ -13,7 +13,7 @@ import numpy as np
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, numbers_of, some
+from gpuaug.source.classes import class_mapping, numbers_of, shortened
 from gpuaug.source.files import Files, LocalTree, UrlTree, open_tree
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
@@ -103,12 +103,12 @@ class FolderSource(ListedSource):
         empty = [folder for folder, count in counts.items() if not count]
         if not len(self._names):
             raise SourceError(
-                f"no images in {place!r}: {len(folders)} class folders ({some(folders)}), but no file in them "
+                f"no images in {place!r}: {len(folders)} class folders ({shortened(folders)}), but no file in them "
                 f"ends in {', '.join(endings)}."
             )
         if empty and given is None:
             raise SourceError(
-                f"{len(empty)} of the {len(folders)} class folders in {place!r} have no images: {some(empty)}. "
+                f"{len(empty)} of the {len(folders)} class folders in {place!r} have no images: {shortened(empty)}. "
                 "Remove these folders, or set `source.classes`, which may have classes without images."
             )
         self._set_labels(np.repeat(labels, list(counts.values())), classes=mapping)

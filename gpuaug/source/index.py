@@ -66,7 +66,7 @@ class Names:
         return hashlib.blake2b(b"\0".join(sorted(self)), digest_size=16).hexdigest()
 
 
-def outside(numbers: NDArray[Any], count: int) -> str:
+def range_problem(numbers: NDArray[Any], count: int) -> str:
     """The text ``lowest .. highest`` if a number is outside 0 .. count - 1; else ""."""
     if not len(numbers) or 0 <= numbers.min() <= numbers.max() < count:
         return ""

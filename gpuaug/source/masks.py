@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.classes import class_mapping, shortened
 from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
@@ -115,7 +115,7 @@ class MaskFolderSource(ListedSource):
         if alone := [stem for stem in images if stem not in masks]:
             raise SourceError(
                 f"{len(alone)} of {len(images)} images in {redact(self.root)!r} have no mask: "
-                f"{some([os.fsdecode(images[stem]) for stem in alone])}. In {redact(self.masks)!r} there is no "
+                f"{shortened([os.fsdecode(images[stem]) for stem in alone])}. In {redact(self.masks)!r} there is no "
                 f"{alone[0] + ending!r}. Check `source.image_suffix`, `source.mask_suffix` and "
                 "`source.mask_extension`, or list only the images that have masks, in `source.list`."
             )

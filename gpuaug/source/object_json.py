@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.source.classes import some
+from gpuaug.source.classes import shortened
 from gpuaug.source.files import LARGEST_TEXT
 from gpuaug.source.objects import check_points, find_faults
 
@@ -105,7 +105,7 @@ def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
         raise ValueError(f"it must be a list of objects, or have `objects` or `annotations`. Found: {inner!r:.100}")
     names = column_names(inner)
     if "boxes" not in names:
-        raise ValueError(f"it must have a field objects, annotations, bbox or boxes. Found: {some([*inner])}")
+        raise ValueError(f"it must have a field objects, annotations, bbox or boxes. Found: {shortened([*inner])}")
     columns = {field: inner[name] for field, name in names.items()}
     for field, column in columns.items():
         if not isinstance(column, list):

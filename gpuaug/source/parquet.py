@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source.base import Classes, FileKeys
-from gpuaug.source.classes import label_column, some
+from gpuaug.source.classes import label_column, shortened
 from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, bounds_of, locate
@@ -307,7 +307,7 @@ def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
 
 
 def _columns(schema: Any) -> str:
-    return some([f"{field.name}: {field.type}" for field in schema])
+    return shortened([f"{field.name}: {field.type}" for field in schema])
 
 
 def _image_column(
@@ -354,11 +354,11 @@ def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> A
     try:
         table = _open(_RangeFile(file, storage), meta).read(columns, use_threads=False).select(columns)
     except (OSError, GpuaugError, pyarrow.ArrowException) as error:
-        raise SourceError(f"{some(columns)} in {redact(file.path)!r} cannot be read: {error}.") from error
+        raise SourceError(f"{shortened(columns)} in {redact(file.path)!r} cannot be read: {error}.") from error
     if table.num_rows != meta.num_rows:
         raise SourceError(
-            f"{some(columns)} in {redact(file.path)!r} must have {meta.num_rows} rows. Found: {table.num_rows}. Write "
-            "the file again."
+            f"{shortened(columns)} in {redact(file.path)!r} must have {meta.num_rows} rows. Found: {table.num_rows}. "
+            "Write the file again."
         )
     return table
 

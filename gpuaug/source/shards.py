@@ -23,7 +23,7 @@ from gpuaug import checks, files
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import LARGEST_FILE
 from gpuaug.source.base import Classes, FileKeys, ListedSource
-from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.classes import class_mapping, shortened
 from gpuaug.source.extra import Extra, decoded, fields_of
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names, bounds_of, locate, share
@@ -176,14 +176,16 @@ class ShardSource(ListedSource):
             raise SourceError(f"no images in {len(parts)} shards of {place!r}. {_hint(other, rule, extensions)}")
         if count := sum(part.dropped for part in parts):
             needed, first = "".join(f" or {x}" for x in rule.needed), [x for part in parts for x in part.left_out]
-            log.warning("source %s: %d samples without an image%s are left out: %s", place, count, needed, some(first))
+            log.warning(
+                "source %s: %d samples without an image%s are left out: %s", place, count, needed, shortened(first)
+            )
         offsets = self._offsets.numpy().reshape(-1, self._count)[:, 1 + len(self._members) :]
         for name, column in zip(self._extras, offsets.T, strict=True):
             if not column.any():
                 reason = "only left-out samples have" if name in other else "no sample has"
                 raise SourceError(
                     f"`source.extra` must name members beside the images of {place!r}. "
-                    f"Found: {name!r}, which {reason}. {_ADJACENT} Extensions found: {some(other)}."
+                    f"Found: {name!r}, which {reason}. {_ADJACENT} Extensions found: {shortened(other)}."
                 )
 
     def _range(self, index: int) -> Range:
@@ -508,4 +510,4 @@ def _hint(other: list[str], rule: _Rule, extensions: Sequence[str]) -> str:
     keys = "`source.extensions` and `source.labels`"
     if rule.members:
         keys = "`source.extensions`, `source.labels`, `source.masks` and `source.objects`"
-    return f"Extensions found: {some(other)}. Needed: {wanted}. Set {keys}. {_ADJACENT}"
+    return f"Extensions found: {shortened(other)}. Needed: {wanted}. Set {keys}. {_ADJACENT}"

@@ -16,7 +16,7 @@ import numpy as np
 from gpuaug import checks
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import some
+from gpuaug.source.classes import shortened
 from gpuaug.source.extra import Extra, ExtraTable, fields_of
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
@@ -87,8 +87,8 @@ class TableSource(ListedSource):
             for name in [path, *labels, *masks]:
                 if head.count(name) != 1:
                     raise SourceError(
-                        f"the table {place!r} must have one column {name!r}. Columns: {some(head)}. Set `source.path` "
-                        "and `source.label` to names of columns (for no labels: source.label=none)."
+                        f"the table {place!r} must have one column {name!r}. Columns: {shortened(head)}. Set "
+                        "`source.path` and `source.label` to names of columns (for no labels: source.label=none)."
                     )
             fields_of(extra, head, place=repr(place))
 

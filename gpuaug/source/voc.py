@@ -17,7 +17,7 @@ import numpy as np
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, some
+from gpuaug.source.classes import class_mapping, shortened
 from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
@@ -141,7 +141,7 @@ class VocSource(ListedSource):
             boxes += [box for box, _ in objects]
             labels += [mapping[name] for _, name in objects]
         if unknown := sorted(names.keys() - mapping):
-            text = f"{len(unknown)} classes of objects are not in `source.classes`: {some(unknown)}. "
+            text = f"{len(unknown)} classes of objects are not in `source.classes`: {shortened(unknown)}. "
             text += _proposal(sorted(names) if given is None else [*mapping, *unknown])
             if len(reasons) == len(paths):
                 raise SourceError(f"the objects of {len(paths)} of {len(paths)} samples cannot be used: {text}")

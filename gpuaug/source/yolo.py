@@ -13,7 +13,7 @@ from typing import Any
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, numbers_of, some
+from gpuaug.source.classes import class_mapping, numbers_of, shortened
 from gpuaug.source.files import Files, open_tree, read_list, read_text, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
@@ -127,7 +127,7 @@ class YoloSource(ListedSource):
             return [next((x for x in choices if os.path.isdir(os.path.join(self.root, x))), choices[0])]
         if split not in described.splits:
             raise SourceError(
-                f"`source.split` must be in {described.place!r}, which has {some([*described.splits]) or 'none'}. "
+                f"`source.split` must be in {described.place!r}, which has {shortened([*described.splits]) or 'none'}. "
                 f"Found: {split!r}. Add the key to the file, or name another split."
             )
         return [

@@ -77,7 +77,7 @@ class BatchTargets:
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
 
     @property
-    def second(self) -> Any:
+    def yielded(self) -> Any:
         """The second value of a batch: the masks if they are the only target, else this object."""
         return self if self.boxes is not None or self.keypoints is not None else self.masks
 

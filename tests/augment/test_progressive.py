@@ -20,7 +20,7 @@ from torch import Tensor
 import gpuaug
 from gpuaug.errors import ConfigError, ReadOnlyError, StateError
 from gpuaug.tools.main import main
-from gpuaug.tools.plan.command import _look_at
+from gpuaug.tools.plan.command import _largest_stage
 
 SIZES = {0: 24, 1: 40, 3: 16}
 
@@ -189,7 +189,7 @@ def test_a_plan_is_for_the_largest_stage_that_comes(photos: Path) -> None:
     with loader(photos, augment=recipe()) as mixed:
         for first, largest in ((0, 1), (2, 2), (3, 3)):
             mixed.set_epoch(first)
-            _look_at(mixed)
+            _largest_stage(mixed)
             assert mixed.epoch == largest
 
 

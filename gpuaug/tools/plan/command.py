@@ -351,7 +351,7 @@ def rehearsal() -> None:
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
         with request.build_held_out(config, classes=job["classes"]) as loader:
-            image, sampled = _look_at(loader)
+            image, sampled = _largest_stage(loader)
             step = None
             if model is not None:
                 step = training_step(request, loader, Training(**model["settings"]), num_classes=model["classes"])
@@ -362,7 +362,7 @@ def rehearsal() -> None:
         say(error=str(error))
 
 
-def _look_at(loader: Loader) -> tuple[float, int]:
+def _largest_stage(loader: Loader) -> tuple[float, int]:
     """Set the epoch with the largest images. Returns the mean bytes of encoded images, and their number."""
     pipeline, stage, order = loader.pipeline, loader.pipeline.stage, loader.epoch_order.epoch
     some = torch.linspace(0, len(order) - 1, min(SAMPLED, len(order))).round().long()

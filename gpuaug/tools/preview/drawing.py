@@ -18,7 +18,7 @@ from gpuaug.display.batches import contents, cross, name_of
 from gpuaug.display.sheet import Legend, Row, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
-from gpuaug.loader.chosen import fetch, uncounted
+from gpuaug.loader.by_number import fetch, uncounted
 from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import active_numbers
 from gpuaug.tools.preview import operations
