@@ -27,8 +27,8 @@ def test_hostile_images_are_pixels_or_faults(tmp_path):
             run.until(time.monotonic() + 3600, count=100)
             assert run.failures == [], settings
             assert run.counts.total() >= 100
-            assert run.counts["pixels"] > 20
-            assert run.counts["fault"] > 20
+            assert run.counts["pixels"] >= 15
+            assert run.counts["fault"] >= 15
     assert run.child.started == 1
     assert not (tmp_path / "kept").exists()
 
