@@ -164,7 +164,7 @@ def test_batch_size_changes_no_pixel(request, which, backend, most, device):
 @everywhere
 def test_chunks_change_no_pixel(photos, device):
     """A batch whose decoded images take more than `max_bytes` is decoded in several parts."""
-    with build(photos, device) as whole, build(photos, device, decode=Decode(max_bytes=400_000)) as chunked:
+    with build(photos, device) as whole, build(photos, device, decode=Decode(max_bytes=1_200_000)) as chunked:
         assert equal(images_of(chunked), images_of(whole))
 
 

@@ -138,7 +138,7 @@ class Reader:
                     if (planned := next(todo, None)) is None:
                         return
                     task, samples = planned[0], self._samples.batch(planned[1])
-                    fields = _views(*samples) if zero_copy else _joined(*samples)
+                    fields = _views(*samples) if zero_copy else self._unpacked(task, *_joined(*samples))
                 else:
                     with self._lock:
                         if ended() or (received := self._receive(None if begun else todo, generation, ended)) is None:
@@ -180,14 +180,20 @@ class Reader:
         task, data, answer = received
         if answer.rows < 0:
             raise raised(data)
+        return task, self._unpacked(task, data, answer.rows, answer.pickled)
+
+    def _unpacked(self, task: Task, data: Tensor, rows: int, pickled: int) -> dict[str, Any]:
+        """Fields of an EncodedBatch whose images and offsets are views of ``data``, the joined pieces of a batch."""
+        begin = 8 * (rows + 1)
         try:
-            return task, _parts(data, answer.rows, answer.pickled)
+            rest = pickle.loads(data[begin : begin + pickled].numpy().data)
         except Exception as error:  # unpickling calls the classes of the extras
             first, last = (self.source.key(i) for i in task[0][[0, -1]].tolist())
             raise SourceError(
                 f"an extra, the third value of a sample, cannot be unpickled: {type(error).__name__}: {error}. The "
                 f"sample is in the batch from {first!r} to {last!r}. {PICKLABLE}"
             ) from error
+        return _fields(rest, data=data[begin + pickled :], offsets=data[:begin].view(torch.int64))
 
     def _stop(self, *, kill: bool = False) -> None:
         workers, self._workers = self._workers, None
@@ -209,20 +215,13 @@ def _leave(generation: Tensor, lock: threading.RLock) -> None:
     lock.acquire(timeout=TIMEOUT_S)  # kept, so that no thread begins again
 
 
-def _joined(encoded: list[memoryview], rest: Rest) -> dict[str, Any]:
-    """Fields of an EncodedBatch that owns its bytes. ``encoded`` is empty afterwards."""
+def _joined(encoded: list[memoryview], rest: Rest) -> tuple[Tensor, int, int]:
+    """The joined pieces of a batch, and what :func:`packed` returns with them. ``encoded`` is empty afterwards."""
     pieces, rows, pickled = packed(encoded, rest)
     encoded.clear()
     data = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device="cpu")
     join(pieces, data.numpy().data)
-    return _parts(data, rows, pickled)
-
-
-def _parts(data: Tensor, rows: int, pickled: int) -> dict[str, Any]:
-    """Fields of an EncodedBatch whose images and offsets are views of ``data``, the joined pieces of a batch."""
-    begin = 8 * (rows + 1)
-    rest = pickle.loads(data[begin : begin + pickled].numpy().data)
-    return _fields(rest, data=data[begin + pickled :], offsets=data[:begin].view(torch.int64))
+    return data, rows, pickled
 
 
 def _views(encoded: list[memoryview], rest: Rest) -> dict[str, Any]:

@@ -227,8 +227,8 @@ def test_moves_are_carried_and_values_move_nothing() -> None:
     prepared, _ = drawn([(PillowOp(name), 0, True) for name in sorted(MAGNITUDES)], 2)
     check_carried(prepared, ("masks", "boxes", "keypoints"))
     both = [(PillowOp("translate_x"), 3, True), (PillowOp("translate_y"), -2, np.array([True, False]))]
-    (matrices,) = moves(*drawn(both, 2), (8, 9))
-    assert np.array_equal(matrices, [[[1, 0, 3], [0, 1, -2], [0, 0, 1]], [[1, 0, 3], [0, 1, 0], [0, 0, 1]]])
+    first, second = moves(*drawn(both, 2), (8, 9))
+    assert np.array_equal(second @ first, [[[1, 0, 3], [0, 1, -2], [0, 0, 1]], [[1, 0, 3], [0, 1, 0], [0, 0, 1]]])
 
 
 def test_errors_say_what_was_found() -> None:

@@ -100,7 +100,7 @@ AUTHORS = {
             "flip": FLIP,
             "timm": RANDAUGMENT,
             "erase": {"p": 0.25, "scale": [0.02, 1 / 3], "ratio": [0.3, 1 / 0.3], "mode": "pixel", "count": 1,
-                      "mean": IMAGENET[0], "std": IMAGENET[1]},
+                      "mean": IMAGENET[0], "std": IMAGENET[1], "masks": None},
         }),
     ],
     # google/automl: efficientnetv2/main.py (ibase 128, image_size, ram_list), effnetv2_configs.py (efficientnetv2-s:

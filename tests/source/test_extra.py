@@ -284,7 +284,7 @@ def test_a_batch_without_extras_sends_nothing_for_them():
     data = [memoryview(b"abc"), memoryview(b"de")]
     labels = np.array([1, 2])
     rest = pickle.dumps((labels, (), None, None))
-    blob, rows, size = reader._pack(list(data), (labels, (), None, None))
+    blob, rows, size = reader._joined(list(data), (labels, (), None, None))
     assert (rows, size) == (2, len(rest))
     assert blob.numpy().tobytes() == np.array([0, 3, 5]).tobytes() + rest + b"abcde"
     (batch,) = Reader([(b"x", 0), (b"y", 1, None)]).batches(orders(2, 2))
