@@ -97,16 +97,14 @@ def _load(load: Callable[[str], Any], folder: str, config_path: str) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: {error}. Save the file as UTF-8.") from error
+        number = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {number}: {error}. Save the file as UTF-8.") from error
     counts, anchors, sizes = [0], list[str | None](), dict[str | None, int]()  # of open collections; of anchors
     with suppress(yaml.YAMLError):  # Hydra reports it
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             anchor, size = getattr(event, "anchor", None), 1
             if isinstance(event, yaml.CollectionStartEvent):
-                counts.append(0)
-                anchors.append(anchor)
-                size = 0
+                counts, anchors, size = [*counts, 0], [*anchors, anchor], 0
             elif isinstance(event, yaml.CollectionEndEvent):
                 size, anchor = counts.pop() + 1, anchors.pop()
             elif isinstance(event, yaml.AliasEvent):
@@ -121,16 +119,12 @@ def _load(load: Callable[[str], Any], folder: str, config_path: str) -> Any:
 
 def _unreadable(error: Exception) -> str:
     """A message that names the YAML file and the line that cannot be read."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        if isinstance(error, RecursionError):
-            return (
-                "the configuration cannot be read: a `defaults` list leads back to its own file, or a value refers to "
-                "itself. A file of yours that extends a file of gpuaug needs another name."
-            )
-        return f"the configuration cannot be read: {error}. Correct it in the YAML files or the overrides."
-    problem = getattr(error, "problem", None) or "not valid YAML"
-    return f"{mark.name}, line {mark.line + 1}: {problem}. Correct this line or the line before it."
+    mark, problem, reason = getattr(error, "problem_mark", None), getattr(error, "problem", None), str(error)
+    if mark is not None:
+        return f"{mark.name}, line {mark.line + 1}: {problem}. Correct this line or the line before it."
+    if isinstance(error, RecursionError):
+        reason = "a `defaults` list leads back to its own file, which needs another name, or a value refers to itself"
+    return f"the configuration cannot be read: {reason}. Correct it in the YAML files or the overrides."
 
 
 @contextmanager

@@ -15,29 +15,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug import checks
-from gpuaug.augment.moves import Field, Move, check_carried, moves
+from gpuaug.augment.moves import Field, Move, moves
 from gpuaug.augment.ops.erasing import RandomErasing
 from gpuaug.augment.parameters import Chosen, Size
-from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64, Target
+from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import HeaderInfo, decode_fault, split_by_bytes
 from gpuaug.decode.resize import one_by_one
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
-from gpuaug.read.targets import collect
 from gpuaug.source.base import Source
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.masks import Erased, Warp
 from gpuaug.targets.objects import Objects, carry
-from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
+from gpuaug.targets.rules import Masks, Targets
 
 log = logging.getLogger("gpuaug")
 
 Float64 = NDArray[np.float64]
-_LARGEST_BYTE = 255
+LARGEST_BYTE = 255
 _SHOWN = 8  # values in a warning
 
 
@@ -230,7 +228,7 @@ class TargetStage:
             rows = np.arange(first, first + len(decoded))
             if first == 0:
                 small = len(decoded) == count and all(m is None or m.dtype == np.uint8 for m in decoded)
-                warps = self._begin(batch, count, device, small=small and self._largest <= _LARGEST_BYTE)
+                warps = self._begin(batch, count, device, small=small and self._largest <= LARGEST_BYTE)
             for view, warp in zip(batch.views, warps, strict=True):
                 assert view.masks is not None
                 masks.place(
@@ -351,7 +349,7 @@ class TargetStage:
                 self._number(found, encoded)
             for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
                 largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
-                if largest > _LARGEST_BYTE:
+                if largest > LARGEST_BYTE:
                     reason = f"a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
                     faults.append(self._mask_fault(encoded, row, reason))
                     found[row] = None
@@ -445,102 +443,6 @@ class TargetStage:
         )  # fmt: skip
 
 
-def augment_targets(
-    recipe: Any,
-    drawn: Any,
-    given: Given,
-    *,
-    size: tuple[int, int],
-    indices: Int64,
-    device: torch.device,
-) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
-    """Move the targets of decoded images. Returns crop windows, choices and targets of every view.
-
-    ``drawn``: the random numbers; ``size``: (H, W) of the images; ``indices``: sample numbers.
-    """
-    rules = given.rules
-    for view in (view for view in recipe.views if view.copy == 0):
-        check_carried(view.augment.prepared, rules.names)
-        for name in sorted(set(getattr(view.augment.crop, "needs", ())) - set(rules.names)):
-            kind = type(view.augment.crop).__name__
-            raise ConfigError(f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(rules.names)}. Give `{name}`.")
-    table, decoded = given.encoded(len(indices), size)
-    stage = TargetStage(rules, recipe)
-    objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), rules)
-    count, sizes = len(indices), np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
-    upright = Upright(table, objects, objects, np.tile(np.eye(3), (count, 1, 1)), sizes, decoded, [])
-    windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded)
-    chosen = recipe.choose(drawn, [window.size for window in windows])
-    batch = stage.place(upright, windows, chosen, epoch=drawn.epoch)
-    if decoded is not None:
-        stage.sample(batch, iter([decoded]), device)
-    return windows, chosen, stage.finish(batch, torch.from_numpy(indices), bad=[], keep=None, device=device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Targets that a caller gives with decoded images, and the rules for them."""
-
-    masks: Tensor | None
-    boxes: Sequence[Any] | None
-    labels: Sequence[Any] | None
-    keypoints: Sequence[Any] | None
-    targets: Targets | None
-
-    @property
-    def rules(self) -> Targets:
-        """The caller's rules, or the default rules for what was given."""
-        checks.instance("targets", self.targets, Targets, optional=True)
-        return self.targets or Targets(
-            masks=None if self.masks is None else Masks(),
-            boxes=None if self.boxes is None else Boxes(),
-            keypoints=None if self.keypoints is None else Keypoints(),
-        )
-
-    def encoded(self, count: int, size: tuple[int, int]) -> tuple[EncodedTargets, list[NDArray[Any] | None] | None]:
-        """Convert the objects of ``count`` images to one table, and the masks to arrays. Without masks: None."""
-        names = [name for name in self.rules.names if name != "masks"]
-        columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}
-        for name in dict.fromkeys([*self.rules.names, *columns]):
-            value = getattr(self, name)
-            if value is None and name not in self.rules.names:
-                continue
-            listed = isinstance(value, Tensor | np.ndarray | Sequence) and getattr(value, "ndim", 1) > 0
-            if not listed or len(value) != count:
-                found = f"{len(value)}" if isinstance(value, Sequence) else f"{value!r:.100}"
-                raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
-        samples = []
-        for row in range(count):
-            own: dict[str, Any] = {name: _array(value[row]) for name, value in columns.items() if value is not None}
-            samples.append(Target(**own))
-        table, _, faults = collect(samples, names, skip=(), num_keypoints=None)
-        if faults:
-            raise ConfigError(f"`boxes`, `labels` and `keypoints`: image {faults[0].row}: {faults[0].reason}.")
-        if self.masks is None or self.rules.masks is None:
-            return table, None
-        return table, self._label_maps(self.rules.masks, (count, *size))
-
-    def _label_maps(self, rules: Masks, shape: tuple[int, ...]) -> list[NDArray[Any] | None]:
-        """The masks as uint8 or int32 arrays, with the values that ``rules.map`` gives."""
-        assert self.masks is not None
-        values = _array(self.masks)
-        if values.shape != shape or values.dtype.kind not in "biu":
-            raise ConfigError(
-                f"`masks` must be integers {list(shape)}, like the images. Found: {values.dtype} {list(values.shape)}."
-            )
-        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
-        if not 0 <= low <= high < 2**31:
-            raise ConfigError(f"`masks` must have values from 0 to {2**31 - 1}. Found: {low} .. {high}.")
-        small = values.astype(np.uint8 if values.dtype in (np.bool_, np.uint8) else np.int32, copy=False)
-        if rules.colors is not None:
-            raise ConfigError("`targets.masks.colors` must be null, because `masks` are class numbers.")
-        table = masks.lookup(rules)
-        small = small if table is None else table.apply(small)
-        if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > _LARGEST_BYTE:
-            raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
-        return list(small)
-
-
 def _of_rows(move: Float64 | Erased, rows: Int64, *, others: bool = False) -> Float64 | Erased:
     """``move`` for the samples ``rows`` only, or for all others only."""
     count = len(move.boxes if isinstance(move, Erased) else move)
@@ -559,18 +461,10 @@ def _erasing_values(views: Sequence[Any], rules: Masks) -> list[int]:
         value = op.op.masks if isinstance(op.op, RandomErasing) else None
         if value and rules.kind == "instances":
             raise ConfigError(f"`{key}.masks` must be 0 or null if `targets.masks.kind` is instances. Found: {value}.")
-        if value is not None and value > _LARGEST_BYTE and rules.dtype == "uint8":
+        if value is not None and value > LARGEST_BYTE and rules.dtype == "uint8":
             raise ConfigError(f"`{key}.masks` must be at most 255 for `targets.masks.dtype` uint8. Found: {value}.")
         values += [] if value is None else [value]
     return values
-
-
-def _array(value: Any) -> NDArray[Any]:
-    try:
-        # numpy may make an array of objects from nested lists; a later check refuses such an array
-        return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
-    except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors
-        raise ConfigError(f"`masks`, `boxes`, `labels` and `keypoints` must be arrays. Found: {error}.") from error
 
 
 def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
