@@ -127,7 +127,7 @@ def test_pixels_that_claim_to_be_fractions() -> None:
 def test_a_folder_of_classes_has_no_targets(tmp_path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/0.png").write_bytes(png(np.zeros((4, 4, 3), np.uint8)))
-    with pytest.raises(ConfigError, match="FolderSource with none"):
+    with pytest.raises(ConfigError, match="Found: FolderSource with no targets. Set `targets=none`"):
         gpuaug.Loader(gpuaug.FolderSource(tmp_path), augment=RECIPE, targets=only_masks())
 
 
