@@ -216,29 +216,12 @@ def test_bad_samples_are_left_out_and_the_others_keep_their_random_numbers(photo
             assert ((same.images - batch.images).abs() * torch.tensor(STD).view(3, 1, 1) * 255).max() <= 0.5 + 1e-3
 
 
-def test_processes_and_a_stopped_run_change_no_byte(photos: Path, two: Path, tmp_path: Path) -> None:
-    def content(place: Path) -> dict[str, bytes]:
-        return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
-
-    stored(photos, tmp_path / "more", num_workers=2)
-    assert content(tmp_path / "more") == content(two)
+def test_another_number_of_epochs_or_seed_is_another_job(photos: Path, two: Path) -> None:
     assert verify(two) == []
     with pytest.raises(ConfigError, match="holds another job.*epochs: 2 there, 3 in this run"):
-        stored(photos, tmp_path / "more", epochs=3)
+        stored(photos, two, epochs=3)
     with pytest.raises(ConfigError, match="holds another job.*seed: 3 there, 4 in this run"):
-        stored(photos, tmp_path / "more", seed=4)
-
-
-@pytest.mark.long
-def test_on_ray(photos: Path, two: Path, tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
-    try:
-        stored(photos, tmp_path / "ray", on="ray", num_workers=None)
-    finally:
-        ray.shutdown()
-    for path in two.rglob("*"):
-        assert path.is_dir() or path.read_bytes() == (tmp_path / "ray" / path.relative_to(two)).read_bytes()
+        stored(photos, two, seed=4)
 
 
 def test_command(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
