@@ -231,8 +231,8 @@ def test_command(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert re.search(r"epochs +2 augmented versions", printed)
     assert f"source=packed source.root={out} and the same `augment` and `seed`" in printed
-    train = ["train", "source=packed", f"source.root={out}", *same, "device=cpu", "batch_size=13", "epochs=3"]
-    assert main([*train, f"out={tmp_path / 'train'}", "mix=mixup"]) == 0
+    train = ["train", "source=packed", f"source.root={out}", *same, "device=cpu", "batch_size=13", "+model.width=8"]
+    assert main([*train, "epochs=2", f"out={tmp_path / 'train'}", "mix=mixup"]) == 0
     assert main(words) == 2
     assert "`augment` has no effect on `gpuaug pack`" in (error := capsys.readouterr().err)
     assert "set `epochs`, to store augmented images" in error

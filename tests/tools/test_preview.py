@@ -37,7 +37,7 @@ def compose(photos: Path, *overrides: str) -> gpuaug.Loader:
     return gpuaug.build(gpuaug.compose("train", [f"source.root={photos}", "num_workers=0", *overrides]))
 
 
-@pytest.mark.parametrize("recipe", ["standard", "simclr", "dino"])
+@pytest.mark.parametrize("recipe", ["standard", "dino"])
 def test_pictures_are_those_of_the_training(recipe: str, photos: Path) -> None:
     """Another batch size, order and batch give the same pixels, up to one step of 256."""
     with compose(photos, f"augment={recipe}", "batch_size=7", "seed=3") as loader:
@@ -90,13 +90,10 @@ def test_originals_are_upright_and_named(photos: Path) -> None:
     ("more", "columns"),
     [
         ((), 6),
-        (("augment=simclr", "samples=2"), 6),
         (("augment=dino", "samples=2"), 8),
-        (("draws=2", "indices=[5,40]", "epoch=7"), 2),
-        (("augment=none", "augment.normalize=null", "indices=3", "draws=1"), 1),
-        (("source.labels=none", "mix=cutmix", "draws=1", "samples=1000", "cell=32"), 1),
-        (("mix=mixup_cutmix", "draws=1", "samples=2", "dtype=bfloat16", "augment.backend=kornia"), 1),
-        (("order=repeated", "source.subset=3", "draws=1"), 1),
+        (("augment=none", "augment.normalize=null", "draws=2", "indices=[5,40]", "epoch=7"), 2),
+        (("source.labels=none", "mix=cutmix", "draws=1", "indices=3", "cell=32", "dtype=bfloat16"), 1),
+        (("order=repeated", "source.subset=3", "samples=1000", "draws=1", "augment.backend=kornia"), 1),
     ],
 )
 def test_writes_a_picture(more: tuple[str, ...], columns: int, photos: Path, tmp_path: Path) -> None:
@@ -173,28 +170,12 @@ def test_pictures_beyond_all_bounds_are_refused_before_they_are_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_text_that_does_not_fit_is_shortened() -> None:
-    font = sheet.font(12)
-    long = "a/very/long/path/" * 20 + "name.jpg"
-    short = sheet.fitting(long, font, 200, middle=True)
-    assert font.getlength(short) <= 200
-    assert short.endswith(".jpg")
-    assert "..." in short
-    cut = sheet.fitting(long, font, 200)
-    assert font.getlength(cut) <= 200
-    assert cut.startswith("a/very/long")
-    assert cut.endswith("...")
-    assert sheet.fitting("a\n\x1b\udcff é.jpg", font, 200) == "a??? e.jpg"  # one line, and names need not be UTF-8
-    assert all(font.getlength(line) <= 100 for line in sheet.wrapped("one two three four five " * 9, font, 100))
-
-
-@pytest.mark.parametrize("recipe", ["standard", "dino"])
-def test_a_page_holds_the_pixels_of_the_training(recipe: str, photos: Path, tmp_path: Path) -> None:
-    more = ["indices=[3,17]", "epoch=4", "draws=3", f"augment={recipe}", "seed=5"]
+def test_a_page_holds_the_pixels_of_the_training(photos: Path, tmp_path: Path) -> None:
+    more = ["indices=[3,17]", "epoch=4", "draws=3", "augment=dino", "seed=5"]
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.html", *more]) == 0
     text = (tmp_path / "p.html").read_text()
     data = iter(re.findall(r'<img src="data:image/webp;base64,([^"]+)"', text))
-    with compose(photos, f"augment={recipe}", "seed=5") as loader:
+    with compose(photos, "augment=dino", "seed=5") as loader:
         samples = preview.samples_of(loader, [3, 17], epochs=[4, 5, 6])
     for sample in samples:
         next(data)  # the original
@@ -293,24 +274,12 @@ def test_of_a_choice_it_is_said_of_how_many_and_with_what_chance() -> None:
     assert notes["one", "RandomVerticalFlip"] == ["OneOf:", "p 0.7", "RandomVerticalFlip", "one of 2"]
     assert notes["trivial", "RandomEqualize"][-1] == "one of 12"
     assert notes["rand", "RandomEqualize"][-1] == "2 of 15"
+    several = gpuaug.MultiView(views={"a": gpuaug.Augment(ops={"gray": K.RandomGrayscale(p=0.2)}, copies=2)})
+    (row,) = operations.rows([several.views[0]], [image], seed=0, device=torch.device("cpu"), cell=32)
+    assert row.notes == ["RandomGrayscale", "a: p 0.2"]
 
 
-def test_operations_of_several_views_are_shown_with_their_chances() -> None:
-    image = Image.new("RGB", (32, 32))
-    views = {
-        name: gpuaug.Augment(ops={"gray": K.RandomGrayscale(p=p), "vflip": K.RandomVerticalFlip(p=0.5)})
-        for name, p in (("a", 0.2), ("b", 0.9))
-    }
-    rows = operations.rows(gpuaug.MultiView(views=views).views, [image], seed=0, device=torch.device("cpu"), cell=32)
-    assert [(r.title, r.notes) for r in rows] == [
-        ("gray", ["RandomGrayscale", "a: p 0.2"]),
-        ("vflip", ["RandomVerticalFlip", "a: p 0.5"]),
-        ("gray", ["RandomGrayscale", "b: p 0.9"]),
-        ("vflip", ["RandomVerticalFlip", "b: p 0.5"]),
-    ]
-
-
-@pytest.mark.parametrize("recipe", ["standard", "dino", "trivialaugment", "threeaugment"])
+@pytest.mark.parametrize("recipe", ["dino", "threeaugment"])
 def test_operations_of_recipes_are_drawn(recipe: str, photos: Path, tmp_path: Path) -> None:
     more = [f"augment={recipe}", "show=operations", f"json={tmp_path}/p.json"]
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.png", *more]) == 0

@@ -83,7 +83,7 @@ class TargetPacker:
             keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
             orientation=described["orientation"],
         )
-        self._stage = TargetStage(self._rules, Augment(), source=source)
+        self._target_stage = TargetStage(self._rules, Augment(), source=source)
 
     def encode(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -92,11 +92,11 @@ class TargetPacker:
 
         Returns the faults; for each row that has a mask, the encoded mask at every size; the objects at every size.
         """
-        upright = self._stage.upright(batch, headers, self._decoder)
+        upright = self._target_stage.upright(batch, headers, self._decoder)
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
         faults, encoded = list(upright.faults), dict[int, list[bytes]]()
         for row in range(len(batch.masks)):  # one at a time, because masks can be large
-            read, bad = self._stage.read_masks(batch, headers, self._decoder, rows=[row])
+            read, bad = self._target_stage.read_masks(batch, headers, self._decoder, rows=[row])
             faults += bad
             if (mask := read[row]) is not None:
                 encoded[row] = self._masks(row, mask, windows)

@@ -21,7 +21,8 @@ class LivePage:
 
     def close(self) -> None:
         """End the page, and free its port. A second call does nothing."""
-        self._server.end()
+        self._server.shutdown()
+        self._server.server_close()
 
     def __enter__(self) -> LivePage:
         return self

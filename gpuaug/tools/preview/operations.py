@@ -27,8 +27,8 @@ from gpuaug.display.sheet import Cell, Row, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-# the factor of each step of a ColorJitter; `fixed_order` lists positions in this tuple
-STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
+# the factors of a ColorJitter; `fixed_order` lists positions in this tuple
+FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 EXAMPLES = 3  # largest number of pictures of one range; exact for a seeded operation
 
 
@@ -61,7 +61,7 @@ def spans(op: Prepared, size: Size) -> list[Span]:
 def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Span]:
     module = op.slots[slot][alternative]
     kind, order = _kind(module), fixed_order(module)
-    read = None if order is None else {STEPS[step] for step in order}  # factors that this jitter step reads
+    read = None if order is None else {FACTORS[k] for k in order}  # factors that this jitter reads
 
     def params(u: Float) -> Params:
         return {k: v for k, v in op.draw(u, size).params[slot][alternative].items() if read is None or k in read}
@@ -78,7 +78,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     if groups:
         return [_over(params, op.count, names, columns, (kind, slot, alternative)) for names, columns in groups.items()]
     if read and all(float(v[0]) == (0 if k == "hue_factor" else 1) for k, v in values.items()):
-        return []  # a jitter step that is switched off
+        return []  # a jitter that is switched off
     fixed = {k: v for k, v in values.items() if v.ndim == 1}
     return [Span(kind, slot, alternative, u[:1], [_caption(fixed, 0) if 0 < len(fixed) <= 2 else "after"])]
 

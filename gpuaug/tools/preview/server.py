@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import secrets
-import socket
 import sys
 import threading
 from contextlib import suppress
@@ -61,13 +60,12 @@ def main(request: Request, settings: Settings) -> int:
 
 
 class PageServer(ThreadingTCPServer):  # HTTPServer would first look up the host's name, which can take seconds
-    """Serves the page of a recipe, with one thread per connection. It draws one picture at a time."""
+    """Serves the page of a recipe. Each request has a connection and a thread; pictures are drawn one at a time."""
 
     allow_reuse_address = daemon_threads = True
 
     def __init__(self, live: Live, *, port: int = 0) -> None:
         self.live, self.token, self.drawing = live, secrets.token_urlsafe(16), threading.Lock()
-        self._connections = set[Any]()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -77,30 +75,13 @@ class PageServer(ThreadingTCPServer):  # HTTPServer would first look up the host
     def address(self) -> str:
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
-        super().shutdown_request(request)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # OSError: the browser closed the connection
             super().handle_error(request, client_address)
 
-    def end(self) -> None:
-        """Free the port, and close the connections of open pages."""
-        self.shutdown()
-        self.server_close()
-        for connection in [*self._connections]:
-            with suppress(OSError):  # the browser closed it meanwhile
-                connection.shutdown(socket.SHUT_RDWR)
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    protocol_version = "HTTP/1.1"  # one connection for many requests
     server_version, sys_version = "gpuaug", ""
     timeout = 20.0  # seconds that a connection may be silent
 
@@ -110,8 +91,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 
@@ -128,8 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> tuple[int, str, str | bytes]:
         """Status, content type and content."""
         length = self.headers.get("Content-Length", "0")
-        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > LARGEST_BODY or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # the body stays unread
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > LARGEST_BODY:
             return 413, TEXT, f"A request must give its length, at most {LARGEST_BODY} bytes."
         body = self.rfile.read(int(length))
         origin = self.headers.get("Origin", f"http://{HOST}")  # the server whose page sent the request
@@ -151,22 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
         except (ValueError, RecursionError):
             return 400, TEXT, "The body must be JSON."
-        with self.server.drawing:
-            if self._is_closed():
-                raise ConnectionError("the page that asked for this was closed")
-            try:
-                made: str | bytes = getattr(self.server.live, name)(asked)
-            except GpuaugError as error:
-                return 400, TEXT, str(error)
-            except Exception as error:  # no memory, source gone, error in torch: the page shows it
-                return 500, TEXT, f"{type(error).__name__}: {error}"
-        return 200, "image/png" if isinstance(made, bytes) else TEXT, made
-
-    def _is_closed(self) -> bool:
-        self.connection.setblocking(False)
         try:
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        finally:
-            self.connection.settimeout(self.timeout)
+            with self.server.drawing:
+                made: str | bytes = getattr(self.server.live, name)(asked)
+        except GpuaugError as error:
+            return 400, TEXT, str(error)
+        except Exception as error:  # no memory, source gone, error in torch: the page shows it
+            return 500, TEXT, f"{type(error).__name__}: {error}"
+        return 200, "image/png" if isinstance(made, bytes) else TEXT, made
