@@ -548,51 +548,42 @@ def test_verify_names_what_is_damaged(place: str, request: pytest.FixtureRequest
 
 def test_a_damaged_folder_is_no_source(arrays: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
+    text = (arrays / MANIFEST).read_text()
+    manifest = json.loads(text)
 
-    def fresh() -> Path:
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(arrays, out)
-        return out
-
-    def refused(text: str, **more: object) -> None:
-        with pytest.raises(SourceError, match=text):
-            PackedSource(out, **more)
-
-    with (fresh() / "96" / "00001.bin").open("r+b") as file:
-        file.truncate(1000)
-    refused("96/00001.bin in .* has 1000 bytes instead of .*verify=true")
-    (fresh() / "40" / "00000.bin").unlink()
-    refused("40/00000.bin in .* is missing")
-    text = (fresh() / MANIFEST).read_text()
-    for changed, reason in (
-        (text.replace('"samples": 28', '"samples": 29', 1), "checksum"),
-        (text[:-40], "cannot be used"),
-        ("[]", "not written by"),
-        (text.replace('"version": 2', '"version": 1', 1), "version is 1"),
-    ):
-        assert changed != text
-        (out / MANIFEST).write_text(changed)
-        refused(reason)
-    (fresh() / "index" / "keys.npy").write_bytes(bytes((arrays / "index" / "keys.npy").stat().st_size))
-    refused("keys.npy .* does not match its checksum")
-    # with checksums that are right, as another program could write them
-    manifest = json.loads((fresh() / MANIFEST).read_text())
-    for name, values, reason in (
-        ("40.offsets", np.full(28, 2**40), "points outside its files"),
-        ("40.offsets", np.full(28, -1), "points outside its files"),
-        ("40.lengths", np.full(27, 1, np.int32), "40.lengths.npy .* cannot be read"),
-    ):
-        np.save(fresh() / "index" / f"{name}.npy", values)
+    def indexed(name: str, values: np.ndarray) -> None:
+        """Write an index whose checksum is right, as another program could."""
+        np.save(out / "index" / f"{name}.npy", values)
         data = (out / "index" / f"{name}.npy").read_bytes()
         files = manifest["files"] | {f"index/{name}.npy": [len(data), digest(data)]}
         write_manifest(out / MANIFEST, manifest | {"files": files})
-        refused(reason, size=40)
-    for change in ({"sizes": ["../x"]}, {"files": {"../x": [1, ""]}}):
-        write_manifest(out / MANIFEST, manifest | change)
-        refused("it (has sizes that are no numbers|names files outside the folder)")
-    refused_root = tmp_path / "nowhere"
-    with pytest.raises(SourceError, match="must be a folder"):
-        PackedSource(refused_root)
+
+    for damage, reason in (
+        (
+            lambda: os.truncate(out / "96" / "00001.bin", 1000),
+            "96/00001.bin in .* has 1000 bytes instead .*verify=true",
+        ),
+        (lambda: (out / "40" / "00000.bin").unlink(), "40/00000.bin in .* is missing"),
+        (lambda: (out / MANIFEST).write_text(text.replace('"samples": 28', '"samples": 29', 1)), "checksum"),
+        (lambda: (out / MANIFEST).write_text(text[:-40]), "cannot be used"),
+        (lambda: (out / MANIFEST).write_text("[]"), "not written by"),
+        (lambda: (out / MANIFEST).write_text(text.replace('"version": 2', '"version": 1', 1)), "version is 1"),
+        (lambda: flip(out / "index" / "keys.npy", 200), "keys.npy .* does not match its checksum"),
+        (lambda: indexed("40.offsets", np.full(28, 2**40)), "points outside its files"),
+        (lambda: indexed("40.offsets", np.full(28, -1)), "points outside its files"),
+        (lambda: indexed("40.lengths", np.full(27, 1, np.int32)), "40.lengths.npy .* cannot be read"),
+        (lambda: write_manifest(out / MANIFEST, manifest | {"sizes": ["../x"]}), "has sizes that are no numbers"),
+        (
+            lambda: write_manifest(out / MANIFEST, manifest | {"files": {"../x": [1, ""]}}),
+            "names files outside the fold",
+        ),
+        (lambda: shutil.rmtree(out), "must be a folder"),
+    ):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(arrays, out)
+        damage()
+        with pytest.raises(SourceError, match=reason):
+            PackedSource(out, size=40)
 
 
 def test_a_file_cut_under_an_open_source_is_a_fault(arrays: Path, tmp_path: Path) -> None:

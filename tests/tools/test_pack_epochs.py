@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
@@ -108,18 +107,6 @@ def test_batch_size_workers_ranks_and_cache_change_nothing(two: Path) -> None:
     part = torch.utils.data.Subset(gpuaug.PackedSource(two), [3, 30, 64])
     with loader(part) as few:
         assert [seen(few) for _ in range(2)] == [{i: images[i] for i in (3, 30, 64)} for images in want[:2]]
-
-
-def test_a_state_fits_live_and_packed(photos: Path, two: Path) -> None:
-    with loader(photos, batch_size=10) as live:
-        live.set_epoch(1)
-        whole = [index for batch in live for index in batch.indices.tolist()]
-        live.set_epoch(1)
-        next(iter(live))
-        state = json.loads(json.dumps(live.state_dict()))
-    with loader(gpuaug.PackedSource(two)) as replay:
-        replay.load_state_dict(state)
-        assert [index for batch in replay for index in batch.indices.tolist()] == whole[10:]
 
 
 def test_mix_and_normalization_are_left_to_do(photos: Path, two: Path) -> None:
