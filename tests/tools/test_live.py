@@ -75,16 +75,10 @@ class Page:
         address = urlsplit(self.url)
         connection = HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.putrequest("GET" if data is None else "POST", path if whole else address.path + path, skip_host=True)
-        connection.putheader("Host", host or address.netloc)
-        connection.putheader("Content-Length", str(len(data or b"")))
-        for name, value in headers.items():
-            connection.putheader(name.replace("_", "-"), value)
-        connection.endheaders(data)
-        answer = connection.getresponse()
-        found = answer.status, answer.read()
-        connection.close()
-        return found
+        own = {"Host": host or address.netloc, **{name.replace("_", "-"): value for name, value in headers.items()}}
+        connection.request("POST" if data else "GET", path if whole else address.path + path, data, own)
+        with connection.getresponse() as answer:
+            return answer.status, answer.read()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scenes as made
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 import gpuaug
 from gpuaug.display import annotations as drawing
@@ -148,25 +148,6 @@ def test_originals_have_the_annotations_of_the_file(scenes: Path) -> None:
     for sample in samples(gpuaug.MaskFolderSource(scenes), SEGMENTATION, gpuaug.Augment(crop=gpuaug.Resize(32))):
         with Image.open(scenes / "masks" / f"{sample.index:03d}.png") as mask:
             assert np.array_equal(original(sample).mask, np.asarray(mask))
-
-
-@pytest.mark.parametrize("orientation", [5, 6, 8])
-def test_turned_originals_are_drawn_with_turned_masks(orientation: int, tmp_path: Path) -> None:
-    rng = np.random.default_rng(orientation)
-    for name in ("images", "masks"):
-        (tmp_path / name).mkdir()
-    exif = Image.Exif()
-    exif[274] = orientation
-    values = rng.integers(0, 4, (30, 40)).astype(np.uint8)
-    Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(tmp_path / "images" / "a.jpg", exif=exif)
-    Image.fromarray(values).save(tmp_path / "masks" / "a.png")
-    augment = gpuaug.Augment(crop=gpuaug.Resize(24))
-    (sample,) = samples(gpuaug.MaskFolderSource(tmp_path), SEGMENTATION, augment, count=1)
-    turned = Image.fromarray(values)
-    turned.getexif()[274] = orientation
-    mask = original(sample).mask
-    assert np.array_equal(mask, np.asarray(ImageOps.exif_transpose(turned)))
-    assert sample.original.picture.size == mask.shape[::-1]
 
 
 def test_an_object_has_one_color_in_all_pictures(scenes: Path) -> None:

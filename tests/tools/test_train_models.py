@@ -128,15 +128,6 @@ def test_a_model_that_is_refused(model: Any, said: str, nets: Path) -> None:
     assert said in str(caught.value)
 
 
-@pytest.mark.usefixtures("v2")
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "timm", None)
-    monkeypatch.setitem(sys.modules, "torchvision", None)  # timm needs it, but is what the user asked for
-    peers.torchvision.cache_clear()
-    with pytest.raises(ConfigError, match="this needs timm, which cannot be imported .* pip install timm"):
-        build_model(Request(command="train"), "timm:resnet18", num_classes=2, seed=0)
-
-
 def test_functions_and_arguments_of_a_trusted_module(nets: Path) -> None:
     request = Request(command="train", trust=("train_nets.",))
     config = {"_target_": "train_nets.flat", "bias": False}
@@ -177,7 +168,7 @@ def test_a_file_in_the_current_folder_is_no_library(
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path)])  # as if the library were not installed
-    with pytest.raises(ConfigError, match=f"this needs {library}, .* No module named '{library}'"):
+    with pytest.raises(ConfigError, match=f"needs {library}, .* No module named '{library}'.* pip install"):
         build_model(Request(command="train", trust=("my_pkg.",)), f"{library}:resnet18", num_classes=2, seed=0)
 
 

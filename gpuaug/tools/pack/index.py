@@ -113,10 +113,8 @@ def _joined(name: str, per_shard: list[NDArray[Any]], num_keypoints: int) -> NDA
     """Join the arrays of a column. An empty column gets zero rows of the usual shape."""
     if name == "object_bounds":
         return np.cumsum([0, *chain(*per_shard)], dtype=np.int64)
-    if some := [array for array in per_shard if len(array)]:
-        return np.concatenate(some)
-    field = name.rpartition(".")[2]
-    return np.zeros({"boxes": (0, 4), "keypoints": (0, num_keypoints, 3)}.get(field, 0), COLUMNS[field])
+    shape = {"boxes": (0, 4), "keypoints": (0, num_keypoints, 3)}.get(name.rpartition(".")[2], 0)
+    return np.concatenate([array for array in per_shard if len(array)] or [np.zeros(shape, per_shard[0].dtype)])
 
 
 def _labels(labels: list[Any]) -> NDArray[Any] | None:
