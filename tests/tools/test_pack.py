@@ -658,25 +658,6 @@ def test_nothing_but_bad_samples(tmp_path: Path) -> None:
         run(FolderSource(tmp_path / "in", labels="none"), tmp_path / "out", faults=DROP, format="uint8")
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ({"sizes": []}, "`sizes` must be"),
-        ({"sizes": [0]}, "`sizes` must be"),
-        ({"sizes": [64, 64]}, "`sizes` must be"),
-        ({"sizes": "128"}, "`sizes` must be"),
-        ({"format": "png"}, "`format` must be one of jpeg, uint8. Found: 'png'."),
-        ({"quality": 101}, "from 1 to 100"),
-        ({"subsampling": 420}, "4:4:4, 4:2:2, 4:2:0. Found: 420"),
-        ({"interpolation": "lanczos"}, "bilinear, bicubic"),
-        ({"samples": 0}, "`samples` must be"),
-    ],
-)
-def test_refused_settings(what: dict, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        Pack(**what)
-
-
 # -- processes, Ray, the command --
 
 
@@ -728,6 +709,14 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["out=/x/y", "batch_size=4"], "`batch_size` has no effect"),
         (["out=/x/y", "sizs=4"], "`sizs`"),
         (["out=/x/y", "sizes=a"], "`sizes` must be"),
+        (["out=/x/y", "sizes=[]"], "`sizes` must be"),
+        (["out=/x/y", "sizes=[0]"], "`sizes` must be"),
+        (["out=/x/y", "sizes=[64,64]"], "`sizes` must be"),
+        (["out=/x/y", "format=png"], "`format` must be one of jpeg, uint8. Found: 'png'."),
+        (["out=/x/y", "quality=101"], "from 1 to 100"),
+        (["out=/x/y", "subsampling=420"], "4:4:4, 4:2:2, 4:2:0. Found: 420"),
+        (["out=/x/y", "interpolation=lanczos"], "bilinear, bicubic"),
+        (["out=/x/y", "samples=0"], "`samples` must be"),
         (["out=/proc/no", "on=ry"], "source.root"),
         (["out=7"], "`out` must be text"),
         (["out=x", "verify=perhaps"], "`verify` must be true or false"),
