@@ -20,7 +20,6 @@ from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
-from gpuaug.augment.policy import OneOf
 from gpuaug.augment.recipe import View
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.display.sheet import Cell, Row, scaled
@@ -151,17 +150,7 @@ def _notes(op: Prepared, span: Span, view: str) -> list[str]:
     """The class, the probability and the view. For a member of a random choice, the choice's class comes first."""
     p, whole = getattr(op.op, "p", None), type(op.op).__name__
     notes = [f"{f'{view}: ' if view else ''}p {p:g}"] if isinstance(p, int | float) else [view] * bool(view)
-    if span.what.startswith(whole):
-        return [span.what, *notes]
-    notes = [f"{whole}:", *notes, span.what]
-    if isinstance(op.op, OneOf):
-        members = [member for member in op.op.ops.values() if member is not None]
-        kind = type(op.slots[span.slot][span.alternative])
-        own = {getattr(m, "p", 1.0) for m in members if type(m) is kind}
-        return [*notes, f"one of {len(members)}", *(f"its own p {p:g}" for p in own if len(own) == 1 and p != 1)]
-    if whole in ("RandAugment", "TrivialAugment", "TrivialAugmentWide"):  # AutoAugment chooses pairs instead
-        notes.append(f"{len(op.slots) if len(op.slots) > 1 else 'one'} of {len(op.slots[0])}")
-    return notes
+    return [span.what, *notes] if span.what.startswith(whole) else [f"{whole}:", *notes, span.what]
 
 
 def _applied(

@@ -33,7 +33,7 @@ LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any por
 LARGEST_BODY = 1 << 16  # bytes
 TEXT = "text/plain; charset=utf-8"
 FILES = {"": ("live.html", "text/html; charset=utf-8"), "live.js": ("live.js", "text/javascript; charset=utf-8")}
-METHODS = {**dict.fromkeys((*FILES, "state"), "GET"), **dict.fromkeys(("render", "overrides", "yaml"), "POST")}
+PLACES = {"GET": (*FILES, "state"), "POST": ("render", "overrides", "yaml")}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -114,10 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not all(map(LOCAL.fullmatch, (self.headers.get("Host", ""), origin.partition("//")[2]))):
             return 403, TEXT, "This page is only for 127.0.0.1 and localhost."
         token, slash, name = self.path.removeprefix("/").partition("/")
-        if not secrets.compare_digest(token.encode(), self.server.token.encode()) or not slash or name not in METHODS:
+        known = slash and name in PLACES[self.command]
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()) or not known:
             return 404, TEXT, "There is nothing here. Open the address that the terminal shows."
-        if self.command != METHODS[name]:
-            return 405, TEXT, f"This address answers only {METHODS[name]}."
         if name in FILES:
             return 200, FILES[name][1], Path(__file__).with_name(FILES[name][0]).read_bytes()
         if name == "state":

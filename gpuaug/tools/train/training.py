@@ -91,12 +91,11 @@ class Settings(Keys):
             )
 
 
-class Stop(contextlib.AbstractContextManager["Stop"]):
+class Stop:
     """Sets ``asked`` on SIGTERM, so that the running step can finish."""
 
     def __init__(self) -> None:
-        self.asked = False
-        self._pid = os.getpid()
+        self.asked, self._pid = False, os.getpid()
         self._before: Any = None
 
     def __enter__(self) -> Stop:
