@@ -269,7 +269,7 @@ def test_long_lines_fit_a_narrow_terminal_and_stay_whole_in_a_pipe(capsys: pytes
         assert max(map(len, lines)) <= columns
         assert all(line.startswith(" " * 19) for line in lines[1:])
         assert " ".join("".join(f"{line[19:]} " for line in lines).split()) == text.strip()
-    code = "from gpuaug.tools.doctor import command; print(command.open_files((64, 4096)))"
+    code = "from gpuaug.tools.doctor import command; print(command.open_files(64, 4096))"
     assert max(map(len, on_terminal(code, columns=60))) <= 60
 
 
