@@ -105,6 +105,8 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["preview", "out=null"], "`out` must be text. Found: None."),
         (["preview", "draws=0"], "`draws` must be a whole number >= 1 or null. Found: 0."),
         (["preview", "indices=[1,x]"], "`indices` must be a list of sample numbers"),
+        (["plan", "seconds=0"], "`seconds` must be a number in [1, 3600]. Found: 0."),
+        (["plan", "json=3"], "`json` must be text or null. Found: 3."),
         (["preview", "epoch=-1"], "`epoch` must be a whole number >= 0"),
         (["preview", "samples=many"], "`samples` must be a whole number >= 1 or null. Found: 'many'."),
     ],
