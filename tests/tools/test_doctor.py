@@ -335,41 +335,20 @@ def test_versions_are_held_against_the_ranges(monkeypatch: pytest.MonkeyPatch) -
     assert found["pillow"].status == command.OK
 
 
-@pytest.mark.parametrize("cuda", [12, 13])
-def test_dali_for_either_cuda_is_what_decodes(cuda: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("there", command.DALI)
+def test_dali_for_either_cuda_is_what_decodes(there: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     from packaging.specifiers import SpecifierSet
 
-    there = command.DALI[cuda]
-    monkeypatch.setattr(machine, "package_version", lambda package: "2.4" if package in there else None)
     monkeypatch.setattr(command, "required_ranges", lambda: {"nvidia-dali-cuda120": SpecifierSet(">=2.4,<2.6")})
-    found = {f.name: f for f in command.versions()}
-    assert (found["DALI"].status, found["nvImageCodec"].status) == (command.OK, command.OK)
-    monkeypatch.setattr(machine, "package_version", lambda package: "2.3" if package in there else None)
-    old = {f.name: f for f in command.versions()}["DALI"]
-    assert old.status == command.SLOW
-    assert f"pip install '{there[0]}" in old.advice
+    for version, status, advice in (("2.4", command.OK, ""), ("2.3", command.SLOW, f"pip install '{there[0]}")):
+        monkeypatch.setattr(machine, "package_version", lambda package, at=version: at if package in there else None)
+        found = {f.name: f for f in command.versions()}
+        assert found[there[0]].status == status
+        assert advice in found[there[0]].advice
+        assert found[there[1]].status == command.OK
     monkeypatch.setattr(machine, "package_version", lambda package: None)
-    assert "pip install nvidia-dali-cuda120" in {f.name: f for f in command.versions()}["DALI"].advice
-
-
-def test_dali_stands_beside_torchs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for dali, build, words in (
-        (12, "12.8", ""),
-        (12, "13.0", "pip install 'nvidia-dali-cuda130"),
-        (13, "13.0", ""),
-        (13, "12.6", "pip install 'nvidia-dali-cuda120"),
-    ):
-        there = command.DALI[dali]
-        monkeypatch.setattr(
-            machine, "package_version", lambda package, there=there: "2.4" if package in there else None
-        )
-        *_, pair = command.devices(Answer(False, "", {"build": build, "devices": []}))
-        assert pair.text == f"DALI for CUDA {dali}, torch for CUDA {build}"
-        assert pair.status == (command.NOTE if words else command.OK)
-        assert words in pair.advice
-    monkeypatch.setattr(machine, "package_version", lambda package: None)
-    *_, last = command.devices(Answer(False, "", {"build": "12.8", "devices": []}))
-    assert last.name == "cuda"
+    missing = {f.name: f for f in command.versions()}["nvidia-dali-cuda120"]
+    assert (missing.status, missing.advice) == (command.SLOW, "pip install nvidia-dali-cuda120")
 
 
 def test_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,7 @@ log = logging.getLogger("gpuaug")
 LATE = "did not answer within"
 TIMEOUT_S = 180.0  # a first compilation takes up to a minute on slow machines
 OK, NOTE, SLOW, BROKEN, UNTESTED = "ok", "note", "warning", "BROKEN", "untested"
-DALI = {  # CUDA version: packages
-    12: ("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12"),
-    13: ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13"),
-}
+DALI = [("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12"), ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13")]
 UNCOMPILED = {"compiled": False}  # value of the test "compiler" if the augmentations work, but were not compiled
 TESTS = {  # test: title, status if it fails, remedy
     "decoder_cpu": ("DALI on the CPU", BROKEN, "Set decode.backend=pillow."),
@@ -77,9 +74,9 @@ class Finding:
             object.__setattr__(self, "advice", "")
 
     def __str__(self) -> str:
-        lines = [folded(self.text, first=f"  {self.name:<19} {self.status:<9} ", indent=32)]
+        lines = [folded(self.text, first=f"  {self.name:<22} {self.status:<9} ", indent=35)]
         if self.advice:
-            lines.append(folded(self.advice, first=" " * 32, indent=32, width=118))
+            lines.append(folded(self.advice, first=" " * 35, indent=35, width=118))
         return "\n".join(lines)
 
 
@@ -130,20 +127,19 @@ def versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     yield Finding("gpuaug", machine.package_version("gpuaug") or "not installed, imported from a folder")
     ranges = required_ranges()
-    dali, codec = DALI[_dali_cuda()]
-    needed = {"torch": "torch", "kornia": "kornia", "hydra": "hydra-core", "pillow": "pillow"}
-    for name, package in {**needed, "DALI": dali, "nvImageCodec": codec, "triton": "triton"}.items():
+    for package in ("torch", "kornia", "hydra-core", "pillow", *dali(), "triton"):
         version, wanted = machine.package_version(package), ranges.get(package.replace("cuda130", "cuda120"))
         if version is None:
-            status = BROKEN if name in needed else NOTE if name == "triton" else SLOW
-            yield Finding(name, "not installed", status, f"pip install {package}")
+            status = NOTE if package == "triton" else SLOW if package in dali() else BROKEN
+            yield Finding(package, "not installed", status, f"pip install {package}")
         else:
             fits = wanted is None or wanted.contains(version, prereleases=True)
-            yield Finding(name, version, OK if fits else SLOW, f"pip install '{package}{wanted}'")
+            yield Finding(package, version, OK if fits else SLOW, f"pip install '{package}{wanted}'")
 
 
-def _dali_cuda() -> int:
-    return next((cuda for cuda, (package, _) in DALI.items() if machine.package_version(package) is not None), 12)
+def dali() -> tuple[str, str]:
+    """The names of DALI's packages, for the CUDA version that is installed."""
+    return next((names for names in DALI if machine.package_version(names[0])), DALI[0])
 
 
 def required_ranges() -> dict[str, Any]:
@@ -169,19 +165,6 @@ def devices(cuda: Answer) -> Iterator[Finding]:
         elif not details:
             status, advice = BROKEN, "Set device=cpu, and look at nvidia-smi: the test of the devices failed."
         yield Finding("cuda", f"{len(gpus)} devices; {cuda.text}", status, advice)
-    if details.get("build") and machine.package_version(DALI[_dali_cuda()][0]):
-        yield dali_and_torch(details["build"])
-
-
-def dali_and_torch(torch_cuda: str) -> Finding:
-    """Compare the CUDA version of DALI with that of torch, such as ``12.8``."""
-    ours, theirs = _dali_cuda(), int(torch_cuda.partition(".")[0])
-    advice = ""
-    if ours != theirs and theirs in DALI:  # both use the same driver, so they may work together
-        wanted = required_ranges().get(DALI[12][0], "")
-        advice = f"pip uninstall -y {DALI[ours][0]}; pip install '{DALI[theirs][0]}{wanted}'"
-    text = f"DALI for CUDA {ours}, torch for CUDA {torch_cuda}"
-    return Finding("DALI and torch", text, NOTE if advice else OK, advice)
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -228,7 +211,7 @@ def cpus(count: int, quota: float | None) -> Finding:
 
 def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
     """Take the stored result of each test, or run it. ``cuda``: whether a CUDA device works."""
-    has_dali = all(machine.package_version(package) for package in DALI[_dali_cuda()])
+    has_dali = all(map(machine.package_version, dali()))
     for name in TESTS:
         if not (has_dali or name in WITHOUT_DALI):
             continue
