@@ -31,7 +31,6 @@ BACKENDS = {"kornia": ReferenceBackend, "fused": FusedBackend}
 POLICIES: dict[str, Callable[..., Any]] = {
     "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
     "trivialaugment": lambda: K.auto.TrivialAugment(),
-    "autoaugment": lambda: K.auto.AutoAugment(),
 }
 WITHOUT_FUSED_FORM: dict[str, Callable[..., Any]] = {
     "affine nearest": lambda **k: K.RandomAffine(30.0, (0.1, 0.2), resample="nearest", **k),

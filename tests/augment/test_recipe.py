@@ -442,8 +442,6 @@ def changes() -> dict[str, Augment]:
         "policy": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=9)}),
         "policy m": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=10)}),
         "policy list": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=9, policy=two)}),
-        "auto": standard(ops=ops | {"policy": K.auto.AutoAugment()}),
-        "auto svhn": standard(ops=ops | {"policy": K.auto.AutoAugment("svhn")}),
         "one": standard(ops={"one": OneOf(ops={"a": K.RandomInvert(), "b": jitter})}),
         "one order": standard(ops={"one": OneOf(ops={"b": jitter, "a": K.RandomInvert()})}),
         "one p": standard(ops={"one": OneOf(ops={"a": K.RandomInvert(), "b": jitter}, p=0.5)}),

@@ -29,7 +29,6 @@ OPS_OF_ALL = {
     "flip": lambda: K.RandomHorizontalFlip(),
     "rand": lambda: K.auto.RandAugment(n=2, m=9),
     "trivial": lambda: K.auto.TrivialAugment(),
-    "auto": lambda: K.auto.AutoAugment(),
     "warp": lambda: K.RandomPerspective(0.3, p=0.7),
     "distort": lambda: gpuaug.PhotometricDistort(),
 }
