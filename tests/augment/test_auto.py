@@ -281,7 +281,7 @@ def test_torchvisions_magnitudes_are_equal_in_every_bin_and_size(libraries) -> N
     for bins in (2, 3, 10, 31, 40):
         for size in ((224, 160), (33, 27), (7, 500)):
             theirs = libraries[0].RandAugment()._augmentation_space(bins, size)
-            ours = auto._table(auto._Space(names=tuple(NAMES[name] for name in theirs), bins=bins), size)
+            ours = auto._by_bin(auto._Space(names=tuple(NAMES[name] for name in theirs), bins=bins), size)
             for row, (values, _) in zip(ours, theirs.values(), strict=True):
                 assert np.array_equal(row, np.broadcast_to(values.numpy(), bins).astype(np.float64))
 
