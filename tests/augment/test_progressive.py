@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from common import loader
-from pictures import encode, photograph
-from PIL import Image
 from torch import Tensor
 
 import gpuaug
@@ -98,23 +96,6 @@ def test_targets_follow_the_stage_of_the_epoch() -> None:
         assert torch.equal(targets.masks, want.masks)
         assert targets.boxes.tolist() == want.boxes.tolist()
         assert targets.masks.shape == (2, size_of(epoch), size_of(epoch))
-
-
-def test_a_loader_moves_masks_with_the_images() -> None:
-    target = gpuaug.Target(
-        mask=encode(Image.fromarray(np.arange(2000, dtype=np.int64).astype(np.uint8).reshape(40, 50)), "PNG"),
-        size=(40, 50),
-    )
-    source = [(encode(photograph(size=(50, 40))), target)] * 4
-    for epoch, size in ((0, 24), (1, 40)):
-        how = {"targets": gpuaug.Targets(masks=gpuaug.Masks()), "batch_size": 4}
-        with loader(source, augment=recipe(), **how) as mixed, loader(source, augment=stage(size), **how) as plain:
-            mixed.set_epoch(epoch)
-            plain.set_epoch(epoch)
-            (a,), (b,) = mixed, plain
-        assert a.targets.masks.shape[-2:] == a.images.shape[-2:] == (size, size)
-        assert torch.equal(a.targets.masks, b.targets.masks)
-        assert torch.equal(a.images, b.images)
 
 
 def test_views_and_backends(photo_batch: Tensor) -> None:
