@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, EncodedTargets, Int32, Int64
+from gpuaug.batch import CropWindows, Int32, Int64, Objects
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import oriented_batch
@@ -312,12 +312,13 @@ def _runs(data: bytes, size: tuple[int, int]) -> Mask:
     return np.repeat(values.astype(np.uint8 if small else np.int32), lengths).reshape(size)
 
 
-def number_segments(found: list[Mask | None], table: EncodedTargets, *, as_objects: bool, fill: int) -> None:
+def number_segments(found: list[Mask | None], table: Objects, *, as_objects: bool, fill: int) -> None:
     """Replace annotation ids in masks by object numbers (1, 2, ...) or classes. An unknown id becomes ``fill``."""
+    offsets = table.offsets.tolist()
     for row, mask in enumerate(found):
         if mask is None:
             continue
-        begin, end = table.offsets[row : row + 2].tolist()
+        begin, end = offsets[row : row + 2]
         order = np.argsort(table.ids[begin:end])
         ids = table.ids[begin:end][order]
         values = order + 1 if as_objects else table.labels[begin:end][order]

@@ -220,7 +220,7 @@ def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
 
     def as_on_cuda(self, batch, decoded, device, **more):
         sample(self, batch, decoded, torch.device("cuda"), **more)
-        assert all(view.moves for view in batch.views)
+        assert all(view.moves for view in batch)
 
     monkeypatch.setattr(TargetStage, "sample", as_on_cuda)
     with targets_loader() as made:

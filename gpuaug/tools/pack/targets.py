@@ -16,7 +16,7 @@ from PIL import Image
 
 from gpuaug.augment.recipe import Augment
 from gpuaug.augment.target_stage import TargetStage
-from gpuaug.batch import CropWindows, EncodedBatch, Fault
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import GpuaugError
@@ -26,7 +26,7 @@ from gpuaug.source.adapt import Source
 from gpuaug.source.packed import Size
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.colors import Color
-from gpuaug.targets.objects import Objects
+from gpuaug.targets.objects import output_keypoints
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Orientation, Targets
 
 Columns = dict[str, NDArray[Any]]
@@ -87,9 +87,9 @@ class TargetPacker:
 
     def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
         """The targets of a batch at every size. ``windows[k]`` resizes the whole images to size k."""
-        upright = self._stage.upright(batch, headers, self._decoder)
+        upright, faults = self._stage.upright(batch, headers, self._decoder)
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
-        faults, encoded = list(upright.faults), dict[int, list[bytes]]()
+        encoded = dict[int, list[bytes]]()
         for row in range(len(batch.masks)):  # one at a time, because masks can be large
             read, bad = self._stage.read_masks(batch, headers, self._decoder, rows=[row])
             faults += bad
@@ -127,11 +127,11 @@ class TargetRows:
         columns: Columns = {}
         for name, whole in zip(names, self.sizes, strict=True) if self.rules.boxes or self.rules.keypoints else ():
             objects = whole.rows(np.array(rows, dtype=np.int64))
-            columns |= {"object_bounds": objects.counts(len(rows)), "object_labels": objects.labels}
+            columns |= {"object_bounds": objects.counts, "object_labels": objects.labels}
             columns |= {"object_crowd": objects.crowd, "object_ids": objects.ids, f"{name}.area": objects.area}
             if objects.boxes is not None:
                 columns[f"{name}.boxes"] = objects.boxes.astype(np.float32)
-            if (keypoints := objects.output_keypoints(self.rules)) is not None:
+            if (keypoints := output_keypoints(objects, self.rules)) is not None:
                 columns[f"{name}.keypoints"] = keypoints
         return columns
 

@@ -69,11 +69,11 @@ def upright_targets(
         return None
     recipe = Augment()  # no crop and no operations: the output is the whole image
     whole = TargetStage(stage.targets.rules, recipe, source=loader.source, quiet=True)
-    upright = whole.upright(encoded, headers, decoder)
-    batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
-    if upright.faults or whole.decode(batch, encoded, headers, decoder):
+    upright, faults = whole.upright(encoded, headers, decoder)
+    views = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
+    if faults or whole.decode(views, encoded, headers, decoder):
         return None
-    return whole.finish(batch, encoded.indices, bad=[], keep=None, device=torch.device("cpu"))[0]
+    return whole.finish(views, encoded.indices, bad=[], keep=None, device=torch.device("cpu"))[0]
 
 
 def read(loader: Loader, indices: Sequence[int], *, epoch: int) -> EncodedBatch:
