@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import gpuaug
 from gpuaug.augment.fused.backend import FusedBackend
-from gpuaug.augment.moves import Field, Float64, check_carried, moves
+from gpuaug.augment.moves import Elastic, Float64, check_carried, moves
 from gpuaug.augment.parameters import Chosen, Prepared, tensors
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
@@ -230,9 +230,9 @@ def labels(batch: int, size: tuple[int, int], count: int = 6, seed: int = 0) -> 
     return torch.from_numpy(coarse[:, rows][:, :, columns])
 
 
-def only_field(prepared: list[Prepared], chosen: list[Chosen], size: tuple[int, int]) -> Field:
+def only_field(prepared: list[Prepared], chosen: list[Chosen], size: tuple[int, int]) -> Elastic:
     (field,) = moves(prepared, chosen, size)
-    assert isinstance(field, Field)
+    assert isinstance(field, Elastic)
     return field
 
 
@@ -282,7 +282,7 @@ def test_a_field_stands_between_the_matrices_before_and_after_it() -> None:
     }
     prepared, chosen = drawn(ops, 3, size)
     before, field, *after = moves(prepared, chosen, size)
-    assert isinstance(field, Field)
+    assert isinstance(field, Elastic)
     np.testing.assert_array_equal(before, moves(prepared[:2], chosen[:2], size)[0])
     np.testing.assert_array_equal(after, moves(prepared[3:], chosen[3:], size))
     np.testing.assert_array_equal(field.keys, chosen[2].keys)
@@ -298,7 +298,7 @@ def test_alternatives_of_one_slot_may_be_a_matrix_a_field_or_neither() -> None:
     }
     prepared, chosen = drawn({"one": OneOf(ops=members, p=0.8)}, batch, size)
     found = moves(prepared, chosen, size)
-    (field,) = (move for move in found if isinstance(move, Field))
+    (field,) = (move for move in found if isinstance(move, Elastic))
     matrices = [move for move in found if move is not field]
     np.testing.assert_array_equal(field.rows, np.flatnonzero(chosen[0].choice[:, 0] == 0))
     for matrix in matrices:

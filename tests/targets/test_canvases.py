@@ -13,7 +13,7 @@ from torch.nn.functional import max_pool2d
 
 import gpuaug
 from gpuaug.augment.parameters import Chosen, Prepared
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 
 SIZE = (104, 128)  # (height, width) of the images
 COUNT = 10  # images of a chain
@@ -220,9 +220,9 @@ def test_erased_pixels_get_their_value_where_they_move_to(
     backend: str, as_on_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A black box on a white image is where the mask has the value 7, also after later operations."""
-    sample = TargetStage.sample
+    sample = TargetMover.sample
     if as_on_cuda:  # the host only crops
-        monkeypatch.setattr(TargetStage, "sample", lambda *a, **k: sample(*a[:3], torch.device("cuda"), **k))
+        monkeypatch.setattr(TargetMover, "sample", lambda *a, **k: sample(*a[:3], torch.device("cuda"), **k))
     white = torch.full((COUNT, 3, *SIZE), 255, dtype=torch.uint8)
     given = {"masks": torch.zeros((COUNT, *SIZE), dtype=torch.uint8), "targets": gpuaug.Targets(masks=gpuaug.Masks())}
     settings = {"mode": "const", "mean": (0.5, 0.5, 0.5), "scale": (0.1, 0.3), "count": 2}

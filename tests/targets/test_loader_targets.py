@@ -14,7 +14,7 @@ from pictures import encode, photograph, png
 from PIL import Image
 
 import gpuaug
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 from gpuaug.errors import ConfigError
 
 COUNT, K_POINTS = 12, 4
@@ -216,13 +216,13 @@ def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
     """As on CUDA: the host only crops, and torch moves the masks where the images are."""
     with targets_loader() as made:
         want = by_sample(made)
-    sample = TargetStage.sample
+    sample = TargetMover.sample
 
     def as_on_cuda(self, batch, decoded, device, **more):
         sample(self, batch, decoded, torch.device("cuda"), **more)
         assert all(view.moves for view in batch)
 
-    monkeypatch.setattr(TargetStage, "sample", as_on_cuda)
+    monkeypatch.setattr(TargetMover, "sample", as_on_cuda)
     with targets_loader() as made:
         assert by_sample(made) == want
 

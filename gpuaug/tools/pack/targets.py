@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.plan import HeaderInfo
@@ -83,7 +83,7 @@ class TargetPacker:
             keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
             orientation=described["orientation"],
         )
-        self._stage = TargetStage(self._rules, Augment(), source=source)
+        self._stage = TargetMover(self._rules, Augment(), source=source)
 
     def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
         """The targets of a batch at every size. ``windows[k]`` resizes the whole images to size k."""

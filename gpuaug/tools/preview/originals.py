@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.plan import HeaderInfo
@@ -68,7 +68,7 @@ def upright_targets(
     if stage.targets is None or encoded.faults or headers.faults:
         return None
     recipe = Augment()  # no crop and no operations: the output is the whole image
-    whole = TargetStage(stage.targets.rules, recipe, source=loader.source, quiet=True)
+    whole = TargetMover(stage.targets.rules, recipe, source=loader.source, quiet=True)
     upright, faults = whole.upright(encoded, headers, decoder)
     views = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
     if faults or whole.decode(views, encoded, headers, decoder):
