@@ -38,7 +38,8 @@ class Policy(RecipeOp):
     def __init__(self, interpolation: str, fill: Fill, *, also: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.interpolation = checks.one_of("interpolation", interpolation, (*INTERPOLATIONS, *also))
-        self.fill = _colour(fill)
+        made = color(0 if fill is None else fill)
+        self.fill = made if isinstance(made, tuple) else (made, made, made)
 
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
         """Make a :class:`PillowOp` for each of ``names``. ``interpolation`` replaces the policy's own setting."""
@@ -197,11 +198,6 @@ class AugMix(Policy):
         rule = partial(chained, layers=layers, chains=self.mixture_width, free=self.chain_depth < 1)
         count = uniforms_of_chains(self.mixture_width) + _EACH * len(slots)
         return Prepared(name, self, slots, count, rule, chains=self.mixture_width)
-
-
-def _colour(fill: Any) -> tuple[int, int, int]:
-    made = color(0 if fill is None else fill)
-    return made if isinstance(made, tuple) else (made, made, made)
 
 
 # --- torchvision's magnitudes

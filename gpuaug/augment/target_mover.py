@@ -347,14 +347,6 @@ class TargetMover:
         for rows in split_by_bytes(np.arange(len(sizes)), np.where(sizes > most, 0, sizes), most):
             found, bad = self.read_masks(encoded, info, decoder, rows=rows[sizes[rows] <= most].tolist())
             faults += bad
-            if self.panoptic:
-                self._number(found, encoded)
-            for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
-                largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
-                if largest > LARGEST_BYTE:
-                    reason = f"a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-                    faults.append(self._mask_fault(encoded, row, reason))
-                    found[row] = None
             yield found[rows[0] : rows[-1] + 1]
             del found
 
@@ -374,25 +366,16 @@ class TargetMover:
                 )
         return found
 
-    def _number(self, found: list[NDArray[Any] | None], encoded: EncodedBatch) -> None:
-        """Replace annotation ids in panoptic masks by object numbers or classes."""
-        assert encoded.targets is not None
-        masks.number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-        if self._lookup is None:
-            return
-        unnamed = [Counter[int]() for _ in found]
-        for row, mask in enumerate(found):  # not applied earlier, because `map` is for classes, not for annotation ids
-            found[row] = None if mask is None else self._lookup.apply(mask, unnamed=unnamed[row])
-        self._log_unnamed(encoded, unnamed)
-
     def read_masks(
-        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int]
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int], keep_ids: bool = False
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Decode upright masks [h, w]. Panoptic masks hold annotation ids; to others, the rules are applied.
+        """Decode upright masks [h, w] of classes or objects. With ``keep_ids``, panoptic masks hold annotation ids.
 
         ``rows``: the rows to decode. The other rows, and rows without a mask or with a fault, get None.
         """
-        data = encoded.masks
+        data, objects = encoded.masks, encoded.targets
+        assert objects is not None
+        offsets = objects.offsets
         found: list[NDArray[Any] | None] = [None] * len(data)
         unnamed = [Counter[int]() for _ in data]
         faults: list[Fault] = []
@@ -400,7 +383,7 @@ class TargetMover:
         def one(row: int) -> None:
             height, width, exif = int(info.height[row]), int(info.width[row]), int(info.orientation[row])
             try:
-                found[row] = masks.decode(
+                mask = masks.decode(
                     data[row].tobytes(),
                     stored=(width, height) if exif > 4 else (height, width),
                     exif=exif,
@@ -410,6 +393,18 @@ class TargetMover:
                     unnamed=None if self._unnamed_logged else unnamed[row],
                     ids_in_rgb=self.panoptic,
                 )
+                if self.panoptic and not keep_ids:
+                    own = slice(offsets[row], offsets[row + 1])
+                    values = objects.labels[own]
+                    values = np.arange(1, len(values) + 1) if self._instances else values
+                    mask = masks.replace_ids(mask, objects.ids[own], values, self.fill)
+                    if self._lookup is not None:  # `map` is for classes, not for annotation ids
+                        mask = self._lookup.apply(mask, unnamed=unnamed[row])
+                if self._dtype == torch.uint8 and mask.dtype != np.uint8 and mask.max() > LARGEST_BYTE:
+                    raise HeaderError(
+                        f"a value of {mask.max()}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+                    )
+                found[row] = mask
             except HeaderError as error:
                 faults.append(self._mask_fault(encoded, row, str(error)))
 

@@ -91,7 +91,7 @@ class TargetPacker:
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
         encoded = dict[int, list[bytes]]()
         for row in range(len(batch.masks)):  # one at a time, because masks can be large
-            read, bad = self._stage.read_masks(batch, headers, self._decoder, rows=[row])
+            read, bad = self._stage.read_masks(batch, headers, self._decoder, rows=[row], keep_ids=True)
             faults += bad
             if (mask := read[row]) is not None:
                 encoded[row] = self._masks(row, mask, windows)
