@@ -88,7 +88,7 @@ CHOICE = st.lists(MEMBER, min_size=1, max_size=4, unique_by=lambda item: item[0]
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     items=st.lists(st.one_of(SINGLE, POLICY, CHOICE), min_size=1, max_size=4, unique_by=lambda item: item[0]),
     size=st.sampled_from([(33, 47), (64, 40), (224, 224), (2, 5)]),
