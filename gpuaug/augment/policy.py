@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ _FASTER = (
 )
 
 
+@dataclass(kw_only=True, eq=False)
 class OneOf:
     """Chooses one of several operations for each sample, all equally likely. Use it as an entry of a recipe's ``ops``.
 
@@ -45,11 +47,8 @@ class OneOf:
     ['blur']
     """
 
-    def __init__(self, *, ops: Mapping[str, Any], p: float = 1.0) -> None:
-        self.ops, self.p = ops, p
-
-    def __repr__(self) -> str:
-        return f"OneOf(ops={self.ops!r}, p={self.p})"
+    ops: Mapping[str, Any]
+    p: float = 1.0
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:

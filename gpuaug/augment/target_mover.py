@@ -71,14 +71,7 @@ class TargetMover:
         quiet: True: log nothing, because another stage logs the same.
     """
 
-    def __init__(
-        self,
-        rules: Targets,
-        recipe: Any,
-        *,
-        source: Source | None = None,
-        quiet: bool = False,
-    ) -> None:
+    def __init__(self, rules: Targets, recipe: Any, *, source: Source | None = None, quiet: bool = False) -> None:
         self.rules, self.recipe = rules, recipe
         flip = getattr(rules.keypoints, "flip", None)
         source = Source() if source is None else source
