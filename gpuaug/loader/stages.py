@@ -18,7 +18,7 @@ from gpuaug.decode.decoder import Decode, Decoder
 from gpuaug.decode.plan import HeaderInfo
 
 if TYPE_CHECKING:  # runs without targets do not import these modules
-    from gpuaug.augment.target_stage import TargetBatch, TargetStage
+    from gpuaug.augment.target_mover import TargetMover, TargetView
     from gpuaug.targets.batch import BatchTargets
 
 NO_DRAWS = Drawn({}, {})
@@ -34,7 +34,7 @@ class StagedBatch:
     drawn: Drawn = NO_DRAWS
     windows: list[CropWindows] = field(default_factory=list)  # per view
     chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
-    targets: TargetBatch | None = None
+    targets: list[TargetView] | None = None
     images: list[Tensor] = field(default_factory=list)  # after decoding: as `decode` returns them
     ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
 
@@ -49,7 +49,7 @@ class Stage:
     seed: int = 0
     accept_truncated: bool = False
     batch_size: int = 1
-    targets: TargetStage | None = None
+    targets: TargetMover | None = None
     _decoder: Decoder | None = field(default=None, init=False)
     _lock: Any = field(default_factory=threading.Lock, init=False)
 
@@ -85,11 +85,12 @@ class Stage:
         if self.targets is None:
             windows = recipe.windows(drawn, info.height, info.width)
             return StagedBatch(encoded, info.faults, info, drawn, windows)
-        upright = self.targets.upright(encoded, info, self.decoder)
-        windows = recipe.windows(drawn, info.height, info.width, objects=upright.boxed, masks=upright.masks)
+        upright, faults = self.targets.upright(encoded, info, self.decoder)
+        objects, masks = upright.upright_objects, upright.decoded
+        windows = recipe.windows(drawn, info.height, info.width, objects=objects, masks=masks)
         chosen = recipe.choose(drawn, [window.size for window in windows])
         targets = self.targets.place(upright, windows, chosen, epoch=epoch)
-        return StagedBatch(encoded, [*info.faults, *upright.faults], info, drawn, windows, chosen, targets)
+        return StagedBatch(encoded, [*info.faults, *faults], info, drawn, windows, chosen, targets)
 
     def decode(self, batch: StagedBatch) -> tuple[list[Tensor], list[Fault]]:
         """Decode every image once. Returns uint8 [B, H, W, 3] per view on the device, and the faults."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import EncodedTargets, Fault, Target
+from gpuaug.batch import Fault, Objects, Target
 from gpuaug.errors import GpuaugError, SourceError
 from gpuaug.source.adapt import Source
 from gpuaug.source.local import FINAL, LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
@@ -32,7 +32,7 @@ PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
 
 _MISSING: Any = object()  # an unknown label
 # labels, faults, targets and extras of a batch
-Rest = tuple[NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
+Rest = tuple[NDArray[Any] | None, tuple[Fault, ...], Objects | None, list[Any] | None]
 Encoded = tuple[list[memoryview], Rest]  # bytes of the images, then of the masks; and the rest
 
 
