@@ -47,7 +47,8 @@ class Remote:
             credentials there.
         concurrency: maximum number of requests at a time in each worker.
         tries: maximum number of tries of a request.
-        redirects: follow redirects of ``http(s)://`` and ``s3://`` servers to other hosts. With False they are errors.
+        redirects: follow redirects of web servers and object stores to other hosts. With False they are errors, and
+            object stores cannot be read through a proxy.
         timeout: seconds for one try, plus at least one second for each megabyte of a range. All tries of a batch
             together should take less than the ``timeout`` of the loader.
         cache: folder on a local disk that stores what was read. Processes and runs may share it. None: no cache.
