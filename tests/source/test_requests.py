@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
@@ -15,7 +15,6 @@ import pytest
 from common import METHODS
 
 from gpuaug.errors import ConfigError, ReadError, SourceError
-from gpuaug.source.remote import storage as storage_module
 from gpuaug.source.remote.storage import Range, Remote, Storage
 
 BODY = bytes(range(256)) * 300
@@ -297,10 +296,10 @@ def test_an_interrupt_leaves_nothing_half_done(kind, monkeypatch):
         storage, url = asking(kind, port)
         with monkeypatch.context() as patch:
 
-            def interrupted(future):
+            def interrupted(future, timeout=None):
                 raise KeyboardInterrupt
 
-            patch.setattr(storage_module, "_result", interrupted)
+            patch.setattr(Future, "result", interrupted)
             storage.prefetch([Range(f"{url}/soon", image=0)])
             with pytest.raises(KeyboardInterrupt):
                 storage.read([Range(f"{url}/{i}") for i in range(9)])
