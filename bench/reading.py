@@ -36,10 +36,10 @@ class Delayed(FolderSource):
 
     delay = 0.0
 
-    def _read_local(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Any:
         if self.delay:
             time.sleep(self.delay)
-        return super()._read_local(index)
+        return super().__getitem__(index)
 
 
 def epoch(reader: Reader, count: int) -> tuple[float, float]:

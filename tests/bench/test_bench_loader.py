@@ -4,6 +4,7 @@ import sys
 
 import loader as bench
 import pytest
+import reading
 from quick import popen, quick
 
 
@@ -108,6 +109,20 @@ def test_the_s3_server_gives_the_folder_as_it_is(tmp_path):
         assert Storage(remote).read([Range(f"{server.url}/a/1.jpg", 6, 3)]) == [("a/1.jpg" * 2).encode()[6:9]]
         assert server.seconds() > 0
         assert "moto" in server.how
+
+
+def test_reading_is_measured_with_and_without_workers(tmp_path):
+    (tmp_path / "a").mkdir()
+    for i in range(100):
+        (tmp_path / "a" / f"{i}.jpg").write_bytes(b"jpeg" * i)
+    source = reading.Delayed(tmp_path)
+    source.delay = 0.0001
+    for num_workers in (0, 1):
+        reader = reading.Reader(source, num_workers=num_workers)
+        rate, used = reading.epoch(reader, 4)
+        reader.close()
+        assert 0 < rate < 1e7
+        assert 0 < used < 1
 
 
 def started(root, who="read"):

@@ -179,30 +179,21 @@ def test_slots_grow_with_the_batches_and_large_ones_return_their_memory(monkeypa
         expected, slot = b"".join(pieces), ring.take()
         assert ring.write(slot, pieces) == size
         assert not pieces
-        other, view = ring.take(), ring.view(slot, size)
+        other, view = ring.take(), ring.lease(slot, size)
         ring.write(other, [b"other" * 99])
-        assert view.numpy().tobytes() == expected
+        assert view.tobytes() == expected
         assert held() >= size
         ring.release(other)
         part = view[-1:]
         del view
         assert ring.free == 1
-        assert int(part) == expected[-1]
+        assert part[0] == expected[-1]
         del part
         assert ring.free == 2
         assert sys.platform != "linux" or held() <= 8 << 20
     assert not ring.is_set()
     ring.set()
     assert ring.is_set()
-
-
-def test_a_batch_is_one_piece_of_memory(reading):
-    source = Bytes(40)
-    for batch in reading(source, num_workers=1).batches(plan(source, 10)):
-        assert batch.data.untyped_storage().data_ptr() == batch.offsets.untyped_storage().data_ptr()
-        assert not batch.labels.is_shared()  # who keeps the labels of a batch keeps none of its bytes
-        assert batch.labels.untyped_storage().nbytes() == batch.labels.nbytes
-        assert not batch.data.is_pinned()
 
 
 class Lending(Bytes):
