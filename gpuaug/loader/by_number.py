@@ -15,7 +15,8 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults, Policy
-from gpuaug.loader.pipeline import Pass, Pipeline
+from gpuaug.loader.passes import Pass
+from gpuaug.loader.pipeline import Pipeline
 from gpuaug.random.keyed import REPEATS
 from gpuaug.read.reader import Reader
 

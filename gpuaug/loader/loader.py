@@ -22,8 +22,8 @@ from gpuaug.files import parse_bytes
 from gpuaug.loader import arguments, augmented, by_number, describe, distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Streams
-from gpuaug.loader.stages import Stage
+from gpuaug.loader.passes import Pass, PassEndedError
+from gpuaug.loader.pipeline import LazyDecoder, Pipeline, Streams
 from gpuaug.loader.state import VERSION, check_state, compare, locate, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
@@ -34,7 +34,6 @@ from gpuaug.source.base import checksum
 from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them
-    from gpuaug.augment.target_stage import TargetStage
     from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
@@ -185,40 +184,29 @@ class Loader:
         encoded: Any = self.source
         if cache is not None:  # an opened cache keeps what it has already read
             encoded = cache if isinstance(cache, CachedSource) else cache.open(self.source)
-        stage = Stage(
-            augmented.remaining(self.augment, self.source, self.seed),
-            self.decode,
-            device=self.device,
-            seed=self.seed,
-            accept_truncated=self.faults.truncated == "accept",
-            batch_size=self.batch_size,
-            targets=self._target_stage(),
-        )
+        accepted = self.faults.truncated == "accept"
+        opened = partial(self.decode.open, self.device, accept_truncated=accepted, batch_size=self.batch_size)
+        targets = None
+        if self.targets is not None:
+            from gpuaug.augment.target_stage import TargetStage
+
+            targets = TargetStage(self.targets, self.augment, source=self.source)
         return Pipeline(
-            reader=Reader(
-                encoded,
-                num_workers=self.num_workers,
-                targets=() if self.targets is None else self.targets.names,
-                **reading,
-            ),
-            stage=stage,
+            reader=Reader(encoded, num_workers=self.num_workers, targets=getattr(self.targets, "names", ()), **reading),
+            lazy_decoder=LazyDecoder(opened),
+            recipe=augmented.remaining(self.augment, self.source, self.seed),
+            targets=targets,
             mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),
             faults=self.faults,
             device=self.device,
             streams=Streams(self.device),
+            seed=self.seed,
             dtype=self.dtype,
             memory_format=self.memory_format,
             key_of=self.source.key,
             appearance_at=describe.appearances(self.augment, self.source, self.targets),
             first_row=self.source.first_row,
         )
-
-    def _target_stage(self) -> TargetStage | None:
-        if self.targets is None:
-            return None
-        from gpuaug.augment.target_stage import TargetStage
-
-        return TargetStage(self.targets, self.augment, source=self.source)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "pipeline" in vars(self) and (name == "source" or name in self._given):
@@ -338,7 +326,7 @@ class Loader:
     def _finish(self) -> None:
         """End a pass whose batches were all handed out. Without `stop`, its iterator would come here again."""
         self.pipeline.stop()
-        self.faults.end_of_epoch(self._epoch, *self.pipeline.stage.second_chances(), log=self._log)
+        self.faults.end_of_epoch(self._epoch, *self.pipeline.lazy_decoder.second_chances(), log=self._log)
         self._advance()
 
     def start_at(self, epoch: int, position: int) -> None:

@@ -83,7 +83,7 @@ def test_headers_are_read_while_the_batch_before_is_decoded_and_the_one_before_a
         return call
 
     with loader(photos) as ours:
-        decoder = ours.pipeline.stage.decoder
+        decoder = ours.pipeline.decoder
         monkeypatch.setattr(decoder, "read_headers", waiting("headers", None, decoder.read_headers))
         monkeypatch.setattr(decoder, "pixels", waiting("pixels", "headers", decoder.pixels))
         monkeypatch.setattr(ours.augment, "apply", waiting("apply", "pixels", ours.augment.apply))

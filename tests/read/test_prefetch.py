@@ -243,7 +243,7 @@ class Stalling:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_closing_takes_seconds_even_while_a_read_stalls(workers, monkeypatch):
-    monkeypatch.setattr("gpuaug.loader.pipeline.TIMEOUT_S", 0.5)
+    monkeypatch.setattr("gpuaug.loader.passes.TIMEOUT_S", 0.5)
     monkeypatch.setattr("gpuaug.read.workers.TIMEOUT_S", 0.5)
     loader = gpuaug.Loader(Stalling(), augment=gpuaug.Augment(crop=gpuaug.Resize(8), backend="kornia"), device="cpu",
                            batch_size=8, num_workers=workers, order="sequential", ahead="1MiB",

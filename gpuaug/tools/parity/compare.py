@@ -60,7 +60,7 @@ def compare(loader: Loader, *, indices: Sequence[int], epoch: int = 0) -> Parity
 
 def _decoded(parity: Parity, loader: Loader, indices: Iterable[int], *, epoch: int) -> list[Sample]:
     """Compare decoding, cropping and resizing, one image at a time to limit memory."""
-    decoder, stage = replace(loader.decode, reduced=False).open(loader.device), loader.pipeline.stage
+    decoder, pipeline = replace(loader.decode, reduced=False).open(loader.device), loader.pipeline
     samples, turned = [], 0
     for index in indices:
         encoded = read(loader, [index], epoch=epoch)
@@ -81,10 +81,10 @@ def _decoded(parity: Parity, loader: Loader, indices: Iterable[int], *, epoch: i
         turned += int(headers.orientation[0]) != 1
         if header.sniff(data) != "raw":
             parity.at("decode", decoder.backend, "Pillow").add(image, theirs, sample.key)
-        batch = stage.read_headers(encoded, epoch)
+        batch = pipeline.read_headers(encoded, epoch)
         name = "crop of reduced decoding" if loader.decode.reduced else "crop"
         for view, window, made in zip(
-            loader.augment.at(epoch).views, batch.windows, stage.decode(batch)[0], strict=True
+            loader.augment.at(epoch).views, batch.windows, pipeline.decode(batch).images, strict=True
         ):
             if view.copy == 0:
                 sample.ours[view.name], sample.theirs[view.name] = made[0].cpu().numpy(), crop_by_pillow(theirs, window)

@@ -16,7 +16,7 @@ from gpuaug.decode.plan import HeaderInfo
 from gpuaug.display.annotations import Annotated, Annotations
 from gpuaug.display.batches import label_text
 from gpuaug.loader.loader import Loader
-from gpuaug.loader.stages import NO_DRAWS
+from gpuaug.loader.pipeline import NO_DRAWS
 from gpuaug.read.reader import Reader
 from gpuaug.targets.batch import BatchTargets
 
@@ -52,7 +52,7 @@ def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Se
             known = Annotations.of(upright_targets(loader, decoder, encoded, headers), 0, loader.targets)
             sample.original, sample.absent = Annotated(Image.fromarray(pixels), known), ""
             for each in cropped:
-                for window in loader.pipeline.stage.read_headers(encoded, each).windows:
+                for window in loader.pipeline.read_headers(encoded, each).windows:
                     top, left, height, width = window.window[0].tolist()
                     sample.crops.append((left, top, left + width, top + height))
         samples.append(sample)
@@ -64,11 +64,10 @@ def upright_targets(
     loader: Loader, decoder: Decoder, encoded: EncodedBatch, headers: HeaderInfo
 ) -> BatchTargets | None:
     """The targets of one whole upright image, before the recipe. None if it has no usable targets."""
-    stage = loader.pipeline.stage
-    if stage.targets is None or encoded.faults or headers.faults:
+    if loader.targets is None or encoded.faults or headers.faults:
         return None
     recipe = Augment()  # no crop and no operations: the output is the whole image
-    whole = TargetStage(stage.targets.rules, recipe, source=loader.source, quiet=True)
+    whole = TargetStage(loader.targets, recipe, source=loader.source, quiet=True)
     upright = whole.upright(encoded, headers, decoder)
     batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
     if upright.faults or whole.decode(batch, encoded, headers, decoder):
