@@ -114,8 +114,8 @@ class Loader:
 
     waited = 0.0
     _epoch = _position = 0
-    # "here": the next pass begins at `_epoch` and `_position`. "left": the last pass stopped inside `_epoch`.
-    # "finished": the last pass handed out the last batch of `_epoch`. "left" and "finished" lead to the next epoch.
+    # Where the next pass begins. "here": at `_epoch` and `_position`. "left" and "finished": in the next epoch, because
+    # the last pass stopped inside `_epoch`, or handed out the last batch of `_epoch`.
     _next_pass: Literal["here", "left", "finished"] = "here"
     _last_logged = _left_logged = False
     _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
@@ -270,8 +270,7 @@ class Loader:
     @property
     def prefetch_level(self) -> int:
         """Number of finished batches that wait for the consumer."""
-        last = self.pipeline.running  # another thread may stop the pass meanwhile
-        running = None if last is None else last()
+        running = self.pipeline.newest_pass()
         return 0 if running is None else running.waiting
 
     @property
@@ -437,12 +436,10 @@ class Loader:
         raise ConfigError(f"a gpuaug.Loader is not a dataset: {arguments.NOT_A_DATASET}")
 
     @property
-    def dataset(self) -> NoReturn:
-        """Raises an error, because a loader has no dataset. ``accelerate.skip_first_batches`` asks for it."""
-        raise ReadOnlyError(
-            f"a gpuaug.Loader has no `dataset`: {arguments.NOT_A_DATASET} To continue inside an epoch, use "
-            "`loader.load_state_dict(state)` in place of `skip_first_batches`."
-        )
+    def dataset(self) -> NoReturn:  # `accelerate.skip_first_batches` asks for it
+        """Raises an error, because a loader has no dataset."""
+        text = "To continue inside an epoch, use `loader.load_state_dict(state)` in place of `skip_first_batches`."
+        raise ReadOnlyError(f"a gpuaug.Loader has no `dataset`: {arguments.NOT_A_DATASET} {text}")
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -498,36 +495,27 @@ class Loader:
                 f"`last={self.last}`{default}. Set `faults.policy=blank`, or `last=uneven` if your training has no "
                 "collective operation (such as DDP's) that waits for every rank."
             )
-        return EpochOrder(
-            self._ordered(),
-            start=start,
-            rank=rank,
-            world_size=world_size,
-            batch_size=self.batch_size,
-            last=self.last,
-            limit=self.limit_batches,
-        )
+        share: dict[str, Any] = {"rank": rank, "world_size": world_size, "last": self.last, "limit": self.limit_batches}
+        return EpochOrder(self._ordered(), start=start, batch_size=self.batch_size, **share)
 
     def _log_last(self, plan: EpochOrder) -> None:
         """Log once, on rank 0, what `last` does with samples that do not fill a batch on every rank."""
         if self._last_logged or plan.rank or plan.world_size == 1:
             return
-        most, least = (len(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))
+        most, least = len(plan), len(replace(plan, rank=plan.world_size - 1))
         more = plan.batch_size * plan.world_size * most - plan.remaining
+        self._last_logged = most != least or (self._last is None and more > 0)
         if most != least:
             self._log.warning(
                 "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. If each step waits for all ranks, "
                 "as in DDP, the run will hang at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
                 most, least, plan.world_size - 1,
             )  # fmt: skip
-        elif self._last is None and more > 0:
+        elif self._last_logged:
             self._log.info(
                 "last pad: %d samples are repeated, so that each of %d ranks has %d full batches; `batch.valid` is "
                 "False for the repeats", more, plan.world_size, most,
             )  # fmt: skip
-        else:
-            return
-        self._last_logged = True
 
 
 def _check_epoch(epoch: Any) -> int:
@@ -560,8 +548,7 @@ class _Epoch(Pass):
                 if loader._next_pass == "left":
                     loader._next_pass = "here"
                 raise
-        last = loader.pipeline.running
-        if last is not None and last() is self:
+        if loader.pipeline.newest_pass() is self:
             loader._finish()
         raise StopIteration
 

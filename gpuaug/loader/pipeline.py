@@ -276,10 +276,14 @@ class Pipeline:
         if self.closed:
             raise GpuaugError("this loader is closed. Build a new one.")
 
+    def newest_pass(self) -> Any:
+        running = self.running  # another thread may stop the pass meanwhile
+        return None if running is None else running()
+
     def stop(self) -> None:
         """Close the running pass."""
-        last, self.running = self.running, None
-        if last is not None and (running := last()) is not None:
+        running, self.running = self.newest_pass(), None
+        if running is not None:
             running.close()
 
     def close(self, *, keep_cache: bool = False) -> None:

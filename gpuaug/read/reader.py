@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.batch import EncodedBatch
-from gpuaug.errors import ConfigError
 from gpuaug.read.ends import finalize
 from gpuaug.read.order import Task
 from gpuaug.read.packing import fields_of, join, offsets_of, pack, unpack
@@ -66,16 +65,17 @@ class Reader:
         checks.whole_number("prefetch_factor", prefetch_factor, 1)
         if start_method is not None:
             checks.one_of("start_method", start_method, multiprocessing.get_all_start_methods())
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ConfigError(
-                f"`timeout` must be a number of seconds above 0; `.inf` waits forever. Found: {timeout!r:.200}."
-            )
+        checks.number("timeout", timeout, 1e-3)
         if num_workers == 0 and timeout not in (TIMEOUT, float("inf")):
             log.warning("`timeout` of %g s has no effect: num_workers=0 reads in this process and waits", timeout)
-        self.source = adapt(source)
-        self.num_workers, self.timeout = num_workers, timeout
-        self.prefetch_factor, self.start_method = prefetch_factor, start_method
-        self.targets, self.read_threads = tuple(targets), read_threads
+        self.source, self.targets = adapt(source), tuple(targets)
+        self._samples = Samples(self.source, self.targets, read_threads)
+        self._settings: dict[str, Any] = {
+            "num_workers": num_workers,
+            "timeout": timeout,
+            "prefetch_factor": prefetch_factor,
+            "start_method": start_method,
+        }
         self._own()
 
     def _own(self) -> None:
@@ -85,7 +85,6 @@ class Reader:
         self._shared = share(torch.from_numpy(np.zeros(1, dtype=np.int64)))
         self._generation = self._shared.numpy()
         self._lock = threading.RLock()  # held while waiting for a batch
-        self._samples = Samples(self.source, self.targets, self.read_threads)
         self._workers: Workers | None = None
         finalize(self, _leave, self._generation, self._lock)
         self._pid = os.getpid()  # at the end, because other threads look here
@@ -94,13 +93,7 @@ class Reader:
     def pids(self) -> list[int]:
         return [] if self._workers is None else self._workers.pids
 
-    def batches(
-        self,
-        tasks: Iterable[Task],
-        *,
-        first: int = 0,
-        zero_copy: bool = False,
-    ) -> Iterator[EncodedBatch]:
+    def batches(self, tasks: Iterable[Task], *, first: int = 0, zero_copy: bool = False) -> Iterator[EncodedBatch]:
         """Yield one batch for each ``(indices, repeats, valid)``. This call ends an earlier iterator of any thread.
 
         ``first`` is added to the sample numbers that the source reads. ``zero_copy`` avoids copies if there are no
@@ -116,7 +109,7 @@ class Reader:
         if self._pid != os.getpid():
             self._own()
         generation = self._generation[0] = next(self._numbers)
-        zero_copy = zero_copy and self.num_workers == 0 and self.source.zero_copy
+        zero_copy = zero_copy and self.source.zero_copy
         return self._batches(generation, tasks, first, zero_copy)
 
     def close(self) -> None:
@@ -129,7 +122,11 @@ class Reader:
     def _batches(self, generation: int, tasks: Iterable[Task], first: int, zero_copy: bool) -> Iterator[EncodedBatch]:
         todo = ((task, task[0].numpy() + first) for task in tasks)
         ended, pid = partial(is_over, self._generation, generation), self._pid
-        read = self._received(generation, todo, ended) if self.num_workers else self._read_here(todo, zero_copy)
+        read = (
+            self._received(generation, todo, ended)
+            if self._settings["num_workers"]
+            else self._read_here(todo, zero_copy)
+        )
         try:
             while not ended() and (made := next(read, None)) is not None:
                 (indices, repeats, valid), fields = made
@@ -161,14 +158,7 @@ class Reader:
                 try:
                     if not begun:
                         if self._workers is None:
-                            self._workers = Workers(
-                                self._samples,
-                                self._shared,
-                                num_workers=self.num_workers,
-                                timeout=self.timeout,
-                                prefetch_factor=self.prefetch_factor,
-                                start_method=self.start_method,
-                            )
+                            self._workers = Workers(self._samples, self._shared, **self._settings)
                         self._workers.begin(generation, todo)
                         begun = True
                     # `_workers` is None if another thread has closed the reader.

@@ -42,12 +42,10 @@ _of_parent: list[Any] = []  # iterators of the parent; if a forked child freed t
 
 Planned = tuple[Task, NDArray[np.int64]]  # a task, and the sample numbers to read for it
 
-# serial number, slot, number of the iterator, and how many sample numbers are in the slot: of this batch, and to give
-# to `source.prefetch`
-Request = tuple[int, int, int, int, int]
+# slot, number of the iterator, and how many sample numbers are in the slot: of this batch, and for `source.prefetch`
+Request = tuple[int, int, int, int]
 NO_SLOT = -1  # there is no task: nothing to read
-# serial number, and the bytes in the slot (0: the iterator has ended, and nothing was read) or why there are none
-Answer = tuple[int, int | str]
+Answer = int | str  # bytes in the slot (0: the iterator has ended, and nothing was read), or why there are none
 
 
 class Workers:
@@ -79,7 +77,6 @@ class Workers:
             _Sender(samples, generation, self._ring),  # type: ignore[arg-type]  # any object with `[]`
             batch_size=None,  # an item is a whole batch
             sampler=self._requests,
-            collate_fn=_same,
             worker_init_fn=_settle,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
@@ -121,23 +118,20 @@ class Workers:
         """
         requests, ring = self._requests, self._ring
         while True:
-            expected, generation, task, slot = requests.sent[0]
+            generation, task, slot = requests.sent[0]
             current = generation == requests.generation
             if current and task is None:
                 if requests.error is not None:
                     raise requests.error
                 return None
-            serial, size = self._answer(ended)
-            if serial != expected:
-                raise self._lost("an interrupt has lost a batch of the reading workers.")
+            size = self._answer(ended)
             if current and isinstance(size, str):
                 raise self._lost(size)
             requests.sent.popleft()
-            if task is None or not current or not size:
+            if task is None or not current or not isinstance(size, int) or not size:
                 if slot != NO_SLOT:
                     ring.release(slot)
                 continue
-            assert isinstance(size, int)
             block = ring.lease(slot, size)
             if not ring.free:  # the next request needs a slot
                 block = mapped(size).copy_(torch.from_numpy(block)).numpy()
@@ -168,7 +162,7 @@ class Workers:
 
     def _lost(self, reason: str) -> ReadError:
         """The error for the first batch of the current iterator that is missing."""
-        for _, generation, task, _ in self._requests.sent:
+        for generation, task, _ in self._requests.sent:
             if generation == self._requests.generation and task is not None:
                 i = int(task[0][0])
                 return ReadError(f"{reason} The missing batch begins with sample {i} ({self._source.key(i)!r}).")
@@ -196,11 +190,10 @@ class _Requests(Iterator[Request]):
 
     def __init__(self, ring: Ring, lookahead: int) -> None:
         self._ring, self._lookahead = ring, lookahead
-        self._serial = self.generation = 0
+        self.generation = 0
         self._tasks: Iterator[Planned] = iter(())
         self._waiting = deque[Planned]()
-        # serial number, generation, task and slot of each request without an answer, in order
-        self.sent = deque[tuple[int, int, Task | None, int]]()
+        self.sent = deque[tuple[int, Task | None, int]]()  # generation, task and slot of requests without an answer
         self.error: Exception | None = None  # of the iterator of tasks
 
     def begin(self, generation: int, tasks: Iterator[Planned]) -> None:
@@ -208,17 +201,16 @@ class _Requests(Iterator[Request]):
         self._waiting.clear()
 
     def __next__(self) -> Request:
-        self._serial += 1
         while len(self._waiting) <= self._lookahead and (planned := self._planned()) is not None:
             self._waiting.append(planned)
         if not self._waiting:
-            self.sent.append((self._serial, self.generation, None, NO_SLOT))
-            return self._serial, NO_SLOT, 0, 0, 0
+            self.sent.append((self.generation, None, NO_SLOT))
+            return NO_SLOT, 0, 0, 0
         (task, indices), slot = self._waiting.popleft(), self._ring.take()
         after = self._waiting[-1][1] if 0 < self._lookahead == len(self._waiting) else indices[:0]
         self._ring.write(slot, [indices.tobytes(), after.tobytes()])
-        self.sent.append((self._serial, self.generation, task, slot))
-        return self._serial, slot, self.generation, len(indices), len(after)
+        self.sent.append((self.generation, task, slot))
+        return slot, self.generation, len(indices), len(after)
 
     def _planned(self) -> Planned | None:
         try:
@@ -235,9 +227,9 @@ class _Sender:
         self.samples, self.generation, self.ring = samples, generation, ring
 
     def __getitem__(self, request: Request) -> Answer:
-        serial, slot, generation, count, more = request
+        slot, generation, count, more = request
         if slot == NO_SLOT:
-            return serial, 0
+            return 0
         stale = partial(is_over, self.generation.numpy(), generation)
         numbers = self.ring.read(slot, 8 * (count + more)).view(np.int64).tolist()
         try:
@@ -245,13 +237,13 @@ class _Sender:
                 self.samples.source.prefetch(numbers[count:])
             pieces = pack(*self.samples.batch(numbers[:count], stale))
         except EndedError:
-            return serial, 0
+            return 0
         except Exception as error:
             pieces = pack_error(error)
         try:
-            return serial, self.ring.write(slot, pieces)
+            return self.ring.write(slot, pieces)
         except OSError as error:
-            return serial, f"no shared memory for a batch: {error}. {remedy(error)}"
+            return f"no shared memory for a batch: {error}. {remedy(error)}"
 
 
 class _Messages:
@@ -354,13 +346,7 @@ def remedy(error: Exception) -> str:
     """Advice for an error that the lack of a resource caused."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         return "Allow more open files (`ulimit -n`), or lower `num_workers`."
-    if getattr(error, "errno", None) == errno.ENOSPC:
-        return "/dev/shm may be full: enlarge it (`docker run --shm-size`), or lower `num_workers`."
     return "Lower `num_workers`; 0 reads in this process."
-
-
-def _same(item: Any) -> Any:
-    return item
 
 
 def _settle(worker: int) -> None:
@@ -376,10 +362,8 @@ def _death(process: Any) -> str:
     process.join(1.0)
     code = process.exitcode
     if code is not None and code < 0:
-        how = {
-            signal.SIGKILL: "Usually memory ran out. Lower `num_workers` or `batch_size`.",
-            signal.SIGBUS: "Usually /dev/shm is full. Enlarge it (`docker run --shm-size`), or lower `num_workers`.",
-        }.get(-code, "The worker's own message, if any, is above.")
+        memory = "Usually memory ran out. Lower `num_workers` or `batch_size`."
+        how = memory if -code == signal.SIGKILL else "The worker's own message, if any, is above."
         return f"a reading worker (pid {process.pid}) was killed by signal {-code}. {how}"
     return (
         f"a reading worker (pid {process.pid}) ended with exit code {code}. Its own message, if any, is above. If the "
