@@ -301,7 +301,7 @@ def test_rows_renumbers_samples_and_keeps_what_belongs_to_them(seed: int) -> Non
 
 def test_counts_has_a_number_for_each_sample() -> None:
     objects = by_rules(random_targets(np.random.default_rng(0), [0, 2, 0, 1, 0]), Targets(boxes=Boxes(crowd="keep")))
-    counts = objects.counts(5)
+    counts = objects.counts
     assert (counts.tolist(), counts.dtype) == ([0, 2, 0, 1, 0], np.int64)
 
 
