@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from gpuaug.source.classes import class_mapping, shortened
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
-from gpuaug.source.objects import ObjectTable, checked
+from gpuaug.source.objects import ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.paths import split as split_path
 from gpuaug.source.remote.storage import Range, Remote, Storage
@@ -96,6 +95,7 @@ class CocoSource(ListedSource):
             raise SourceError(f"the folder of images does not exist: {self.root!r}. Set `source.root`, `source.split`.")
         parsed = parse(_read_file(place, self._storage), place=place, masks=masks, empty=empty, classes=mapping)
         self._set_classes(parsed.categories if mapping is None else mapping)
+        self.target_kinds = frozenset() if masks is None else frozenset({"masks"})
         self._set_objects(parsed.objects)
         self._names = Names.of([parsed.names])
         self.image_ids = share(torch.from_numpy(parsed.image_ids))
@@ -105,24 +105,20 @@ class CocoSource(ListedSource):
         self._outlines, self._place = parsed.outlines, redact(place)
         if parsed.masks is not None:
             self._mask_files = Files(_png_folder(place, self.root), Names.of([parsed.masks]), self._storage)
-        self.num_keypoints = len(parsed.points) or None
-        kinds = {"boxes": True, "masks": self.masks is not None, "keypoints": bool(parsed.points)}
-        self.target_kinds = frozenset(name for name, has in kinds.items() if has)
         self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
         self._activate(subset, exclude, began=began)
 
     def _item(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
-        item = super()._item(index, image, mask, extra, **objects)
-        if isinstance(item, Exception) or self._outlines is None:
-            return item
-        _, target = item
-        begin, end = self._objects.bounds.numpy()[index : index + 2].tolist()
-        ids = range(end - begin) if target.ids is None else target.ids
-        try:
-            drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
-        except GpuaugError as error:
-            return GpuaugError(f"the objects of {self.key(index)!r} in {self._place!r} cannot be used: {error}")
-        return image, checked(replace(target, mask=runs.encode(drawn)))
+        if self._outlines is not None and self._objects.reason(index) is None and not isinstance(image, Exception):
+            begin, end = self._objects.bounds.numpy()[index : index + 2].tolist()
+            target = self._objects.target(index)
+            ids = range(end - begin) if target.ids is None else target.ids
+            try:
+                drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
+                mask = runs.encode(drawn)
+            except GpuaugError as error:
+                mask = GpuaugError(f"the objects of {self.key(index)!r} in {self._place!r} cannot be used: {error}")
+        return super()._item(index, image, mask, extra, **objects)
 
 
 def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> str:

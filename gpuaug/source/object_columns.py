@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.errors import ReadError, SourceError
-from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, encode, numbers_of
+from gpuaug.errors import SourceError
+from gpuaug.source.classes import encode, numbers_of
 from gpuaug.source.object_json import BoxFormat, column_names, corners
-from gpuaug.source.objects import MOST_CLASSES, MOST_KEYPOINTS, ObjectTable
-from gpuaug.source.paths import redact
+from gpuaug.source.objects import MOST_KEYPOINTS, ObjectTable
 
 
-def _read_objects(
-    column: Any,
-    *,
-    sizes: NDArray[Any] | None,
-    classes: Mapping[str, int] | None,
-    names: list[str] | None,
-    box_format: BoxFormat,
-    place: str,
+def read_objects(
+    table: Any, name: str, *, classes: Mapping[str, int] | None, box_format: BoxFormat, place: str
 ) -> tuple[ObjectTable, list[str] | None]:
-    """The table of the objects, and the class names.
-
-    ``column`` is an Arrow ChunkedArray. ``names`` are the class names in the metadata of the column.
-    """
+    """The objects in the column ``name`` of an Arrow table, and the class names."""
     import pyarrow
 
-    column = column.combine_chunks()
-    count = len(column)
+    column = table.column(name).combine_chunks()
+    count, names = len(column), class_names(table.schema, name, objects=True)
     known = names if classes is None else list(classes)
-    most = len(names or known or ()) or MOST_CLASSES
     rows, reasons = np.arange(count), dict[int, str]()
     fields = _fields(column, place)
     # remove one kind of damage at a time: a check works only on rows that passed the checks before it
-    while bad := next(filter(None, _checks(fields, most)), None):
+    while bad := next(filter(None, _checks(fields)), None):
         reasons |= {int(rows[row]): reason for row, reason in bad.items()}
         keep = ~np.isin(np.arange(len(rows)), list(bad))
         column, rows = column.filter(pyarrow.array(keep)), rows[keep]
@@ -55,48 +43,11 @@ def _read_objects(
     else:
         values["labels"] = _whole(labels)
         if names is not None and classes is not None:
-            values["labels"] = numbers_of(names, classes, f"of the objects in {place}")[values["labels"]]
-    return ObjectTable(counts, sizes=sizes, **values, reasons=reasons), known
-
-
-class RowSource(ListedSource):
-    """A source of rows, each with an image.
-
-    A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_columns` and :meth:`_row`.
-    """
-
-    _has_masks = _has_ranges = False
-
-    def _set_columns(
-        self, table: Any, label: str | None, objects: str | None, classes: Classes, box_format: BoxFormat
-    ) -> None:
-        """Read labels and objects from an Arrow table with the :func:`early_columns` of all rows."""
-        place = redact(self.root)
-        if label is not None:
-            where = f"the column {label!r} of {place!r}"
-            values = column_values(table.column(label), where, name=self.key)
-            names = class_names(table.schema, label)
-            self._set_labels(values, classes=classes if objects is None else None, names=names, place=where)
-        if objects is not None:
-            mapping = None if classes is None else class_mapping(classes)
-            read, names = _read_objects(
-                table.column(objects), sizes=_sizes(table), classes=mapping, box_format=box_format,
-                names=class_names(table.schema, objects, objects=True), place=place,
-            )  # fmt: skip
-            self._set_objects(read)
-            self.num_keypoints = read.num_keypoints
-            self.target_kinds = frozenset({"boxes"} if self.num_keypoints is None else {"boxes", "keypoints"})
-            if names is not None:
-                self._set_classes(names)
-        if self._has_masks:
-            self.target_kinds |= {"masks"}
-
-    def _row(self, index: int, values: Sequence[Any]) -> Any:
-        """The sample or its error. ``values``: the image, the mask if there is one, then the extra fields."""
-        image, mask = values[0], values[1] if self._has_masks else None
-        if image is None or (mask is None and self._has_masks):
-            return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
-        return self._item(index, image, mask, values[1 + self._has_masks :])
+            numbers = np.append(numbers_of(names, classes, f"of the objects in {place}"), -1)  # -1: no class
+            inside = (values["labels"] >= 0) & (values["labels"] < len(names))
+            values["labels"] = numbers[np.where(inside, values["labels"], -1)]
+    most = None if known is None else len(known)
+    return ObjectTable(counts, sizes=_sizes(table), num_classes=most, **values, reasons=reasons), known
 
 
 def import_pyarrow() -> Any:
@@ -164,10 +115,10 @@ def is_objects(kind: Any) -> bool:
     return "boxes" in _members(kind)[0]
 
 
-class _Field(NamedTuple):
+class _ListColumn(NamedTuple):
     """One field, such as boxes, of the objects of some rows."""
 
-    name: str
+    name: str  # in the table
     counts: NDArray[np.int64]  # number of objects in each row; -1 for a null
     values: Any  # Arrow array with one entry per object
 
@@ -187,7 +138,7 @@ def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
     return names, {field: inner[name] for field, name in names.items()}
 
 
-def _fields(column: Any, place: str) -> dict[str, _Field]:
+def _fields(column: Any, place: str) -> dict[str, _ListColumn]:
     import pyarrow.compute
 
     names, kinds = _members(column.type)
@@ -213,12 +164,12 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
     rows = column if has_lists else flatten(column)
     parts = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
     if has_lists:
-        return {field: _Field(name, _lengths(parts[name]), flatten(parts[name])) for field, name in names.items()}
-    return {field: _Field(name, _lengths(column), parts[name]) for field, name in names.items()}
+        return {field: _ListColumn(name, _lengths(parts[name]), flatten(parts[name])) for field, name in names.items()}
+    return {field: _ListColumn(name, _lengths(column), parts[name]) for field, name in names.items()}
 
 
-def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, str]]:
-    """Yield, for each kind of damage, the damaged rows and why they cannot be used."""
+def _checks(fields: dict[str, _ListColumn]) -> Iterator[dict[int, str]]:
+    """Yield, for each kind of damage that an ObjectTable cannot hold, the damaged rows and why they cannot be used."""
     boxes = fields["boxes"]
     for part in fields.values():
         yield dict.fromkeys(np.flatnonzero(part.counts < 0).tolist(), f"`{part.name}` is null")
@@ -234,14 +185,9 @@ def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, 
     yield rows(_lengths(boxes.values) != 4, f"`{boxes.name}` of each object must be 4 numbers")
     if "labels" in fields:
         name, _, values = fields["labels"]
-        yield rows(_nulls(values), f"`{name}` of an object is null")
-        if not _is_text(values.type):
-            numbers = _whole(values)
-            wrong = (numbers < 0) | (numbers >= most_classes)
-            yield rows(wrong, f"`{name}` of each object must be 0 .. {most_classes - 1}")
-    if "ids" in fields:
-        name, _, values = fields["ids"]
-        yield rows((_whole(values) < 0) & ~_nulls(values), f"`{name}` of each object must be at least 0")
+        yield rows(
+            np.array(values.is_null().to_numpy(zero_copy_only=False), dtype=bool), f"`{name}` of an object is null"
+        )
     if "keypoints" in fields:
         name, _, values = fields["keypoints"]
         lengths = _amounts(values)
@@ -252,7 +198,7 @@ def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, 
         yield rows(np.asarray((lengths == -2) | (has & (lengths != wanted)) | (wanted % 3 != 0)), text)
 
 
-def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
+def _values(fields: dict[str, _ListColumn], box_format: BoxFormat) -> dict[str, Any]:
     """The columns of an :class:`ObjectTable`, except labels."""
     name, _, values = fields["boxes"]
     columns: dict[str, Any] = {"boxes": corners(_floats(_flat(values)).reshape(-1, 4), name, box_format)}
@@ -314,10 +260,6 @@ def _flat(values: Any) -> Any:
     while _is_list(values.type):
         values = pyarrow.compute.list_flatten(values)
     return values
-
-
-def _nulls(values: Any) -> NDArray[np.bool_]:
-    return np.array(values.is_null().to_numpy(zero_copy_only=False), dtype=bool)
 
 
 def _floats(values: Any) -> NDArray[np.float64]:

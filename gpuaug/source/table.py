@@ -17,7 +17,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import shortened
-from gpuaug.source.extra import Extra, ExtraTable, fields_of
+from gpuaug.source.extra import Extra, ExtraValues, fields_of
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
@@ -100,7 +100,7 @@ class TableSource(ListedSource):
         if masks:
             self.target_kinds = frozenset({"masks"})
             self._mask_files = Files(self.root, _names(columns[masks[0]], place), self._storage)
-        self._extras = ExtraTable(map(_list, map(columns.get, extras)))
+        self._extras = ExtraValues(map(_list, map(columns.get, extras)))
         places = [f"the column {name!r} of {place!r}" for name in labels]
         values = [_numbers(columns[name], where) for name, where in zip(labels, places, strict=True)]
         if several:

@@ -67,8 +67,6 @@ class VocSource(ListedSource):
     >>> boxes, labels = target.boxes, target.labels
     """
 
-    target_kinds = frozenset({"boxes"})
-
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -112,7 +110,7 @@ class VocSource(ListedSource):
         if masks is not None:
             pngs = Names.of([[os.fsencode(f"{stem}.png") for stem in stems]])
             self._mask_files = Files(join(folder, masks), pngs, self._storage)
-            self.target_kinds = frozenset({"boxes", "masks"})
+            self.target_kinds = frozenset({"masks"})
         self._read_annotations(
             [join(folder, f"{annotations}/{stem}.xml") for stem in stems], drop=difficult == "drop", given=classes
         )
