@@ -19,8 +19,6 @@ def read_objects(
     table: Any, name: str, *, classes: Mapping[str, int] | None, box_format: BoxFormat, place: str
 ) -> tuple[ObjectTable, list[str] | None]:
     """The objects in the column ``name`` of an Arrow table, and the class names."""
-    import pyarrow
-
     column = table.column(name).combine_chunks()
     count, names = len(column), class_names(table.schema, name, objects=True)
     known = names if classes is None else list(classes)
@@ -30,7 +28,7 @@ def read_objects(
     while bad := next(filter(None, _checks(fields)), None):
         reasons |= {int(rows[row]): reason for row, reason in bad.items()}
         keep = ~np.isin(np.arange(len(rows)), list(bad))
-        column, rows = column.filter(pyarrow.array(keep)), rows[keep]
+        column, rows = column.filter(import_pyarrow().array(keep)), rows[keep]
         fields = _fields(column, place)
     counts = np.zeros(count, dtype=np.int64)
     counts[rows] = fields["boxes"].counts
@@ -54,6 +52,7 @@ def import_pyarrow() -> Any:
     """The package pyarrow; SourceError if it is not installed."""
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
         raise SourceError(f"Parquet needs pyarrow ({error}). Install it: pip install gpuaug[parquet].") from error
@@ -87,10 +86,8 @@ def column_values(column: Any, place: str, *, name: Callable[[int], str] = str) 
 
 def _sizes(table: Any) -> NDArray[np.int64] | None:
     """The columns height and width, int64 [N, 2], 0 if not known; None if a column is missing or not integer."""
-    import pyarrow
-
     columns = [table.column(name) for name in ("height", "width") if name in table.column_names]
-    if len(columns) < 2 or not all(pyarrow.types.is_integer(column.type) for column in columns):
+    if len(columns) < 2 or not all(import_pyarrow().types.is_integer(column.type) for column in columns):
         return None
     sizes = np.stack([np.asarray(column.cast("int64").fill_null(0)) for column in columns], axis=1)
     return np.where((sizes > 0).all(axis=1, keepdims=True) & (sizes < 2**31), sizes, 0)
@@ -125,9 +122,7 @@ class _ListColumn(NamedTuple):
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
     """Names and Arrow types of the fields of one object. The keys of both dicts are fields of a Target."""
-    import pyarrow
-
-    types = pyarrow.types
+    types = import_pyarrow().types
     if _is_list(kind) and types.is_struct(kind.value_type):
         inner = {field.name: field.type for field in kind.value_type}
     elif types.is_struct(kind):
@@ -139,15 +134,13 @@ def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _fields(column: Any, place: str) -> dict[str, _ListColumn]:
-    import pyarrow.compute
-
     names, kinds = _members(column.type)
     if "boxes" not in names:
         raise SourceError(
             f"the objects in {place} must be a struct of lists, or a list of structs, with 4 numbers in each `bbox`. "
             f"Found: {column.type}."
         )
-    types = pyarrow.types
+    types = import_pyarrow().types
     for field, kind in kinds.items():
         inner = kind
         while field in ("boxes", "keypoints") and _is_list(inner):
@@ -159,13 +152,14 @@ def _fields(column: Any, place: str) -> dict[str, _ListColumn]:
             del names[field]  # ids are optional, so ids that are no integers are ignored
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
-    flatten = pyarrow.compute.list_flatten
     has_lists = types.is_struct(column.type)
-    rows = column if has_lists else flatten(column)
+    rows = column if has_lists else _flattened(column)
     parts = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
-    if has_lists:
-        return {field: _ListColumn(name, _lengths(parts[name]), flatten(parts[name])) for field, name in names.items()}
-    return {field: _ListColumn(name, _lengths(column), parts[name]) for field, name in names.items()}
+    return {
+        field: _ListColumn(name, _lengths(part if has_lists else column), _flattened(part) if has_lists else part)
+        for field, name in names.items()
+        for part in [parts[name]]
+    }
 
 
 def _checks(fields: dict[str, _ListColumn]) -> Iterator[dict[int, str]]:
@@ -232,22 +226,18 @@ def _is_text(kind: Any) -> bool:
 
 def _lengths(values: Any) -> NDArray[np.int64]:
     """Number of entries of each list; -1 for a null."""
-    import pyarrow.compute
-
     if not _is_list(values.type):  # the type is null
         return np.full(len(values), -1)
-    lengths = pyarrow.compute.list_value_length(values).cast("int64").fill_null(-1)
+    lengths = import_pyarrow().compute.list_value_length(values).cast("int64").fill_null(-1)
     return np.array(lengths.to_numpy(zero_copy_only=False))
 
 
 def _amounts(values: Any) -> NDArray[np.int64]:
     """How many numbers the keypoints of each object have; -1 for a null; -2 if a point does not have 3 numbers."""
-    import pyarrow.compute
-
     lengths = _lengths(values)
     if _is_list(values.type) and _is_list(values.type.value_type):
         owner = np.repeat(np.arange(len(lengths)), np.maximum(lengths, 0))
-        wrong = owner[_lengths(pyarrow.compute.list_flatten(values)) != 3]
+        wrong = owner[_lengths(_flattened(values)) != 3]
         lengths = np.where(lengths > 0, 3 * lengths, lengths)
         lengths[wrong] = -2
     return lengths
@@ -255,11 +245,13 @@ def _amounts(values: Any) -> NDArray[np.int64]:
 
 def _flat(values: Any) -> Any:
     """The numbers in all nested lists, as one flat Arrow array."""
-    import pyarrow.compute
-
     while _is_list(values.type):
-        values = pyarrow.compute.list_flatten(values)
+        values = _flattened(values)
     return values
+
+
+def _flattened(values: Any) -> Any:
+    return import_pyarrow().compute.list_flatten(values)
 
 
 def _floats(values: Any) -> NDArray[np.float64]:
