@@ -11,7 +11,6 @@ import torch
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.files import LARGEST_FILE
 from gpuaug.source import runs
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, shortened
@@ -21,10 +20,10 @@ from gpuaug.source.index import Names, share
 from gpuaug.source.objects import ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.paths import split as split_path
-from gpuaug.source.remote.storage import Range, Remote, Storage
+from gpuaug.source.remote.storage import Remote, Storage
 from gpuaug.source.segmentations import import_pycocotools
 
-PART_BYTES = 1 << 28  # bytes per read of a file above 1 GiB
+LARGEST_JSON = 1 << 36  # bytes; limit for a file of annotations
 
 
 class CocoSource(ListedSource):
@@ -135,22 +134,11 @@ def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> s
     return join(root, f"annotations/{text}_{split}.json")
 
 
-def _read_file(place: str, storage: Storage) -> bytes | bytearray:
-    """All bytes of a file. The file may exceed the limit of :meth:`Storage.read_file`."""
+def _read_file(place: str, storage: Storage) -> bytes:
     if not is_url(place) and not os.path.exists(place):
         raise SourceError(f"the annotations do not exist: {place!r}. Set `source.annotations`, or `source.split`.")
     try:
-        (info,) = storage.stat([place])
-        if info.size <= LARGEST_FILE:
-            return storage.read_file(place)
-        text = bytearray()
-        for begin in range(0, info.size, PART_BYTES):
-            part = Range(place, begin, min(PART_BYTES, info.size - begin), info.version)
-            (data,) = storage.read([part])
-            if isinstance(data, Exception):
-                raise data
-            text += data
-        return text
+        return storage.read_file(place, limit=LARGEST_JSON)
     except (OSError, ReadError) as error:
         raise SourceError(f"the annotations {redact(place)!r} cannot be read: {error}.") from error
 

@@ -185,15 +185,12 @@ class ObjectTable:
             }
         sample = np.repeat(np.arange(len(counts)), counts)
         found = find_faults(sample, {**columns, "labels": labels}, num_classes=num_classes, file=file)
-        self._set_reasons(found | dict(reasons or {}))
+        found |= reasons or {}
+        self.damaged = share(torch.from_numpy(np.array(sorted(found), dtype=np.int64)))  # ascending sample numbers
+        self._reasons = Names.of([[found[i].encode(errors="surrogatepass") for i in sorted(found)]])
         columns["labels"] = np.ascontiguousarray(labels, dtype=small)
         self._columns = {name: share(torch.from_numpy(column)) for name, column in sorted(columns.items())}
         self.sizes = None if sizes is None else share(torch.from_numpy(np.ascontiguousarray(sizes, dtype=np.int32)))
-
-    def _set_reasons(self, reasons: Mapping[int, str]) -> None:
-        numbers = sorted(reasons)
-        self.damaged = share(torch.from_numpy(np.array(numbers, dtype=np.int64)))  # ascending sample numbers
-        self._reasons = Names.of([[reasons[i].encode(errors="surrogatepass") for i in numbers]])
 
     def __len__(self) -> int:
         """Number of samples."""

@@ -86,14 +86,15 @@ class VocSource(ListedSource):
     ) -> None:
         endings = extensions_of(extensions)
         checks.one_of("source.difficult", difficult, ("keep", "drop"))
-        given: dict[str, str | None] = {
+        names = {
             "year": year,
             "masks": masks,
             "split": split,
             "images": images,
             "annotations": annotations,
+            "lists": lists,
         }
-        for key, name in (given | {"lists": lists}).items():
+        for key, name in names.items():
             if not (name is None and key in ("year", "masks")) and not (isinstance(name, str) and is_safe(name)):
                 raise ConfigError(f"`source.{key}` must be a name, such as VOC2012 or train. Found: {name!r}.")
         folder = absolute(root) if year is None else join(absolute(root), year)

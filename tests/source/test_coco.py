@@ -26,7 +26,7 @@ import gpuaug
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.read.targets import collect
-from gpuaug.source import coco, runs
+from gpuaug.source import runs
 from gpuaug.source.coco_json import mirror_images
 
 PERSON = ["nose", "left_eye", "right_eye", "left_ear", "right_ear", "left_shoulder", "right_shoulder", "left_elbow",
@@ -722,14 +722,6 @@ def test_missing_packages_are_named_with_their_command(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "gpuaug.source.coco_json")
     with pytest.raises(ConfigError, match=r"needs msgspec.*pip install 'gpuaug\[coco\]'"):
         open_coco(tmp_path)
-
-
-def test_files_above_the_limit_are_read_in_parts(tmp_path, monkeypatch):
-    write(tmp_path, one([[[0, 0, 3, 0, 3, 3]]]))
-    whole = open_coco(tmp_path)
-    monkeypatch.setattr(coco, "LARGEST_FILE", 100)
-    monkeypatch.setattr(coco, "PART_BYTES", 64)
-    assert open_coco(tmp_path).label(0).boxes.tolist() == whole.label(0).boxes.tolist()
 
 
 def test_the_benchmark_of_the_index_runs(tmp_path):
