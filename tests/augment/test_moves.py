@@ -22,9 +22,8 @@ from torch import Tensor, nn
 import gpuaug
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.moves import Field, Float64, check_carried, moves
-from gpuaug.augment.ops import entry_of, fields
 from gpuaug.augment.parameters import Chosen, Prepared, tensors
-from gpuaug.augment.policy import OneOf, prepare_all
+from gpuaug.augment.policy import OneOf, entry_of, fields, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
 
 BACKENDS = {"kornia": ReferenceBackend, "fused": FusedBackend}

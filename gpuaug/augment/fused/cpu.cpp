@@ -1,4 +1,4 @@
-// Augments a batch of images on the CPU. Each image runs its own program (ops/entry.py) while it stays in the cache.
+// Augments a batch of images on the CPU. Each image runs its own program (backend.py) while it stays in the cache.
 //
 // The formulas have Kornia's order of additions and Kornia's fused multiply-adds. So most pixels are bit-identical to
 // those of Kornia 0.9, and discontinuous operations (equalize, posterize) jump at the same pixels. Steps with Pillow's

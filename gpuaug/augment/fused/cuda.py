@@ -14,7 +14,8 @@ bytes than the kernels of `standard`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -487,8 +488,9 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 
 
 def launch(
-    x: Tensor, program: Program, *, tables: Sequence[Table] = (), dtype: torch.dtype, channels_last: bool
-) -> Tensor:
+    x: Tensor, program: Program, *, dtype: torch.dtype, channels_last: bool, tables: Sequence[Table] = (),
+    formulas: Mapping[Code, Any] = MappingProxyType({}),
+) -> Tensor:  # fmt: skip
     """Queue the program's kernels on the current device; ``x``: uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
@@ -533,6 +535,6 @@ def launch(
         elif stretch.rest:
             column = stretch.last - 1
             for group, rows in zip(stretch.rest, part.rows, strict=True):
-                table = table_of(group, column, tables)
-                x = run_step(group, x, program.args[:, column], rows, table=table, ramps=program.ramps)
+                more: Any = {"table": table_of(group, column, tables), "ramps": program.ramps}
+                x = run_step(group, x, program.args[:, column], rows, formula=formulas.get(group.code), **more)
     return x

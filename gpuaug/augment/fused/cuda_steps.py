@@ -6,7 +6,7 @@ A program has a row per sample and a column per step. Only the JPEG step waits f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -163,7 +163,9 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 # --- steps in torch
 
 
-def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor) -> Tensor:
+def run_step(
+    group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor, formula: Any = None
+) -> Tensor:
     """Run a group's step on ``x``, float32 [B, 3, H, W], which may be overwritten. ``a``: arguments of the column."""
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
@@ -206,9 +208,10 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
         y = _autocontrast(y, own[:, 0, None, None, None])
     elif group.code is Code.EQUALIZE:
         y = _equalize(y.clamp(0, 1))
-    else:
-        assert group.code is Code.SHARPNESS
+    elif group.code is Code.SHARPNESS:
         y = _sharpness(y.clamp(0, 1), own[:, 0, None, None, None])
+    else:
+        y = formula(y.clamp(0, 1), own)
     return y.contiguous() if whole else x.index_copy_(0, rows.long(), y)
 
 

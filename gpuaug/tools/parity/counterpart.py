@@ -10,9 +10,9 @@ import PIL.Image
 import torch
 
 from gpuaug.augment.auto import Policy
-from gpuaug.augment.ops import by_class
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.parameters import Chosen, Prepared
+from gpuaug.augment.policy import by_class
 from gpuaug.augment.recipe import Augment, MultiView, View
 from gpuaug.batch import CropWindows
 from gpuaug.loader.loader import Loader
