@@ -28,7 +28,7 @@ from test_pillow import FILL, MAGNITUDES, drawn, pictures
 
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda as triton_kernels
-from gpuaug.augment.fused import cuda_levels, cuda_steps
+from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
@@ -72,7 +72,7 @@ def _value(bits):  # type: ignore[no-untyped-def]
 
 if not isinstance(triton_kernels.over_255, triton.JITFunction):
     for kernel in (_unit, _reciprocal, _cos, _sin, _product, _value):
-        setattr(cuda_levels if kernel is _product else triton_kernels, kernel.__name__, kernel)
+        setattr(triton_kernels, kernel.__name__, kernel)
 
 
 def _call(function: Any, *args: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ def _call(function: Any, *args: Any, **options: Any) -> Any:
 
     They take 60 % of the time. Triton's own functions need them, because they use other modules.
     """
-    ours = function.fn.__module__ in (triton_kernels.__name__, cuda_levels.__name__)
+    ours = function.fn.__module__ == triton_kernels.__name__
     return function.rewrite()(*args, **options) if ours else _patched_call(function, *args, **options)
 
 

@@ -489,11 +489,11 @@ inline void wide_store(float* p, Wide x) { _mm256_storeu_ps(p, x); }
 inline void wide_stream(float* p, Wide x) { _mm256_stream_ps(p, x); }
 #endif
 
-// Writes x * scale + shift. Bypasses the caches, because the output is not read again here.
-void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift) {
+// Writes x * scale + shift. `stream`: bypasses the caches, because the output is not read again here.
+void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift, bool stream) {
     int i = 0;
 #if defined(__AVX2__) && defined(__FMA__)
-    if (reinterpret_cast<uintptr_t>(o) % 64 == 0)
+    if (stream && reinterpret_cast<uintptr_t>(o) % 64 == 0)
         for (; i + 16 <= n; i += 16)  // whole cache lines
             for (int h = i; h < i + 16; h += sizeof(Wide) / 4) wide_stream(o + h, wide(p + h) * wide(scale) + wide(shift));
 #endif
@@ -559,8 +559,8 @@ void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) 
     }
 }
 
-// A thread's work memory. It is kept between calls, because new memory costs a page fault per 4 KB.
-struct Room {
+// Augments images, one after the other. Its memory is kept between calls, because new memory costs a page fault per 4 KB.
+struct Worker {
     std::vector<float> first, second, extra, row;
     std::vector<int32_t> index;
     std::vector<uint32_t> packed;
@@ -568,50 +568,24 @@ struct Room {
     std::vector<const float*> lines;
     Statistic stat, stat_next;
     std::vector<Op> program;
-
-    size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
-};
-
-// If a thread holds this flag during a fork, the flag stays set in the child. Then each call allocates new memory.
-std::atomic_flag rooms_taken = ATOMIC_FLAG_INIT;
-std::vector<std::unique_ptr<Room>>& rooms() {
-    static auto* kept = new std::vector<std::unique_ptr<Room>>;  // never freed: threads may outlive static objects
-    return *kept;
-}
-
-std::unique_ptr<Room> take_room() {
-    std::unique_ptr<Room> room;
-    if (!rooms_taken.test_and_set(std::memory_order_acquire)) {
-        if (!rooms().empty()) {
-            room = std::move(rooms().back());
-            rooms().pop_back();
-        }
-        rooms_taken.clear(std::memory_order_release);
-    }
-    return room ? std::move(room) : std::make_unique<Room>();
-}
-
-void give_room(std::unique_ptr<Room> room) {
-    if (room->bytes() > (16u << 20) || rooms_taken.test_and_set(std::memory_order_acquire)) return;
-    if (rooms().size() < std::thread::hardware_concurrency()) rooms().push_back(std::move(room));
-    rooms_taken.clear(std::memory_order_release);
-}
-
-struct Worker {
-    const Job& job;
-    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
-    Room& room;
-    std::vector<float>&first = room.first, &second = room.second, &extra = room.extra, &row = room.row;
-    std::vector<int32_t>& index = room.index;
-    std::vector<uint32_t>& packed = room.packed;
-    std::vector<double>& fractions = room.fractions;
-    std::vector<const float*>& lines = room.lines;
-    Statistic &stat = room.stat, &stat_next = room.stat_next;
-    std::vector<Op>& program = room.program;
     const Op* jump = nullptr;  // the last discontinuous operation; all earlier ones must be bit-identical to Kornia
+    Job job;
+    int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
 
-    Worker(const Job& j, Room& r)
-        : job(j), H(j.height), W(j.width), pixels(H * W), apart((pixels / LANES + 22) * LANES), room(r) {}
+    void begin(const Job& next) {
+        job = next, H = job.height, W = job.width, pixels = H * W, apart = (pixels / LANES + 22) * LANES;
+    }
+    size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
+
+    // Copies a row of an image and extends it by `half` pixels on each side.
+    void extend(const float* s, float* line, int64_t half, int border) const {
+        std::memcpy(line + half, s, W * sizeof(float));
+        for (int64_t i = 0; i < half; ++i) {
+            const int64_t left = border_index(i - half, W, border), right = border_index(W + i, W, border);
+            line[i] = left < 0 ? 0.0f : s[left];
+            line[half + W + i] = right < 0 ? 0.0f : s[right];
+        }
+    }
 
     void blur(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
         const int kx = static_cast<int>(op.a[0]), ky = static_cast<int>(op.a[1]), border = static_cast<int>(op.a[3]);
@@ -622,13 +596,7 @@ struct Worker {
         std::fill(zero, zero + W, 0.0f);
         for (int c = 0; c < 3; ++c) {
             for (int64_t y = 0; y < H; ++y) {
-                const float* s = in.data() + c * apart + y * W;
-                std::memcpy(row.data() + kx / 2, s, W * sizeof(float));
-                for (int i = 0; i < kx / 2; ++i) {
-                    const int64_t left = border_index(i - kx / 2, W, border), right = border_index(W + i, W, border);
-                    row[i] = left < 0 ? 0.0f : s[left];
-                    row[kx / 2 + W + i] = right < 0 ? 0.0f : s[right];
-                }
+                extend(in.data() + c * apart + y * W, row.data(), kx / 2, border);
                 const float* base = row.data();
                 weigh(op.table, kx, [base](int t) { return base + t; }, extra.data() + y * W, W);
             }
@@ -659,17 +627,8 @@ struct Worker {
             for (int64_t y = 0; y < H + size - 1; ++y) {
                 float* line = extra.data() + y * wide;
                 const int64_t from = border_index(y - half, H, border);
-                if (from < 0) {
-                    std::fill(line, line + wide, 0.0f);
-                    continue;
-                }
-                const float* s = in.data() + c * apart + from * W;
-                std::memcpy(line + half, s, W * sizeof(float));
-                for (int64_t i = 0; i < half; ++i) {
-                    const int64_t left = border_index(i - half, W, border), right = border_index(W + i, W, border);
-                    line[i] = left < 0 ? 0.0f : s[left];
-                    line[half + W + i] = right < 0 ? 0.0f : s[right];
-                }
+                if (from < 0) std::fill(line, line + wide, 0.0f);
+                else extend(in.data() + c * apart + from * W, line, half, border);
             }
             for (int64_t y = 0; y < H; ++y) {
                 const float* base = extra.data() + y * wide;
@@ -852,14 +811,11 @@ struct Worker {
     }
 
     // The offset and the weights of the four taps of each pixel in a row.
-    struct Range {
-        float least, most_x, most_y;
-    };
     void taps(const float* __restrict px, const float* __restrict py, int32_t* __restrict offset, float* __restrict w0,
-              float* __restrict w1, float* __restrict w2, float* __restrict w3, const Range range, int64_t stride) const {
+              float* __restrict w1, float* __restrict w2, float* __restrict w3, float least, float most_x, float most_y, int64_t stride) const {
         const int32_t width = static_cast<int32_t>(W), height = static_cast<int32_t>(H), apart_rows = static_cast<int32_t>(stride);
         for (int32_t x = 0; x < width; ++x) {
-            const float sx = low(high(px[x], range.least), range.most_x), sy = low(high(py[x], range.least), range.most_y);
+            const float sx = low(high(px[x], least), most_x), sy = low(high(py[x], least), most_y);
             const float ix = __builtin_floorf(sx), iy = __builtin_floorf(sy);
             const float u = sx - ix, v = sy - iy, e = 1.0f - u, n = 1.0f - v;
             w0[x] = e * n;
@@ -964,7 +920,7 @@ struct Worker {
                 for (int64_t x = 0; x < W; ++x) px[x] = reflect(px[x], static_cast<float>(W)), py[x] = reflect(py[x], static_cast<float>(H));
             const float least = padding == 0 ? -1.0f : 0.0f, beyond = padding == 0 ? 0.0f : 1.0f;
             const float most_x = static_cast<float>(W) - beyond, most_y = static_cast<float>(H) - beyond;
-            taps(px, py, offset, w0, w1, w2, w3, {least, most_x, most_y}, stride);
+            taps(px, py, offset, w0, w1, w2, w3, least, most_x, most_y, stride);
             float *dr = out.data() + y * W, *dg = dr + apart, *db = dg + apart;
             int64_t x = 0;
 #if defined(__AVX512F__)
@@ -1118,45 +1074,29 @@ struct Worker {
         }
     }
 
-    void store(int64_t sample, const Block& at, float* const* planes, int n) {
-        const int64_t start = at.y * W + at.x;
+    template <typename T>
+    static void interleave(const T* r, const T* g, const T* b, T* __restrict o, int n) {
+        for (int i = 0; i < n; ++i) o[3 * i] = r[i], o[3 * i + 1] = g[i], o[3 * i + 2] = b[i];
+    }
+
+    void store(int64_t sample, const Block& at, float* const* planes, int n) const {
+        const bool narrow = job.dst_type != 0;
+        const int64_t start = at.y * W + at.x, first_value = (sample * pixels + start) * 3;
         float line[3][BLOCK];
+        uint16_t halves[3][BLOCK];
         for (int c = 0; c < 3; ++c) {
-            const float scale = job.scale[c], shift = job.shift[c];
-            if (!job.channels_last && job.dst_type == 0) {
-                scale_out(planes[c], static_cast<float*>(job.dst) + (sample * 3 + c) * pixels + start, n, scale, shift);
-                continue;
-            }
-            const float* __restrict p = planes[c];
-            float* __restrict o = line[c];
-            for (int i = 0; i < n; ++i) o[i] = p[i] * scale + shift;
-        }
-        if (!job.channels_last) {
-            if (job.dst_type == 0) return;
-            for (int c = 0; c < 3; ++c) {
-                uint16_t* __restrict o = static_cast<uint16_t*>(job.dst) + (sample * 3 + c) * pixels + start;
-                if (job.dst_type == 1)
-                    for (int i = 0; i < n; ++i) o[i] = to_bfloat(line[c][i]);
-                else
-                    to_half(line[c], o, n);
-            }
-            return;
-        }
-        const int64_t first_value = (sample * pixels + start) * 3;
-        if (job.dst_type == 0) {
-            float* __restrict o = static_cast<float*>(job.dst) + first_value;
-            for (int i = 0; i < n; ++i) o[3 * i] = line[0][i], o[3 * i + 1] = line[1][i], o[3 * i + 2] = line[2][i];
-            return;
-        }
-        uint16_t narrow[3][BLOCK];
-        for (int c = 0; c < 3; ++c) {
-            if (job.dst_type == 1)
-                for (int i = 0; i < n; ++i) narrow[c][i] = to_bfloat(line[c][i]);
+            const int64_t to = (sample * 3 + c) * pixels + start;
+            float* wide = narrow || job.channels_last ? line[c] : static_cast<float*>(job.dst) + to;
+            scale_out(planes[c], wide, n, job.scale[c], job.shift[c], wide != line[c]);
+            if (!narrow) continue;
+            uint16_t* __restrict o = job.channels_last ? halves[c] : static_cast<uint16_t*>(job.dst) + to;
+            if (job.dst_type == 2) to_half(line[c], o, n);
             else
-                to_half(line[c], narrow[c], n);
+                for (int i = 0; i < n; ++i) o[i] = to_bfloat(line[c][i]);
         }
-        uint16_t* __restrict o = static_cast<uint16_t*>(job.dst) + first_value;
-        for (int i = 0; i < n; ++i) o[3 * i] = narrow[0][i], o[3 * i + 1] = narrow[1][i], o[3 * i + 2] = narrow[2][i];
+        if (!job.channels_last) return;
+        if (narrow) interleave(halves[0], halves[1], halves[2], static_cast<uint16_t*>(job.dst) + first_value, n);
+        else interleave(line[0], line[1], line[2], static_cast<float*>(job.dst) + first_value, n);
     }
 
     // Loads the image, runs the operations [from, to), collects the statistic that `wanted` needs, and stores.
@@ -1281,6 +1221,31 @@ struct Worker {
     }
 };
 
+// If a thread holds this flag during a fork, the flag stays set in the child. Then each call allocates new memory.
+std::atomic_flag workers_taken = ATOMIC_FLAG_INIT;
+std::vector<std::unique_ptr<Worker>>& workers() {
+    static auto* kept = new std::vector<std::unique_ptr<Worker>>;  // never freed: threads may outlive static objects
+    return *kept;
+}
+
+std::unique_ptr<Worker> take_worker() {
+    std::unique_ptr<Worker> worker;
+    if (!workers_taken.test_and_set(std::memory_order_acquire)) {
+        if (!workers().empty()) {
+            worker = std::move(workers().back());
+            workers().pop_back();
+        }
+        workers_taken.clear(std::memory_order_release);
+    }
+    return worker ? std::move(worker) : std::make_unique<Worker>();
+}
+
+void give_worker(std::unique_ptr<Worker> worker) {
+    if (worker->bytes() > (16u << 20) || workers_taken.test_and_set(std::memory_order_acquire)) return;
+    if (workers().size() < std::thread::hardware_concurrency()) workers().push_back(std::move(worker));
+    workers_taken.clear(std::memory_order_release);
+}
+
 // With 4 KB pages, mapping new output memory takes longer than the augmentation.
 void use_huge_pages(const Job& job) {
 #if defined(MADV_HUGEPAGE)
@@ -1299,10 +1264,10 @@ extern "C" int gpuaug_augment(const Job* job) {
     std::atomic<int> failed{0};
     auto work = [&] {
         try {
-            std::unique_ptr<Room> room = take_room();
-            Worker worker(*job, *room);
-            for (int64_t i = next++; i < job->batch; i = next++) worker.run(i);
-            give_room(std::move(room));
+            std::unique_ptr<Worker> worker = take_worker();
+            worker->begin(*job);
+            for (int64_t i = next++; i < job->batch; i = next++) worker->run(i);
+            give_worker(std::move(worker));
         } catch (...) {  // only std::bad_alloc is possible
             failed = 1;
         }
