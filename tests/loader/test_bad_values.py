@@ -135,17 +135,6 @@ MADE: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], An
         lambda p: {"ops": {"flip": flip()}},
         lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
     ),
-    "PhotometricDistort": (
-        lambda p: {},
-        lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
-    ),
-    **{
-        name: (
-            lambda p: {},
-            lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
-        )
-        for name in ("RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix", "TimmAugment", "RandomErasing")
-    },
     "Progressive": (
         lambda p: {"stages": {0: gpuaug.Augment(crop=gpuaug.Resize(8))}},
         lambda p, made: one_batch(p, augment=made),
@@ -219,6 +208,11 @@ ROOTED: tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], Any]] = (
     lambda p: {"root": p / "images"},
     lambda p, made: one_batch(p, source=made),
 )
+OPERATION: tuple[Callable[[Path], dict[str, Any]], Callable[[Path, Any], Any]] = (
+    lambda p: {},
+    lambda p, made: one_batch(p, augment=gpuaug.Augment(crop=gpuaug.Resize(8), ops={"one": made})),
+)
+MADE |= {name: OPERATION for name, (_, page) in gpuaug.PUBLIC.items() if page == "operations" and name not in MADE}
 MADE |= {name: ROOTED for name, (_, page) in gpuaug.PUBLIC.items() if page == "sources" and name not in MADE}
 
 
