@@ -245,12 +245,17 @@ def _listens(process, port, patience=300.0):
     return False
 
 
-def bucket_of(port, folder, bucket, prefix="train", **more):
-    """Put all files of a folder into a new bucket; the URL. ``more`` goes to boto3's put_object."""
+def client_of(port):
+    """boto3's client of a server for S3."""
     import boto3
 
-    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
-                          aws_access_key_id="x", aws_secret_access_key="x")  # fmt: skip
+    return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
+                        aws_access_key_id="x", aws_secret_access_key="x")  # fmt: skip
+
+
+def bucket_of(port, folder, bucket, prefix="train", **more):
+    """Put all files of a folder into a new bucket; the URL. ``more`` goes to boto3's put_object."""
+    client = client_of(port)
     client.create_bucket(Bucket=bucket)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
