@@ -23,15 +23,15 @@ class Proxy:
     """Forwards to a server on the loopback, after ``latency`` seconds to the first byte.
 
     ``trouble(path, count)`` says what happens to a request, the count-th one for its path and range from 0: None, an
-    HTTP status, ``"cut"`` (the body ends in its middle), ``"hang"`` (no answer for 30 seconds). ``headers`` are added
-    to answers. The first GETs after ``together`` was set wait for one another, until so many are there at the same
-    time, or for 30 seconds.
+    HTTP status, ``"cut"`` (the body ends in its middle), ``"hang"`` (no answer for 30 seconds). ``cut`` is a part of a
+    path and a first byte: answers for ranges that begin there are cut. ``headers`` are added to answers. The first GETs
+    after ``together`` was set wait for one another, until so many are there at the same time, or for 30 seconds.
     """
 
     def __init__(self, port, latency=0.0, trouble=None, headers=()):
         self.upstream, self.latency, self.trouble = port, latency, trouble or (lambda path, count: None)
         self.lock = threading.Condition()
-        self.headers = dict(headers)
+        self.headers, self.cut = dict(headers), None
         self.stop = threading.Event()
         self.reset()
 
@@ -65,6 +65,8 @@ class Proxy:
                 self.lock.notify_all()
         try:
             what = self.trouble(handler.path, count)
+            if self.cut and self.cut[0] in handler.path and (key[2] or "").startswith(f"bytes={self.cut[1]}-"):
+                what = "cut"
             time.sleep(self.latency)
             if what == "hang":
                 self.stop.wait(30)

@@ -288,9 +288,6 @@ def test_datasets_of_hugging_face(tmp_path, caplog):
     augment = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32))
     with gpuaug.Loader(dataset, augment=augment, batch_size=4, device="cpu", num_workers=0) as loader:
         assert sum(len(batch) for batch in loader) == len(local)
-    overrides = ["source=parquet", f"source.root={tmp_path / 'x'}", "augment=flip", "device=cpu", "num_workers=1"]
-    with gpuaug.build(gpuaug.compose("train", overrides)) as loader:
-        assert sum(len(batch) for batch in loader) == len(local)
 
 
 def test_a_shuffled_dataset_of_hugging_face_is_another_source():

@@ -318,6 +318,8 @@ def test_options_that_the_store_does_not_have(bucket):
     for wrong in ({"version_aware": True}, {"no_such_option": 1}, {"endpoint_url": [1]}):
         with pytest.raises(ConfigError, match=r"source\.remote\.options"):
             FolderSource(bucket, remote=Remote(options=wrong))
+    with pytest.raises(SourceError, match=r"s3:// cannot be opened: .*nowhere\.pem"):
+        FolderSource(bucket, remote=Remote(options={**options("https://127.0.0.1"), "verify": "/nowhere.pem"}))
 
 
 def test_keys_that_a_url_would_change(store, tmp_path):
