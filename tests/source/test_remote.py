@@ -171,36 +171,18 @@ def test_a_worker_asks_for_its_next_batch_before_the_present_one_is_whole(store,
         assert len(proxy.gets) <= 1  # of the empty file
 
 
-@pytest.mark.parametrize(("kind", "workers"), KINDS)
-def test_what_passes_is_tried_again(store, bucket, folder, kind, workers, monkeypatch):
-    monkeypatch.setattr("gpuaug.source.remote.storage.PAUSE_S", 0.01)  # forked workers inherit it
-
-    def trouble(path, count):
-        if ".jpg" not in path:
-            return None
-        return [500, "cut", 503, None][min(count, 3)]
-
-    with files(folder.parent) as port, proxied(store if kind == "s3" else port) as (proxy, url):
-        root = bucket if kind == "s3" else f"{url}/train"
-        source = FolderSource(root, subset=3, remote=Remote(options=options(url) if kind == "s3" else None))
-        proxy.reset()
-        proxy.trouble = trouble
-        data, _, faults = read_all(source, **by(workers))
-        assert agent(proxy) == "gpuaug"
-        local = FolderSource(folder)
-        assert data == {i: local[i][0] for i in source.indices.tolist()}
-        assert not faults
-        assert len(proxy.gets) == 12
-
-
+# what each try of a request gets; None: the file
+PASSES = {"8%20%238": [500, "cut", None], "10%20%2310": [503, None]}
 BAD = {"1%20%231": 500, "2%20%232": "cut", "4%20%234": "hang", "5%20%235": 404, "7%20%237": 403}
 
 
 @pytest.fixture(scope="module")
-def readings_of_what_stays_bad(store, bucket, folder):
+def readings_of_what_fails(store, bucket, folder):
     """(proxy, source, future of what was read) of every kind, all at the same time: mostly they wait for an answer."""
 
     def trouble(path, count):
+        if tries := next((tries for name, tries in PASSES.items() if f"/ant/{name}" in path), None):
+            return tries[count]
         return next((what for name, what in BAD.items() if f"/ant/{name}" in path), None)
 
     readings = {}
@@ -209,7 +191,7 @@ def readings_of_what_stays_bad(store, bucket, folder):
         for kind, workers in KINDS:  # threads that read begin after the last fork
             proxy, url = stack.enter_context(proxied(store if kind == "s3" else port))
             root = bucket if kind == "s3" else f"{url}/train"
-            remote = Remote(options=options(url) if kind == "s3" else None, tries=2, timeout=5.0)
+            remote = Remote(options=options(url) if kind == "s3" else None, tries=3, timeout=5.0)
             reader = Reader(FolderSource(root, remote=remote), timeout=300, **by(workers))
             assert list(reader.batches([])) == []  # starts its workers
             proxy.reset()
@@ -222,22 +204,22 @@ def readings_of_what_stays_bad(store, bucket, folder):
 
 
 @pytest.mark.parametrize(("kind", "workers"), KINDS)
-def test_what_stays_bad_is_the_fault_of_one_sample(readings_of_what_stays_bad, folder, kind, workers):
-    proxy, source, reading = readings_of_what_stays_bad[kind, workers]
+def test_what_stays_bad_after_all_tries_is_the_fault_of_one_sample(readings_of_what_fails, folder, kind, workers):
+    proxy, source, reading = readings_of_what_fails[kind, workers]
     data, labels, faults = reading.result()
     assert agent(proxy) == "gpuaug"
     named = {source.key(i): reason for i, reason in faults.items()}
     bad = {f"ant/{i} #{i}%20.jpg": i for i in (1, 2, 4, 5, 7)}
     assert named.keys() == {*bad, "ant/empty.jpg"}
     assert "no answer within 5 s" in named["ant/4 #4%20.jpg"]
-    assert "tried 2 times" in named["ant/2 #2%20.jpg"]
+    assert "tried 3 times" in named["ant/2 #2%20.jpg"]
     assert named["ant/5 #5%20.jpg"].startswith("FileNotFoundError")
     assert named["ant/7 #7%20.jpg"].startswith("PermissionError")
     assert all(labels[i] == 0 for i in faults)
     local = FolderSource(folder)
     assert all(data[i] == (b"" if i in faults else local[i][0]) for i in data)
-    per = {name: sum(f"/ant/{name}" in path for _, path, _ in proxy.gets) for name in BAD}
-    assert list(per.values()) == [2, 2, 2, 1, 1]
+    per = {name: sum(f"/ant/{name}" in path for _, path, _ in proxy.gets) for name in (*BAD, *PASSES)}
+    assert list(per.values()) == [3, 3, 3, 1, 1, 3, 2]
 
 
 @pytest.mark.parametrize("method", METHODS)
