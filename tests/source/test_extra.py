@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 import gpuaug
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, ReadError, SourceError
-from gpuaug.read import reader
+from gpuaug.read import packing
 from gpuaug.read.reader import Reader
 from gpuaug.source import DatasetSource, ParquetSource, ShardSource, TableSource, adapt
 from gpuaug.source.cache import RamCache
@@ -284,9 +284,7 @@ def test_a_batch_without_extras_sends_nothing_for_them():
     data = [memoryview(b"abc"), memoryview(b"de")]
     labels = np.array([1, 2])
     rest = pickle.dumps((labels, (), None, None))
-    blob, rows, size = reader._joined(list(data), (labels, (), None, None))
-    assert (rows, size) == (2, len(rest))
-    assert blob.numpy().tobytes() == np.array([0, 3, 5]).tobytes() + rest + b"abcde"
+    assert packing.pack(data, (labels, (), None, None))[2:] == [rest, *data]
     (batch,) = Reader([(b"x", 0), (b"y", 1, None)]).batches(orders(2, 2))
     assert batch.extra is None
     with loader([(IMAGES[0], 0), (IMAGES[1], 1)], decode=PILLOW) as batches:
