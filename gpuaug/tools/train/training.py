@@ -241,7 +241,7 @@ class Training:
                 asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
                 state = loader.state_dict()
                 last, progress = state["epoch"] != epoch, (epoch + min(1.0, position / samples)) / self.settings.epochs
-                self.step(batch, valid=valid, progress=progress, last=last)
+                self.train_batch(batch, valid=valid, progress=progress, last=last)
                 self.pace.images += int(valid)
                 if bar.update():
                     bar.set_postfix_str(self._postfix(), refresh=False)
@@ -260,7 +260,7 @@ class Training:
             self._end_group()
         return True
 
-    def step(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
+    def train_batch(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
         """Train on one batch. The weights change after ``accumulate`` batches, and after the last batch of an epoch.
 
         ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that was done
