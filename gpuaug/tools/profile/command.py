@@ -112,7 +112,7 @@ def training_step(
     def step(batch: Batch) -> None:
         if batch.labels is None:
             batch = replace(batch, labels=torch.zeros(len(batch), dtype=torch.int64, device=loader.device))
-        training.step(batch, valid=float(len(batch)), progress=1.0)
+        training.train_batch(batch, valid=float(len(batch)), progress=1.0)
 
     return step
 
