@@ -520,8 +520,8 @@ import sys
 sys.argv = ["app", "train", "source.root=/no/such/folder"]
 import gpuaug
 targets = (
-    "gpuaug gpuaug.tools.__main__ gpuaug.tools.train.command gpuaug.tools.parity.counterpart gpuaug.tools.store "
-    "gpuaug.tools.train.command.Settings "
+    "gpuaug gpuaug.tools.__main__ gpuaug.tools.train.command gpuaug.tools.parity.counterpart "
+    "gpuaug.tools.preview.server gpuaug.tools.train.command.Settings "
     "gpuaug.augment.recipe.Augment kornia.core.external.diffusers.X kornia.core.external.onnx.load kornia.__main__ "
     "kornia.onnx.utils.ONNXLoader kornia.feature.loftr.LoFTR kornia.augmentation.__main__"
 )
@@ -533,7 +533,7 @@ for target in targets.split():
         assert repr(target) in str(error), error
     else:
         raise SystemExit(f"{target} was taken")
-unwanted = ("gpuaug.tools.main", "gpuaug.tools.parity.counterpart", "gpuaug.tools.store", "diffusers", "onnx")
+unwanted = ("gpuaug.tools.main", "gpuaug.tools.parity.counterpart", "gpuaug.tools.preview.server", "diffusers", "onnx")
 print([m for m in unwanted if m in sys.modules])
 """
 

@@ -194,7 +194,7 @@ def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
 
 def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:
     """Remedies for a bottleneck, the most likely first. ``stack`` removes what trials need at the end."""
-    workers, cores, decoder = loader.num_workers, machine.usable_cpus(), loader.pipeline.stage.decoder
+    workers, cores, decoder = loader.num_workers, machine.usable_cpus(), loader.pipeline.decoder
     key = partial("{}{}".format, prefix)
     if loader.prefetch == 0:
         yield Remedy((key("prefetch=2"),), "stages work at the same time, and while the model works")
@@ -248,8 +248,8 @@ def op_seconds(loader: Loader) -> dict[str, float]:
     pipeline, epoch = loader.pipeline, loader.epoch
     task = next(endless(loader))
     encoded = next(iter(pipeline.read([tuple(part[:FEW] for part in task)], epoch)))  # type: ignore[list-item]
-    images, indices = pipeline.decode(encoded, epoch).images, encoded.indices.numpy()
-    stages: Any = pipeline.stage.recipe
+    images, indices = pipeline.decode(pipeline.read_headers(encoded, epoch)).images, encoded.indices.numpy()
+    stages: Any = pipeline.recipe
     views = [view for view in stages.at(epoch).views if not view.copy]
 
     def seconds(without: str | None) -> float:
