@@ -20,7 +20,8 @@ from gpuaug.augment.recipe import View
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decoder
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.parity.counterpart import applied, augmented, calls_of, crop_by_pillow, library, run
+from gpuaug.tools.parity.choices import DRAWS, DRAWS_OF_CHAINS, compare_choices
+from gpuaug.tools.parity.counterpart import applied, augmented, calls_of, choose, crop_by_pillow, library, run
 from gpuaug.tools.parity.differences import STAGES, Image, Parity
 from gpuaug.tools.peers import torchvision
 from gpuaug.tools.preview.originals import read
@@ -110,7 +111,14 @@ def _augmented(
     else:
         parity.at("all", WHOLE, "Pillow, torchvision", view=view.name).add(ours, run(calls, theirs), key)
     for op in ops:
-        if isinstance(op.op, Policy) and not op.chains:
+        if not isinstance(op.op, Policy):
+            continue
+        against = library(op.op)
+        title = f"{op.name}{f', {view.name}' * bool(view.name)}, against {against}"
+        if title not in parity.choices:
+            draws = range(DRAWS_OF_CHAINS if op.chains else DRAWS)
+            _, (many,) = choose(loader, view, {op.name: op.op}, image.shape, indices=draws, epoch=epoch)
+            parity.choices[title] = compare_choices(op, many, image.shape)
+        if not op.chains:
             (own,), ours = augmented(loader, view, {op.name: op.op}, image, index=index, epoch=epoch)
-            at = parity.at("policy", op.name, library(op.op), view=view.name)
-            at.add(ours, applied(op, own, image), key)
+            parity.at("policy", op.name, against, view=view.name).add(ours, applied(op, own, image), key)

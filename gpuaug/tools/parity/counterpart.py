@@ -25,17 +25,27 @@ NO_LEVEL = ("AutoContrast", "Equalize", "Invert")  # operations of timm
 Call = tuple[str, dict[str, Any]]  # a function of torchvision.transforms.v2, or "policy", and its arguments
 
 
-def augmented(
-    loader: Loader, view: View, ops: dict[str, Any], image: Image, *, index: int, epoch: int
-) -> tuple[list[Chosen], Image]:
-    """Run some operations of a view on the crop of one sample, uint8 [H, W, 3], with the recipe's random numbers.
+def choose(
+    loader: Loader, view: View, ops: dict[str, Any], size: tuple[int, ...], *, indices: Sequence[int], epoch: int
+) -> tuple[Augment, list[Chosen]]:
+    """Let some operations of a view choose for images of ``size`` (H, W, ...), with the recipe's random numbers.
 
-    Returns what each operation chose, and the image [H, W, 3] in levels 0..255.
+    Returns the operations without crop and normalization, and what each operation chose.
     """
     augment = view.augment.replace(crop=None, normalize=None, copies=1, ops=ops)
     recipe: Augment | MultiView = MultiView(views={view.name: augment}) if view.name else augment
-    drawn = recipe.draw(seed=loader.seed, epoch=epoch, indices=[index])
-    (chosen,) = recipe.choose(drawn, [(image.shape[0], image.shape[1])])
+    drawn = recipe.draw(seed=loader.seed, epoch=epoch, indices=indices)
+    return augment, recipe.choose(drawn, [(size[0], size[1])])[0]
+
+
+def augmented(
+    loader: Loader, view: View, ops: dict[str, Any], image: Image, *, index: int, epoch: int
+) -> tuple[list[Chosen], Image]:
+    """Run some operations of a view on the crop of one sample, uint8 [H, W, 3].
+
+    Returns what each operation chose, and the image [H, W, 3] in levels 0..255.
+    """
+    augment, chosen = choose(loader, view, ops, image.shape, indices=[index], epoch=epoch)
     made = augment.run(torch.from_numpy(image)[None].to(loader.device), chosen)
     return chosen, np.asarray(made[0].permute(1, 2, 0).float().cpu()) * 255
 

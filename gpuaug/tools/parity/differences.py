@@ -69,6 +69,7 @@ class Parity:
     samples: int = 0  # number of compared images
     turned: int = 0  # those with an EXIF orientation
     differences: list[Difference] = field(default_factory=list)
+    choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # for each policy: its compared choices
     notes: list[str] = field(default_factory=list)  # what could not be compared, and other remarks
 
     def at(self, stage: str, name: str, reference: str, *, view: str = "") -> Difference:
@@ -84,7 +85,7 @@ class Parity:
             self.notes.append(text)
 
     def lines(self) -> list[str]:
-        """The lines to print: for each stage a table, then notes."""
+        """The lines to print: for each stage a table, then choices and notes."""
         lines = [f"{self.samples} images; differences in levels of 1/255; torchvision {self.torchvision}"]
         wide, refer = (max((len(getattr(d, k)) for d in self.differences), default=0) for k in ("title", "reference"))
         for stage, heading in STAGES.items():
@@ -95,4 +96,9 @@ class Parity:
                 rows.append(f"  {d.title:{wide}}  {d.reference:{refer}}  {numbers}  {d.verdict}")
             if len(rows) > 1:
                 lines += ["", f"{heading}:", *rows]
+        for policy, operations in self.choices.items():
+            lines += ["", f"choices of {policy}:", f"  {'per image:':>24} ours  theirs  distance of levels  verdict"]
+            for name, row in operations.items():
+                verdict = "equal" if row["equal"] else "DIFFERENT"
+                lines.append(f"  {name:18}{row['ours']:11.3f} {row['theirs']:7.3f} {row['levels']:19.3f}  {verdict}")
         return [*lines, "", *(f"note: {note}" for note in self.notes), *[""] * bool(self.notes)]
