@@ -185,10 +185,10 @@ def test_every_window_and_matrix_is_the_formula_in_cpp_numpy_and_torch(
                 np.testing.assert_array_equal(warped.numpy(), expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_large_warps_are_equal_in_cpp_and_torch(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    size, count = (301, 417), 10
+    size, count = (151, 217), 5
     parts = [noise(rng, (375, 500)) for _ in range(count)]
     rows = windows(*zip(*(random_row(rng, (375, 500), size) for _ in parts), strict=True), size)
     moved = random_warp(rng, size, count)
