@@ -417,6 +417,7 @@ def test_a_loader_that_draws_nothing_needs_no_pillow() -> None:
 def test_texts_are_shortened_to_the_width() -> None:
     face, name = font(12), "".join(map(str, range(60)))
     assert fitting("short", face, 100) == "short"
+    assert fitting("a\n\x1b\udcff é.jpg", face, 100) == "a??? e.jpg"  # one line, and names need not be UTF-8
     for middle in (False, True):
         short = fitting(name, face, 100, middle=middle)
         assert 85 < face.getlength(short) <= 100

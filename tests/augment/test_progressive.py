@@ -18,7 +18,7 @@ from torch import Tensor
 import gpuaug
 from gpuaug.errors import ConfigError, ReadOnlyError, StateError
 from gpuaug.tools.main import main
-from gpuaug.tools.plan.command import _largest_stage
+from gpuaug.tools.plan.command import set_largest_epoch
 
 SIZES = {0: 24, 1: 40, 3: 16}
 
@@ -165,11 +165,11 @@ def test_it_is_no_operation_and_no_view() -> None:
 # --- tools
 
 
-def test_a_plan_is_for_the_largest_stage_that_comes(photos: Path) -> None:
+def test_a_plan_is_for_the_largest_images_that_come(photos: Path) -> None:
     with loader(photos, augment=recipe()) as mixed:
         for first, largest in ((0, 1), (2, 2), (3, 3)):
             mixed.set_epoch(first)
-            _largest_stage(mixed)
+            set_largest_epoch(mixed)
             assert mixed.epoch == largest
 
 
