@@ -74,7 +74,7 @@ class TargetMover:
     def __init__(self, rules: Targets, recipe: Any, *, source: Source | None = None, quiet: bool = False) -> None:
         self.rules, self.recipe = rules, recipe
         flip = getattr(rules.keypoints, "flip", None)
-        source = Source() if source is None else source
+        source = Source(()) if source is None else source
         flip = source.flip_pairs if flip is None else flip
         self.flip = None if flip is None else tuple(flip)
         self.panoptic = source.panoptic  # masks hold annotation ids in three channels

@@ -7,24 +7,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuaug.batch import Fault, Objects, Target
 from gpuaug.errors import SourceError
-from gpuaug.source.objects import find_faults
+from gpuaug.source.objects import COLUMNS, as_arrays
 
 _FIELDS = {field.name for field in fields(Target) if field.init}
 _NO_MASK = memoryview(b"")
 _NONE = Target()  # of a row with a fault
-# name, dtype, shape per object (-1: any size), default for a missing column (None: no default)
-_COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
-    ("boxes", np.float32, (4,), None),
-    ("labels", np.int64, (), 0),
-    ("keypoints", np.float32, (-1, 3), None),
-    ("crowd", np.bool_, (), False),
-    ("area", np.float32, (), np.nan),
-    ("ids", np.int64, (), -1),
-)
 
 
 def as_target(label: Any, number: int) -> Target | None:
@@ -84,58 +74,29 @@ def _mask(target: Target) -> memoryview:
 
 def _count(target: Target, names: Sequence[str]) -> int:
     """Number of objects."""
-    known = (getattr(target, name) for name, _, _, missing in _COLUMNS if missing is not None or name in names)
+    known = (getattr(target, name) for name, _, _, missing in COLUMNS if missing is not None or name in names)
     return len(next((column for column in known if column is not None), ()))
 
 
 def _as_arrays(target: Target, names: Sequence[str], num_keypoints: int | None) -> Target:
     """The target with arrays as columns, without columns that ``names`` lacks. ValueError if it cannot be used."""
-    columns: dict[str, NDArray[Any]] = {}
-    for name, kind, shape, missing in _COLUMNS:
-        value = getattr(target, name)
-        if value is None or (missing is None and name not in names):
-            continue
-        try:
-            array = np.asarray(value)
-        except ValueError:  # numpy's message names neither the column nor the shape
-            raise ValueError(f"the entries of {name} must have the same length. Found: {value!r:.200}") from None
-        if not array.size:  # from an empty list, numpy makes float64 [0]
-            given = array.shape[1:] if array.ndim == 1 + len(shape) else [0] * len(shape)
-            array = np.zeros((0, *(m if n < 0 else n for n, m in zip(shape, given, strict=True))), dtype=kind)
-        matches = array.ndim == 1 + len(shape) and all(
-            n in (-1, m) for n, m in zip(shape, array.shape[1:], strict=True)
-        )
-        is_whole = np.dtype(kind).kind in "biu"
-        if not matches or array.dtype.kind not in ("biu" if is_whole else "biuf"):
-            wanted = "whole numbers" if is_whole else "numbers"
-            wanted += f" of shape [{', '.join(['n', *('K' if n < 0 else str(n) for n in shape)])}]"
-            raise ValueError(f"{name} must be {wanted}. Found: {array.dtype} {list(array.shape)}")
-        if name == "keypoints" and num_keypoints and len(array) and array.shape[1] != num_keypoints:
-            raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
-        if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
-            raise ValueError(f"{name} must be below 2**63. Found: {array.max()}")
-        with np.errstate(over="ignore"):  # `find_faults` refuses infinite coordinates
-            columns[name] = array.astype(kind)
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"the columns of the sample's objects differ in length: {lengths}")
     size = target.size
     if size is not None:
-        sides = np.asarray(target.size)
+        sides = np.asarray(size)
         if sides.shape != (2,) or sides.dtype.kind not in "iuf" or not ((sides > 0) & (sides < 2**31)).all():
             raise ValueError(f"size must be (height, width) above 0. Found: {size}")
         size = int(sides[0]), int(sides[1])
-    if found := find_faults(np.zeros(max(lengths.values(), default=0), dtype=np.int64), columns):
-        raise ValueError(found[0])
-    arrays: dict[str, Any] = {name: columns.get(name) for name, *_ in _COLUMNS}
-    return replace(target, size=size, **arrays)
+    given = {name: getattr(target, name) for name, _, _, missing in COLUMNS if missing is not None or name in names}
+    arrays = as_arrays(given, num_keypoints=num_keypoints)
+    columns: dict[str, Any] = {name: arrays.get(name) for name, *_ in COLUMNS}
+    return replace(target, size=size, **columns)
 
 
 def _joined(targets: Sequence[Target], names: Sequence[str], num_keypoints: int | None) -> Objects:
     """The table of all objects. ``names``: as for :func:`collect`."""
     counts = [_count(target, names) for target in targets]
     table = dict[str, Any]()
-    for name, kind, shape, missing in _COLUMNS:
+    for name, kind, shape, missing in COLUMNS:
         if missing is None and name not in names:
             table[name] = None
             continue
