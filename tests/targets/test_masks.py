@@ -263,20 +263,6 @@ def test_a_batch_is_its_rows_with_any_number_of_threads() -> None:
             np.testing.assert_array_equal(batch, alone)
 
 
-def test_numpy_gives_its_rows_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "library", lambda: None)
-    seen = []
-
-    def each(rows: Any, work: Any) -> None:
-        for k in reversed(rows):
-            seen.append(k)
-            work(k)
-
-    ours = placed([shapes()] * 3, whole((187, 251), (20, 20), 3), each=each)
-    assert seen == [2, 1, 0]
-    np.testing.assert_array_equal(ours[0], ours[2])
-
-
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
