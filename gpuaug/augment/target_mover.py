@@ -22,7 +22,6 @@ from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import HeaderInfo, decode_fault, split_by_bytes
-from gpuaug.decode.resize import one_by_one
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
 from gpuaug.source.base import Source
@@ -190,7 +189,7 @@ class TargetMover:
         for view in views:
             view.decoded = None  # the batch may wait long, and needs only the samples
         parts = self._decoded(encoded, info, decoder, faults) if held is None else iter([held])
-        self.sample(views, parts, decoder.device, threads=decoder.num_threads, each=decoder.each)
+        self.sample(views, parts, decoder.device, threads=decoder.num_threads)
         return faults
 
     def sample(
@@ -200,7 +199,6 @@ class TargetMover:
         device: torch.device,
         *,
         threads: int = 1,
-        each: Callable[..., None] = one_by_one,
     ) -> None:
         """Crop and resize upright masks for every view.
 
@@ -223,7 +221,6 @@ class TargetMover:
                     warp=None if warp is None else warp.rows(rows),
                     fill=self.fill,
                     threads=threads,
-                    each=each,
                 )
             first += len(decoded)
             del decoded

@@ -49,14 +49,14 @@ def from_indices(m: Float64) -> Float64:
     return m
 
 
-def points(m: Float64, xy: Float64) -> tuple[Float64, Bool]:
-    """Map points ``xy`` [N, K, 2] by matrices ``m`` [N, 3, 3].
+def points(m: Float64, xy: Float64) -> Float64:
+    """Map points ``xy`` [N, K, 2] by matrices ``m`` [N, 3, 3]. A point behind the viewer becomes NaN.
 
-    Also return whether each point is in front of the viewer, bool [N, K]. A perspective puts a point behind the viewer
-    if the homogeneous coordinate w is not positive. Such a point becomes NaN.
+    A perspective puts a point behind the viewer if the homogeneous coordinate w is not positive.
     """
-    x, y, in_front = _mapped(m, xy[..., 0].T, xy[..., 1].T)
-    return np.array([x, y]).T, in_front.T  # memory order [2, K, N]: the next `_mapped` copies nothing
+    return np.array(
+        _mapped(m, xy[..., 0].T, xy[..., 1].T)
+    ).T  # memory order [2, K, N]: the next `_mapped` copies nothing
 
 
 def hulls(m: Float64, boxes: Float64) -> Float64:
@@ -65,7 +65,7 @@ def hulls(m: Float64, boxes: Float64) -> Float64:
     A box becomes NaN if a perspective puts one of its corners behind the viewer; see :func:`visible`.
     """
     x1, y1, x2, y2 = boxes.T
-    x, y, _ = _mapped(m, np.stack([x1, x2, x2, x1]), np.stack([y1, y1, y2, y2]))
+    x, y = _mapped(m, np.stack([x1, x2, x2, x1]), np.stack([y1, y1, y2, y2]))
     return np.array([x.min(axis=0), y.min(axis=0), x.max(axis=0), y.max(axis=0)]).T
 
 
@@ -101,7 +101,7 @@ def visible(paths: Sequence[Float64], boxes: Float64, size: tuple[int, int]) -> 
     x, y = polygon - polygon[:, :1]
     parts = x[1:-2] * y[2:-1] - x[2:-1] * y[1:-2]  # twice the areas of triangles
     area[rows] = np.abs(np.add.accumulate(parts)[-1]) / 2  # not np.sum, whose order depends on the number of boxes
-    x, y, _ = _mapped(paths[-1][rows], *polygon)
+    x, y = _mapped(paths[-1][rows], *polygon)
     left = np.array([x.min(axis=0), y.min(axis=0), x.max(axis=0), y.max(axis=0)]).T
     hull[rows] = left.clip(0, [*limits, *limits])
     return hull, area
@@ -170,16 +170,14 @@ def both(true: Bool) -> Bool:
     return true[..., 0] & true[..., 1]
 
 
-def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64, Bool]:
+def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64]:
     """Map points x and y [K, N] by matrices [N, 3, 3]. The order [K, N] is three times as fast as [N, K]."""
     m = np.ascontiguousarray(m.transpose(1, 2, 0))
     x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
     with np.errstate(all="ignore"):  # infinite and NaN input gives NaN
         w = m[2, 0] * x + m[2, 1] * y + m[2, 2]
-        in_front = w > 0
-        w[~in_front] = np.nan
-        x, y = ((row[0] * x + row[1] * y + row[2]) / w for row in m[:2])
-    return x, y, in_front
+        w[~(w > 0)] = np.nan
+        return (m[0, 0] * x + m[0, 1] * y + m[0, 2]) / w, (m[1, 0] * x + m[1, 1] * y + m[1, 2]) / w
 
 
 def _identities(count: int) -> Float64:

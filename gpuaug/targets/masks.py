@@ -25,7 +25,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,6 @@ from gpuaug.batch import CropWindows, Int32, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import oriented_batch
-from gpuaug.decode.resize import Work, one_by_one
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers, build
 from gpuaug.targets.geometry import inverse
@@ -401,7 +400,6 @@ def place(
     warp: Warp | None = None,
     fill: int,
     threads: int = 1,
-    each: Callable[[Sequence[int], Work], None] = one_by_one,
 ) -> None:
     """Crop, resize and warp each mask into its row of ``out``, as described at the top of this module.
 
@@ -412,7 +410,6 @@ def place(
         warp: how operations move the n masks; None: they do not.
         fill: value of output pixels that no mask pixel covers.
         threads: number of threads of masks.cpp.
-        each: a function that calls ``work(k)`` for every k. It is used only without masks.cpp.
 
     Raises:
         ValueError: if shapes or types do not fit, or a window is not inside its mask.
@@ -423,7 +420,8 @@ def place(
         return
     compiled = library() if H * W <= _LARGEST else None  # masks.cpp numbers pixels by int32
     if compiled is None:
-        each(range(count), lambda k: _place(masks[k], windows, k, out[k], warp, fill))
+        for k in range(count):
+            _place(masks[k], windows, k, out[k], warp, fill)
         return
     tasks = np.zeros(count, dtype=_TASK)
     some = [mask if mask is not None else np.empty((0, 0), dtype=np.uint8) for mask in masks]

@@ -142,7 +142,7 @@ def _moved_keypoints(keypoints: Float64, path: Sequence[tuple[Float64, Float64]]
     """
     visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
     for m, area in path:
-        xy, _ = geometry.points(m, xy)
+        xy = geometry.points(m, xy)
         visible = visible & both((xy >= area[:, None, :2]) & (xy < area[:, None, 2:]))
     moved = np.zeros_like(keypoints)
     moved[..., :2], moved[..., 2] = np.where(visible[..., None], xy, 0), keypoints[..., 2] * visible

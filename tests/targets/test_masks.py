@@ -185,10 +185,10 @@ def test_every_window_and_matrix_is_the_formula_in_cpp_numpy_and_torch(
                 np.testing.assert_array_equal(warped.numpy(), expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_large_warps_are_equal_in_cpp_and_torch(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    size, count = (301, 417), 10
+    size, count = (151, 217), 5
     parts = [noise(rng, (375, 500)) for _ in range(count)]
     rows = windows(*zip(*(random_row(rng, (375, 500), size) for _ in parts), strict=True), size)
     moved = random_warp(rng, size, count)
@@ -261,20 +261,6 @@ def test_a_batch_is_its_rows_with_any_number_of_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
         for batch in pool.map(lambda _: placed(parts, rows, inverse, threads=2), range(8)):
             np.testing.assert_array_equal(batch, alone)
-
-
-def test_numpy_gives_its_rows_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "library", lambda: None)
-    seen = []
-
-    def each(rows: Any, work: Any) -> None:
-        for k in reversed(rows):
-            seen.append(k)
-            work(k)
-
-    ours = placed([shapes()] * 3, whole((187, 251), (20, 20), 3), each=each)
-    assert seen == [2, 1, 0]
-    np.testing.assert_array_equal(ours[0], ours[2])
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.fl
     if boxes is not None:
         boxes = geometry.hulls(own, boxes)
     if keypoints is not None:
-        xy, _ = geometry.points(own, keypoints[..., :2])
+        xy = geometry.points(own, keypoints[..., :2])
         visibility = keypoints[..., 2:]
         keypoints = np.concatenate([np.where(visibility > 0, xy, 0), visibility], axis=2)
     area = (objects.area * scale[objects.sample]).astype(np.float32)
