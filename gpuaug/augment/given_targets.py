@@ -14,7 +14,7 @@ from torch import Tensor
 from gpuaug import checks
 from gpuaug.augment.moves import check_carried
 from gpuaug.augment.parameters import Chosen
-from gpuaug.augment.target_stage import LARGEST_BYTE, TargetStage, TargetView
+from gpuaug.augment.target_mover import LARGEST_BYTE, TargetMover, TargetView
 from gpuaug.batch import CropWindows, Int64, Objects, Target
 from gpuaug.errors import ConfigError
 from gpuaug.read.targets import collect
@@ -44,7 +44,7 @@ def augment_targets(
             kind = type(view.augment.crop).__name__
             raise ConfigError(f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(rules.names)}. Give `{name}`.")
     table, decoded = given.encoded(len(indices), size)
-    stage = TargetStage(rules, recipe)
+    stage = TargetMover(rules, recipe)
     objects = by_rules(replace(table, ids=np.arange(len(table))), rules)
     sizes = np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
     matrices = np.tile(np.eye(3), (len(indices), 1, 1))

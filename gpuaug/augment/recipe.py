@@ -410,11 +410,7 @@ class Augment(RecipeBase):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copied recipe makes its own executor and checks all settings again
-        return {
-            **self.__dict__,
-            "_executor": None,
-            "_seen": [],
-        }
+        return {**self.__dict__, "_executor": None, "_seen": []}
 
 
 class MultiView(RecipeBase):

@@ -34,7 +34,7 @@ from gpuaug.source.base import checksum
 from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them
-    from gpuaug.augment.target_stage import TargetStage
+    from gpuaug.augment.target_mover import TargetMover
     from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
@@ -192,7 +192,7 @@ class Loader:
             seed=self.seed,
             accept_truncated=self.faults.truncated == "accept",
             batch_size=self.batch_size,
-            targets=self._target_stage(),
+            targets=self._target_mover(),
         )
         return Pipeline(
             reader=Reader(
@@ -213,12 +213,12 @@ class Loader:
             first_row=self.source.first_row,
         )
 
-    def _target_stage(self) -> TargetStage | None:
+    def _target_mover(self) -> TargetMover | None:
         if self.targets is None:
             return None
-        from gpuaug.augment.target_stage import TargetStage
+        from gpuaug.augment.target_mover import TargetMover
 
-        return TargetStage(self.targets, self.augment, source=self.source)
+        return TargetMover(self.targets, self.augment, source=self.source)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "pipeline" in vars(self) and (name == "source" or name in self._given):

@@ -18,7 +18,7 @@ from gpuaug.decode.decoder import Decode, Decoder
 from gpuaug.decode.plan import HeaderInfo
 
 if TYPE_CHECKING:  # runs without targets do not import these modules
-    from gpuaug.augment.target_stage import TargetStage, TargetView
+    from gpuaug.augment.target_mover import TargetMover, TargetView
     from gpuaug.targets.batch import BatchTargets
 
 NO_DRAWS = Drawn({}, {})
@@ -49,7 +49,7 @@ class Stage:
     seed: int = 0
     accept_truncated: bool = False
     batch_size: int = 1
-    targets: TargetStage | None = None
+    targets: TargetMover | None = None
     _decoder: Decoder | None = field(default=None, init=False)
     _lock: Any = field(default_factory=threading.Lock, init=False)
 

@@ -108,7 +108,6 @@ CODED = {"jpeg": lambda: K.RandomJPEG((10.0, 90.0), p=0.8)}  # few blocks differ
 POLICIES = {
     "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
     "trivialaugment": lambda: K.auto.TrivialAugment(),
-    "autoaugment": lambda: K.auto.AutoAugment(),
     "one_of": lambda: OneOf(
         ops={
             "gray": K.RandomGrayscale(p=1.0),

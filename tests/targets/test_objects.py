@@ -299,12 +299,6 @@ def test_rows_renumbers_samples_and_keeps_what_belongs_to_them(seed: int) -> Non
             np.testing.assert_array_equal(getattr(kept, name)[mine], getattr(objects, name)[before])
 
 
-def test_counts_has_a_number_for_each_sample() -> None:
-    objects = by_rules(random_targets(np.random.default_rng(0), [0, 2, 0, 1, 0]), Targets(boxes=Boxes(crowd="keep")))
-    counts = objects.counts
-    assert (counts.tolist(), counts.dtype) == ([0, 2, 0, 1, 0], np.int64)
-
-
 @given(seed=SEEDS)
 def test_an_image_does_not_depend_on_the_others(seed: int) -> None:
     """To the last bit, in any batch."""
@@ -337,28 +331,6 @@ def test_flip_twice_is_the_identity(seed: int, pixel_centers: bool) -> None:
         np.testing.assert_allclose(twice.keypoints, start.keypoints, atol=1e-12)
         # a point and its mirror image have changed places
         np.testing.assert_array_equal(once.keypoints[:, FLIP, 2], start.keypoints[..., 2])
-
-
-def test_left_and_right_swap_only_where_the_image_is_mirrored() -> None:
-    points = [[[10, 10, 1], [20, 20, 2]]] * 4
-    objects = of([[0, 0, 40, 40]] * 4, keypoints=points, samples=4)
-    transpose = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 1.0]])
-    turn = np.array([[-1, 0, W], [0, -1, H], [0, 0, 1.0]])
-    crop, ops = np.stack([np.eye(3), np.eye(3), transpose, transpose]), np.stack([turn, MIRROR, np.eye(3), MIRROR])
-    found = carry(objects, crop=crop, ops=ops, size=(H, W), rules=ALL, flip=(1, 0))
-    assert found.keypoints[..., 2].tolist() == [[1, 2], [2, 1], [2, 1], [1, 2]]
-    unpaired = carry(objects, crop=crop, ops=ops, size=(H, W), rules=ALL, flip=None)
-    assert unpaired.keypoints[..., 2].tolist() == [[1, 2]] * 4
-
-
-def test_four_quarter_turns_are_the_identity() -> None:
-    turn = np.array([[0, -1, 60], [1, 0, 0], [0, 0, 1.0]])
-    start = of([[3, 7, 20, 41], [0, 0, 60, 60]], keypoints=[[[5, 6, 1], [0, 0, 0]]] * 2)
-    turned = start
-    for _ in range(4):
-        turned = moved(turned, turn, flip=(1, 0))
-    np.testing.assert_array_equal(turned.boxes, start.boxes)
-    np.testing.assert_array_equal(turned.keypoints, start.keypoints)
 
 
 def test_boxes_are_clipped_after_the_crop_and_at_the_end() -> None:
@@ -483,24 +455,3 @@ def test_values_without_a_place_are_dropped_without_a_warning(value: float, recw
     assert found.labels.tolist() == [1]
     assert found.keypoints[0, :, 2].tolist() == [0, 2]
     assert not recwarn
-
-
-def test_boxes_far_outside_an_image_cover_it_or_vanish() -> None:
-    found = moved(of([[-1e6, -1e6, 1e6, 1e6], [1e6, 1e6, 2e6, 2e6]]), MIRROR)
-    assert found.labels.tolist() == [0]
-    assert found.boxes.tolist() == [[0, 0, W, H]]
-
-
-def test_ten_thousand_objects() -> None:
-    rng = np.random.default_rng(0)
-    counts = rng.multinomial(10_000, np.ones(16) / 16)
-    rules = Targets(boxes=Boxes(crowd="keep"), keypoints=Keypoints())
-    objects = by_rules(random_targets(rng, counts.tolist(), points=5), rules)
-    ops = random_matrices(rng, 16)
-    found = carry(objects, crop=np.eye(3)[None].repeat(16, 0), ops=ops, size=(H, W), rules=rules, flip=FLIP)
-    assert 1000 < len(found) < 10_000
-    np.testing.assert_array_equal(found.counts, np.bincount(found.sample, minlength=16))
-    assert (found.boxes >= 0).all()
-    assert (found.boxes <= [W, H, W, H]).all()
-    assert found.boxes.flags.c_contiguous
-    assert found.keypoints.flags.c_contiguous

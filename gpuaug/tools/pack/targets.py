@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.plan import HeaderInfo
@@ -83,7 +83,7 @@ class TargetPacker:
             keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
             orientation=described["orientation"],
         )
-        self._target_stage = TargetStage(self._rules, Augment(), source=source)
+        self._mover = TargetMover(self._rules, Augment(), source=source)
 
     def encode(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -92,11 +92,11 @@ class TargetPacker:
 
         Returns the faults; for each row that has a mask, the encoded mask at every size; the objects at every size.
         """
-        upright, faults = self._target_stage.upright(batch, headers, self._decoder)
+        upright, faults = self._mover.upright(batch, headers, self._decoder)
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
         encoded = dict[int, list[bytes]]()
         for row in range(len(batch.masks)):  # one at a time, because masks can be large
-            read, bad = self._target_stage.read_masks(batch, headers, self._decoder, rows=[row])
+            read, bad = self._mover.read_masks(batch, headers, self._decoder, rows=[row], keep_ids=True)
             faults += bad
             if (mask := read[row]) is not None:
                 encoded[row] = self._masks(row, mask, windows)

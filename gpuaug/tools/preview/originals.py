@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import EncodedBatch
 from gpuaug.display.annotations import Annotated, Annotations
 from gpuaug.display.batches import label_text
@@ -41,7 +41,7 @@ def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Se
     whole = replace(own, recipe=Augment(), settings=decode, device=torch.device("cpu"), targets=None)
     stages = [] if augmented else [whole]
     if own.targets is not None:
-        targets = TargetStage(own.targets.rules, Augment(), source=loader.source, quiet=True)
+        targets = TargetMover(own.targets.rules, Augment(), source=loader.source, quiet=True)
         stages.insert(0, replace(whole, targets=targets))
     samples = []
     for index in indices:

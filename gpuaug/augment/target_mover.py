@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.moves import Field, Move, moves
+from gpuaug.augment.moves import Elastic, Move, moves
 from gpuaug.augment.ops.erasing import RandomErasing
 from gpuaug.augment.parameters import Chosen, Size
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64, Objects
@@ -49,8 +49,8 @@ class TargetView:
     sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
     decoded: list[NDArray[Any] | None] | None = None  # upright masks that a crop reads. Element None: no mask
     windows: Any = None  # CropWindows of the view
-    moves: list[Warp | Field] = field(default_factory=list)  # what masks still have to follow, in order
-    masks: Tensor | None = None  # [B, H, W], set by TargetStage.sample
+    moves: list[Warp | Elastic] = field(default_factory=list)  # what masks still have to follow, in order
+    masks: Tensor | None = None  # [B, H, W], set by TargetMover.sample
 
     @property
     def upright_objects(self) -> Objects:
@@ -61,7 +61,7 @@ class TargetView:
         return replace(self.objects, boxes=geometry.hulls(self.matrices[self.objects.sample], boxes))
 
 
-class TargetStage:
+class TargetMover:
     """Moves targets as ``recipe`` moves the images.
 
     Args:
@@ -71,14 +71,7 @@ class TargetStage:
         quiet: True: log nothing, because another stage logs the same.
     """
 
-    def __init__(
-        self,
-        rules: Targets,
-        recipe: Any,
-        *,
-        source: Source | None = None,
-        quiet: bool = False,
-    ) -> None:
+    def __init__(self, rules: Targets, recipe: Any, *, source: Source | None = None, quiet: bool = False) -> None:
         self.rules, self.recipe = rules, recipe
         flip = getattr(rules.keypoints, "flip", None)
         source = Source(()) if source is None else source
@@ -93,9 +86,9 @@ class TargetStage:
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
         self._orientation_logged = quiet
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
-        self._table = None if rules.masks is None else masks.lookup(rules.masks)
+        self._lookup = None if rules.masks is None else masks.lookup(rules.masks)
         self._unnamed_logged = quiet
-        if self.panoptic and self._table is not None and self._table.colors:
+        if self.panoptic and self._lookup is not None and self._lookup.colors:
             raise ConfigError("`targets.masks.colors` must be null, because the colours of panoptic masks are ids.")
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
         self._largest = max([self.fill, *(_erasing_values(views, rules.masks) if rules.masks is not None else ())])
@@ -175,11 +168,11 @@ class TargetStage:
             views.append(replace(upright, objects=objects, matrices=matrices, windows=window, moves=warps))
         return views
 
-    def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Field]:
+    def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Elastic]:
         """Compose the moves between fields, for masks. A sample that a field does not change is sampled only once."""
-        found, group = list[Warp | Field](), list[Float64 | Erased]()
+        found, group = list[Warp | Elastic](), list[Float64 | Erased]()
         for move in done if self.rules.masks else ():
-            if not isinstance(move, Field):
+            if not isinstance(move, Elastic):
                 group.append(move)
                 continue
             now = [_of_rows(each, move.rows) for each in group]
@@ -315,7 +308,7 @@ class TargetStage:
             return None
         made = buffers.to_device(view.masks, device)
         for move in view.moves:
-            if isinstance(move, Field):
+            if isinstance(move, Elastic):
                 made = move.apply(made, self.fill)
                 continue
             moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | (move.counts > 0))
@@ -339,7 +332,7 @@ class TargetStage:
         or with a fault gets None; the faults are added to ``faults``.
         """
         most, pixels = decoder.settings.max_bytes // 2, (info.height * info.width).tolist()
-        kind = {"changed": self._table is not None, "panoptic": self.panoptic}
+        kind = {"changed": self._lookup is not None, "panoptic": self.panoptic}
         sizes = np.array([masks.peak_bytes(data, n, **kind) for data, n in zip(encoded.masks, pixels, strict=True)])
         for row in np.flatnonzero(sizes > most).tolist():
             reason = f"decoding takes {sizes[row]} bytes, more than half of `decode.max_bytes` ({2 * most}). Raise it"
@@ -347,14 +340,6 @@ class TargetStage:
         for rows in split_by_bytes(np.arange(len(sizes)), np.where(sizes > most, 0, sizes), most):
             found, bad = self.read_masks(encoded, info, decoder, rows=rows[sizes[rows] <= most].tolist())
             faults += bad
-            if self.panoptic:
-                self._number(found, encoded)
-            for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
-                largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
-                if largest > LARGEST_BYTE:
-                    reason = f"a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-                    faults.append(self._mask_fault(encoded, row, reason))
-                    found[row] = None
             yield found[rows[0] : rows[-1] + 1]
             del found
 
@@ -374,25 +359,16 @@ class TargetStage:
                 )
         return found
 
-    def _number(self, found: list[NDArray[Any] | None], encoded: EncodedBatch) -> None:
-        """Replace annotation ids in panoptic masks by object numbers or classes."""
-        assert encoded.targets is not None
-        masks.number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-        if self._table is None:
-            return
-        unnamed = [Counter[int]() for _ in found]
-        for row, mask in enumerate(found):  # not applied earlier, because `map` is for classes, not for annotation ids
-            found[row] = None if mask is None else self._table.apply(mask, unnamed=unnamed[row])
-        self._log_unnamed(encoded, unnamed)
-
     def read_masks(
-        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int]
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int], keep_ids: bool = False
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Decode upright masks [h, w]. Panoptic masks hold annotation ids; to others, the rules are applied.
+        """Decode upright masks [h, w] of classes or objects. With ``keep_ids``, panoptic masks hold annotation ids.
 
         ``rows``: the rows to decode. The other rows, and rows without a mask or with a fault, get None.
         """
-        data = encoded.masks
+        data, objects = encoded.masks, encoded.targets
+        assert objects is not None
+        offsets = objects.offsets
         found: list[NDArray[Any] | None] = [None] * len(data)
         unnamed = [Counter[int]() for _ in data]
         faults: list[Fault] = []
@@ -400,16 +376,28 @@ class TargetStage:
         def one(row: int) -> None:
             height, width, exif = int(info.height[row]), int(info.width[row]), int(info.orientation[row])
             try:
-                found[row] = masks.decode(
+                mask = masks.decode(
                     data[row].tobytes(),
                     stored=(width, height) if exif > 4 else (height, width),
                     exif=exif,
                     as_stored=self._as_stored,
                     max_pixels=decoder.settings.max_pixels,
-                    table=None if self.panoptic else self._table,
+                    table=None if self.panoptic else self._lookup,
                     unnamed=None if self._unnamed_logged else unnamed[row],
                     ids_in_rgb=self.panoptic,
                 )
+                if self.panoptic and not keep_ids:
+                    own = slice(offsets[row], offsets[row + 1])
+                    values = objects.labels[own]
+                    values = np.arange(1, len(values) + 1) if self._instances else values
+                    mask = masks.replace_ids(mask, objects.ids[own], values, self.fill)
+                    if self._lookup is not None:  # `map` is for classes, not for annotation ids
+                        mask = self._lookup.apply(mask, unnamed=unnamed[row])
+                if self._dtype == torch.uint8 and mask.dtype != np.uint8 and mask.max() > LARGEST_BYTE:
+                    raise HeaderError(
+                        f"a value of {mask.max()}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+                    )
+                found[row] = mask
             except HeaderError as error:
                 faults.append(self._mask_fault(encoded, row, str(error)))
 
@@ -430,7 +418,7 @@ class TargetStage:
             return
         self._unnamed_logged = True
         counts, index = sum(unnamed, Counter[int]()), int(encoded.indices[row])
-        in_colors = self._table is not None and self._table.colors
+        in_colors = self._lookup is not None and self._lookup.colors
         shown = [
             f"{[value & 255, value >> 8 & 255, value >> 16] if in_colors else value} ({count} pixels)"
             for value, count in counts.most_common(_SHOWN)
