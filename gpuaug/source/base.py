@@ -319,12 +319,11 @@ class ListedSource(Source):
         """
         if self._objects is not None and (reason := self._objects.reason(index)) is not None:
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
-        has_mask = "masks" in self.target_kinds
-        for part, name in ((image, "image"), *(((mask, "mask"),) if has_mask else ())):
+        for part in (image, mask) if "masks" in self.target_kinds else (image,):
             if isinstance(part, Exception):
                 return part
             if part is None:
-                return ReadError(f"{self.key(index)!r} has no {name} bytes")
+                return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
         label = self._target_of(index)
         if mask is not None or objects:
             label = checked(replace(label, mask=mask, **objects))
