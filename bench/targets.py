@@ -108,10 +108,11 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
     torch.set_num_threads(1)
     spec = Spec("", name, str(root), args.stage_batch, 0, 1, "cpu", "float32")
     with loader(spec, kinds, recipe(name)) as made:
-        pipeline, stage = made.pipeline, made.pipeline.stage
+        pipeline = made.pipeline
         encoded = next(iter(pipeline.read(made.epoch_order, 0, zero_copy=False)))
-        info, decoder, targets = stage.decoder.read_headers(encoded), stage.decoder, stage.targets
-        indices, augment = encoded.indices.numpy(), stage.recipe
+        decoder, targets = pipeline.decoder, pipeline.targets
+        info = decoder.read_headers(encoded)
+        indices, augment = encoded.indices.numpy(), pipeline.recipe
         drawn = augment.draw(seed=0, epoch=0, indices=indices)
         windows = augment.windows(drawn, info.height, info.width)
         images, _ = decoder.pixels(encoded, info, windows)

@@ -15,9 +15,8 @@ from torch import nn
 from gpuaug import checks
 from gpuaug.augment import auto_pairs
 from gpuaug.augment.crop import color
-from gpuaug.augment.ops.entry import RecipeOp
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
-from gpuaug.augment.parameters import Alternatives, Prepared, Size
+from gpuaug.augment.parameters import Alternatives, Prepared, RecipeOp, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, pick
 

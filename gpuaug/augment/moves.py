@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpuaug.augment.ops import entry_of, fields
-from gpuaug.augment.ops.entry import Matrix
 from gpuaug.augment.ops.erasing import RandomErasing
 from gpuaug.augment.ops.geometry import pixel_matrices
-from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
+from gpuaug.augment.parameters import Chosen, Matrix, Params, Prepared, Size
+from gpuaug.augment.policy import entry_of, fields
 from gpuaug.augment.reference import exact_products
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Int

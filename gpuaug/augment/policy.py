@@ -15,15 +15,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.ops import by_class, entry_of
-from gpuaug.augment.ops.entry import RecipeOp
+from gpuaug.augment.ops import color, degradation, geometry
 from gpuaug.augment.ops.kornia_private import policy_parameter
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, always_applied
+from gpuaug.augment.parameters import (
+    Alternatives,
+    Entry,
+    Normal,
+    Params,
+    Prepared,
+    RecipeOp,
+    Rule,
+    Size,
+    Tensors,
+    always_applied,
+)
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int, pick
+from gpuaug.random.keyed import Float, Int, normal_field, pick
 
 logger = logging.getLogger("gpuaug")
 
@@ -31,6 +41,28 @@ _FASTER = (
     ". If its output depends only on its input and on random numbers per image, the module can run on whole batches: "
     "see `uniforms` in docs/guide.md"
 )
+
+
+ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
+
+
+def by_class(table: Mapping[str, Any], op: Any) -> Any:
+    """Look up a Kornia module in a table by the name of its class. Return None for all other modules.
+
+    A user's subclass of a Kornia class is not looked up, because it may draw and compute anything.
+    """
+    kind = type(op)
+    return table.get(kind.__name__) if kind.__module__.startswith("kornia.augmentation.") else None
+
+
+def entry_of(op: Any) -> Entry | None:
+    return op.entry if isinstance(op, RecipeOp) else by_class(ENTRIES, op)
+
+
+def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:
+    """Return the parameters that ``params`` lacks, such as noise per pixel; {} for most operations."""
+    entry = entry_of(op)
+    return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -93,9 +125,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
             *(key, type(op).__name__, reason, _FASTER),
         )
         return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
-    count, rule = entry.parameters(op)
-    gate = partial(_gated, p=float(op.p), rule=rule)
-    return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=entry.fields is not None)
+    return entry.gated(name, op)
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
@@ -118,12 +148,6 @@ def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
     rule = partial(_one_of, p=float(op.p), members=members)
     count, keyed = 2 + max(m.count for m in members), any(m.keyed for m in members)
     return Prepared(name, op, slots, count, rule, keyed=keyed, members=members)
-
-
-def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Draw the rule's parameters. The first uniform is compared with ``p``."""
-    choice = (u[:, :1] < np.float32(p)).astype(np.int64) - 1
-    return choice, ((rule(u[:, 1:], size),),)
 
 
 def _given(u: Float, size: Size) -> tuple[Int, tuple[Alternatives, ...]]:

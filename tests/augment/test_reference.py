@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops import fields
 from gpuaug.augment.parameters import tensors
-from gpuaug.augment.policy import OneOf, prepare
+from gpuaug.augment.policy import OneOf, fields, prepare
 from gpuaug.augment.recipe import Augment
 from gpuaug.augment.reference import ReferenceBackend, unit
 from gpuaug.errors import ConfigError

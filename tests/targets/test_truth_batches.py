@@ -15,7 +15,7 @@ from test_parameters import OPS
 from truth import ALL, CROPS, batch_of, composed, samples, targets_loader
 
 import gpuaug
-from gpuaug.augment.ops import entry_of
+from gpuaug.augment.policy import entry_of
 from gpuaug.read.order import Repeated, Weighted
 
 COLOURS = [name for name, make in OPS.items() if entry_of(make()).affects == "pixels"]
