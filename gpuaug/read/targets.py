@@ -10,11 +10,11 @@ import numpy as np
 
 from gpuaug.batch import Fault, Objects, Target
 from gpuaug.errors import SourceError
-from gpuaug.source.objects import COLUMNS, as_arrays
+from gpuaug.source.objects import COLUMNS, as_arrays, checked, find_faults
 
 _FIELDS = {field.name for field in fields(Target) if field.init}
 _NO_MASK = memoryview(b"")
-_NONE = Target()  # of a row with a fault
+_NONE = checked(Target())  # of a row with a fault
 
 
 def as_target(label: Any, number: int) -> Target | None:
@@ -57,7 +57,15 @@ def collect(
             good[row] = target
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
             faults.append(Fault(row, "read", str(error)))
-    return _joined(good, names, num_keypoints), masks if "masks" in names else [], faults
+    table = _joined(good, names, num_keypoints)
+    if unchecked := [row for row, target in enumerate(good) if not target._checked]:
+        new = table.take(np.isin(table.sample, unchecked))
+        found = find_faults(new.sample, {name: getattr(new, name) for name, *_ in COLUMNS})
+        for row in found:
+            good[row], masks[row] = _NONE, _NO_MASK
+        faults += [Fault(row, "read", reason) for row, reason in found.items()]
+        table = _joined(good, names, num_keypoints) if found else table
+    return table, masks if "masks" in names else [], sorted(faults, key=lambda fault: fault.row)
 
 
 def _mask(target: Target) -> memoryview:
@@ -79,7 +87,7 @@ def _count(target: Target, names: Sequence[str]) -> int:
 
 
 def _as_arrays(target: Target, names: Sequence[str], num_keypoints: int | None) -> Target:
-    """The target with arrays as columns, without columns that ``names`` lacks. ValueError if it cannot be used."""
+    """The target with arrays as columns, without columns that ``names`` lacks. ValueError if a shape is wrong."""
     size = target.size
     if size is not None:
         sides = np.asarray(size)

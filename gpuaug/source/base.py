@@ -147,15 +147,20 @@ class Source:
         """
         if has_method(self.wrapped, "key"):
             return str(self.wrapped.key(index))
-        if not 0 <= (number := operator.index(index)) < len(self.wrapped):
-            raise IndexError(f"the source has {len(self.wrapped)} samples. Found: number {number}.")
+        if not 0 <= (number := operator.index(index)) < self._total:
+            raise IndexError(f"the source has {self._total} samples. Found: number {number}.")
         return str(number)
 
     def digest(self) -> str:
         """Hash of the keys of all samples. It does not depend on where the samples are stored."""
         if has_method(self.wrapped, "digest"):
             return str(self.wrapped.digest())
-        return Names.of([[os.fsencode(self.key(i)) for i in range(len(self.wrapped))]]).digest()
+        return Names.of([[os.fsencode(self.key(i)) for i in range(self._total)]]).digest()
+
+    @property
+    def _total(self) -> int:
+        """Number of all samples, also of inactive ones."""
+        return len(self if self.wrapped is None else self.wrapped)
 
 
 # members that a Source takes from its object
@@ -319,12 +324,11 @@ class ListedSource(Source):
         """
         if self._objects is not None and (reason := self._objects.reason(index)) is not None:
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
-        has_mask = "masks" in self.target_kinds
-        for part, name in ((image, "image"), *(((mask, "mask"),) if has_mask else ())):
+        for part in (image, mask) if "masks" in self.target_kinds else (image,):
             if isinstance(part, Exception):
                 return part
             if part is None:
-                return ReadError(f"{self.key(index)!r} has no {name} bytes")
+                return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
         label = self._target_of(index)
         if mask is not None or objects:
             label = checked(replace(label, mask=mask, **objects))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.errors import ConfigError, SourceError
-from gpuaug.source.index import read_numbers, share
+from gpuaug.source.index import range_problem, read_numbers, share
 from gpuaug.source.local import open_text
 from gpuaug.source.paths import redact
 
@@ -28,23 +28,12 @@ IMAGE_EXTENSIONS = (
 Subset = int | float | Sequence[int] | Tensor | str | os.PathLike[str] | None
 
 
-def active(
-    names: Any,
-    subset: Subset,
-    exclude: str | os.PathLike[str] | None,
-    *,
-    root: str,
-    numbers: NDArray[np.int64] | None = None,
-) -> Tensor | None:
-    """Ascending numbers of the active samples, int64; None if all samples are active.
-
-    ``names``: the keys of all samples. ``numbers``: ascending sample numbers; None: 0 .. len(names) - 1.
-    """
-    known = np.arange(len(names)) if numbers is None else numbers
-    chosen = known if subset is None else _subset(subset, known)
+def active(names: Any, subset: Subset, exclude: str | os.PathLike[str] | None, *, root: str) -> Tensor | None:
+    """Ascending numbers of the active samples, int64; None if all are active. ``names``: the keys of all samples."""
+    chosen = np.arange(len(names)) if subset is None else _subset(subset, len(names))
     if exclude is not None:
         keys = _excluded(exclude)
-        out = known[[row for row, name in enumerate(names) if name in keys]]
+        out = [number for number, name in enumerate(names) if name in keys]
         if missing := len(keys) - len(out):
             log.warning("source %s: %d of %d keys in `source.exclude` are unknown", redact(root), missing, len(keys))
         left = chosen[~np.isin(chosen, out)]
@@ -52,7 +41,7 @@ def active(
         if not len(left):
             raise SourceError(f"`source.exclude` must leave samples. {os.fspath(exclude)!r} lists all {len(chosen)}.")
         chosen = left
-    return None if len(chosen) == len(known) else share(torch.from_numpy(chosen))
+    return None if len(chosen) == len(names) else share(torch.from_numpy(chosen))
 
 
 def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
@@ -63,8 +52,7 @@ def extensions_of(extensions: Sequence[str]) -> tuple[str, ...]:
     return tuple(x.lower() if x.startswith(".") else f".{x.lower()}" for x in extensions)
 
 
-def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
-    total = len(known)
+def _subset(subset: Any, total: int) -> NDArray[np.int64]:
     if isinstance(subset, bool):
         raise SourceError(f"`source.subset` must be a count, a fraction, or a FILE of sample numbers. Found: {subset}.")
     if isinstance(subset, float):
@@ -74,7 +62,7 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
     if isinstance(subset, int):
         if not 1 <= subset <= total:
             raise SourceError(f"a count in `source.subset` must be 1 .. {total}. Found: {subset}.")
-        return known[np.arange(subset, dtype=np.int64) * total // subset]
+        return np.arange(subset, dtype=np.int64) * total // subset
     if isinstance(subset, str | os.PathLike):
         numbers = read_numbers(subset, key="source.subset", dtype=np.int64)
     else:
@@ -85,14 +73,11 @@ def _subset(subset: Any, known: NDArray[np.int64]) -> NDArray[np.int64]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise SourceError(f"`source.subset` must hold sample numbers. Found: {subset!r:.200} ({error}).") from error
     ascending = np.unique(numbers).astype(np.int64)
-    if not len(ascending) or len(ascending) < len(numbers) or not np.isin(ascending, known).all():
+    if not len(ascending) or len(ascending) < len(numbers) or range_problem(ascending, total):
         text = f"{len(numbers)} numbers, {len(ascending)} of them distinct"
         if len(ascending):
             text += f", from {ascending[0]} to {ascending[-1]}"
-        gaps = "" if known[-1] == total - 1 else f" (only the {total} stored samples)"
-        raise SourceError(
-            f"sample numbers in `source.subset` must be {known[0]} .. {known[-1]}{gaps}, each once. Found: {text}."
-        )
+        raise SourceError(f"sample numbers in `source.subset` must be 0 .. {total - 1}, each once. Found: {text}.")
     return ascending
 
 

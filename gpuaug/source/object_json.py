@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpuaug.source.classes import shortened
 from gpuaug.source.files import LARGEST_TEXT
-from gpuaug.source.objects import array_of, as_arrays, check_points
+from gpuaug.source.objects import array_of, as_arrays, check_points, find_faults
 
 BoxFormat = Literal["xywh", "xyxy"]
 
@@ -67,11 +67,13 @@ def parse(
         target: dict[str, Any] = as_arrays(
             columns,
             num_keypoints=num_keypoints,
-            num_classes=None if classes is None else len(classes),
             names={field: f"`{name}`" for field, name in names.items()},
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    most = None if classes is None else len(classes)
+    if found := find_faults(np.zeros(len(boxes), dtype=np.int64), target, num_classes=most):
+        raise ValueError(found[0])
     return target if size is None else {**target, "size": size}
 
 

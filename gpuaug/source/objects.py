@@ -104,15 +104,12 @@ def array_of(value: Any, name: str, kind: Any, shape: tuple[int, ...]) -> NDArra
 
 
 def as_arrays(
-    given: Mapping[str, Any],
-    *,
-    num_keypoints: int | None = None,
-    num_classes: int | None = None,
-    names: Mapping[str, str] | None = None,
+    given: Mapping[str, Any], *, num_keypoints: int | None = None, names: Mapping[str, str] | None = None
 ) -> dict[str, NDArray[Any]]:
-    """The columns of one image's objects as arrays; ValueError if they cannot be used.
+    """The columns of one image's objects as arrays; ValueError if a shape or dtype is wrong.
 
-    ``names``: the columns' names in messages, if they differ from those of a :class:`Target`.
+    :func:`find_faults` checks the values. ``names``: the columns' names in messages, if they differ from those of a
+    :class:`Target`.
     """
     columns: dict[str, NDArray[Any]] = {}
     for name, kind, shape, _ in COLUMNS:
@@ -125,9 +122,6 @@ def as_arrays(
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the columns of the sample's objects differ in length: {lengths}")
-    sample = np.zeros(max(lengths.values(), default=0), dtype=np.int64)
-    if found := find_faults(sample, columns, num_classes=num_classes):
-        raise ValueError(found[0])
     return columns
 
 

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ def parse(
     counts, reasons, polygons = list[int](), dict[int, str](), Counter[int]()
     for i, data in enumerate(files):
         try:
-            objects = _objects(data, rules, name(i))
+            objects = _objects(data, rules, partial(name, i))
         except ValueError as error:
             reasons[i], objects = str(error), []
         counts.append(len(objects))
@@ -60,16 +61,17 @@ def parse(
 
 
 def _objects(
-    data: bytes | Exception, rules: Rules, name: str
+    data: bytes | Exception, rules: Rules, name: Callable[[], str]
 ) -> list[tuple[int, Sequence[float], Sequence[float], int]]:
+    """What :func:`_object` returns for each line. ``name()`` is the file, for messages."""
     if isinstance(data, Exception):
-        raise ValueError(f"{name!r} cannot be read ({data})")
+        raise ValueError(f"{name()!r} cannot be read ({data})")
     objects = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
         try:
             objects += [_object(line, rules)] if line.strip() else []
         except ValueError as error:
-            raise ValueError(f"line {number} of {name!r} {error}") from error
+            raise ValueError(f"line {number} of {name()!r} {error}") from error
     return objects
 
 

@@ -357,7 +357,7 @@ def test_a_counted_subset_is_evenly_spread(total, data):
     from gpuaug.source.filters import _subset
 
     count = data.draw(st.integers(1, total))
-    numbers = _subset(count, np.arange(total))
+    numbers = _subset(count, total)
     assert len(np.unique(numbers)) == count
     steps = np.diff(np.append(numbers, total + numbers[0]))
     assert steps.max() - steps.min() <= 1
@@ -612,3 +612,22 @@ def test_skipped_files_are_counted_by_extension(tmp_path, caplog):
         assert len(FolderSource(tmp_path)) == 2
     lines = [line.getMessage() for line in caplog.records if ": skipped" in line.getMessage()]
     assert [line.partition(": ")[2] for line in lines] == ["skipped 4 files: 2 .txt, 1 .cr2, 1 without extension"]
+
+
+def test_a_source_of_ones_own_needs_only_a_length_and_samples():
+    class Own(Source):
+        def __init__(self):
+            pass
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return b"%d" % index, index
+
+    source = adapt(Own())
+    assert [source.key(i) for i in range(3)] == ["0", "1", "2"]
+    assert source.digest() == adapt([(b"", 0)] * 3).digest()
+    assert source.labels is source.label is source.read_many is source.target_kinds is None
+    with pytest.raises(IndexError, match="has 3 samples"):
+        source.key(3)

@@ -117,6 +117,7 @@ def test_training_sees_the_same_targets(packed: Path) -> None:
     assert source.num_keypoints == POINTS
     assert source.flip_pairs == (0, 2, 1)
     assert source.classes == [*Scenes.classes]
+    assert all(target._checked for _, target in source)  # not again in each batch
     other = PackedSource(packed, classes=[*reversed(Scenes.classes), "more"])
     assert other.num_classes == 10
     assert (8 - other[3][1].labels == source[3][1].labels).all()
