@@ -24,7 +24,7 @@ from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.native.buffers import to_device
-from gpuaug.read.order import Task as Task
+from gpuaug.read.order import Task
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
