@@ -107,14 +107,12 @@ class Weighted:
         else:
             try:
                 values = np.asarray(weights, dtype=np.float64)
-            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-                raise ConfigError(
-                    f"`order.weights` must be `class`, a FILE, or one number per sample. Found: {weights!r:.200}."
-                ) from error
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                values = np.asarray(np.nan)
         if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
             raise ConfigError(
-                "`order.weights` must be `class`, or one finite weight >= 0 per sample. "
-                f"Found: shape {values.shape}, from {values.min(initial=0)} to {values.max(initial=0)}."
+                "`order.weights` must be `class`, a FILE, or one finite number >= 0 per sample. "
+                f"Found: {weights!r:.200}."
             )
         self.weights = values
 

@@ -686,7 +686,7 @@ def test_a_refused_state_changes_nothing(photos, change):
                 ours.load_state_dict({**forged, "checksum": checksum(forged)})
         assert ours.state_dict() == before
         ours.load_state_dict(json.loads(json.dumps(before)))
-        with pytest.raises(ConfigError, match="`repeats` must be whole numbers from 0 to 65535. Found: 65536"):
+        with pytest.raises(ConfigError, match="`repeats` must be a whole number from 0 to 65535. Found: 65536"):
             ours.fetch([1], repeats=[65536])
 
 
