@@ -152,7 +152,7 @@ def test_what_waits_is_private_memory_and_goes_back_to_the_system():
     found = json.loads(done.stdout)
     batch = rows * length
     assert found["level"] == waiting * batch
-    assert 0.9 < found["held"] / found["level"] < 1.2
+    assert 0.7 < found["held"] / found["level"] < 1.1  # the first batches stay in the memory of the workers
     assert found["taken"] == (2 * waiting - 1) * rows
     assert found["left"] < 0.2 * found["level"]
 
