@@ -130,7 +130,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
             return augment.apply(images, drawn)
 
         def added() -> Any:
-            upright = targets.upright(encoded, info, decoder)
+            upright, _ = targets.upright(encoded, info, decoder)
             placed = targets.place(upright, windows, chosen, epoch=0)
             if masks is not None:
                 targets.sample(placed, iter([[*masks]]), decoder.device, each=decoder.each)

@@ -188,9 +188,9 @@ class Loader:
         opened = partial(self.decode.open, self.device, accept_truncated=accepted, batch_size=self.batch_size)
         targets = None
         if self.targets is not None:
-            from gpuaug.augment.target_stage import TargetStage
+            from gpuaug.augment.target_mover import TargetMover
 
-            targets = TargetStage(self.targets, self.augment, source=self.source)
+            targets = TargetMover(self.targets, self.augment, source=self.source)
         return Pipeline(
             reader=Reader(encoded, num_workers=self.num_workers, targets=getattr(self.targets, "names", ()), **reading),
             lazy_decoder=LazyDecoder(opened),

@@ -29,7 +29,7 @@ from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
 if TYPE_CHECKING:  # runs without targets do not import these modules
-    from gpuaug.augment.target_stage import TargetBatch, TargetStage
+    from gpuaug.augment.target_mover import TargetMover, TargetView
     from gpuaug.targets.batch import BatchTargets
 
 NO_DRAWS = Drawn({}, {})
@@ -103,7 +103,7 @@ class PartialBatch:
     drawn: Drawn = NO_DRAWS
     windows: list[CropWindows] = field(default_factory=list)  # per view
     chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
-    targets: TargetBatch | None = None
+    targets: list[TargetView] | None = None
     images: list[Tensor] = field(default_factory=list)  # after decoding: uint8 [B, H, W, 3] per view, on the device
     ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
 
@@ -122,7 +122,7 @@ class Pipeline:
     reader: Reader
     lazy_decoder: LazyDecoder
     recipe: Recipe
-    targets: TargetStage | None
+    targets: TargetMover | None
     mix: Callable[..., tuple[list[Tensor], Tensor]] | None  # a Mix with its settings
     faults: Faults
     device: torch.device
@@ -157,11 +157,12 @@ class Pipeline:
         if self.targets is None:
             windows = recipe.windows(drawn, info.height, info.width)
             return PartialBatch(encoded, info.faults, info, drawn, windows)
-        upright = self.targets.upright(encoded, info, self.decoder)
-        windows = recipe.windows(drawn, info.height, info.width, objects=upright.boxed, masks=upright.masks)
+        upright, faults = self.targets.upright(encoded, info, self.decoder)
+        objects, masks = upright.upright_objects, upright.decoded
+        windows = recipe.windows(drawn, info.height, info.width, objects=objects, masks=masks)
         chosen = recipe.choose(drawn, [window.size for window in windows])
         targets = self.targets.place(upright, windows, chosen, epoch=epoch)
-        return PartialBatch(encoded, [*info.faults, *upright.faults], info, drawn, windows, chosen, targets)
+        return PartialBatch(encoded, [*info.faults, *faults], info, drawn, windows, chosen, targets)
 
     def decode(self, batch: PartialBatch) -> PartialBatch:
         """Decode every image and mask once, and collect all faults of the batch so far."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuaug.batch import EncodedTargets, Fault
+from gpuaug.batch import Fault, Objects
 from gpuaug.errors import SourceError
 from gpuaug.source.adapt import Source
 
@@ -18,7 +18,7 @@ PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
 FAILED = -1  # in place of the number of images: the block holds an exception
 
 # labels, faults, targets and extras of a batch
-Rest = tuple[NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
+Rest = tuple[NDArray[Any] | None, tuple[Fault, ...], Objects | None, list[Any] | None]
 
 
 def pack(encoded: list[memoryview], rest: Rest) -> list[Any]:

@@ -68,7 +68,7 @@ class Workers:
         self.timeout, self._source = timeout, samples.source
         self._ring = Ring(num_workers * prefetch_factor + 1 + HELD)
         # Workers take turns, so a worker's next batch is `num_workers` places later.
-        lookahead = num_workers if callable(getattr(samples.source, "prefetch", None)) else 0
+        lookahead = num_workers if callable(samples.source.prefetch) else 0
         self._requests = _Requests(self._ring, lookahead)
         self._context = _Context(start_method, self._ring)
         self._answers: Any = None

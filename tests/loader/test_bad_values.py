@@ -140,7 +140,6 @@ MADE: dict[str, Attack] = {
         lambda p, made: augmented(p, normalize=made),
     ),
     "OneOf": (lambda p: {"ops": {"flip": flip()}}, lambda p, made: augmented(p, ops={"one": made})),
-    **{name: (lambda p: {}, lambda p, made: augmented(p, ops={"one": made})) for name in OPERATIONS},
     **{name: (lambda p, given=given: given, lambda p, made: augmented(p, crop=made)) for name, given in CROPS.items()},
     "Progressive": (
         lambda p: {"stages": {0: gpuaug.Augment(crop=gpuaug.Resize(8))}},
@@ -204,6 +203,8 @@ def attacked(calls: Iterator[tuple[str, Callable[[], Any]]]) -> list[str]:
 
 # a source that needs nothing but a place
 ROOTED: Attack = lambda p: {"root": p / "images"}, lambda p, made: one_batch(p, source=made)
+OPERATION: Attack = lambda p: {}, lambda p, made: augmented(p, ops={"one": made})
+MADE |= {name: OPERATION for name, (_, page) in gpuaug.PUBLIC.items() if page == "operations" and name not in MADE}
 MADE |= {name: ROOTED for name, (_, page) in gpuaug.PUBLIC.items() if page == "sources" and name not in MADE}
 
 

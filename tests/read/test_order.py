@@ -17,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from gpuaug import source as sources
 from gpuaug.errors import ConfigError
 from gpuaug.random import keyed as draw
 from gpuaug.read.order import (
@@ -31,7 +32,7 @@ from gpuaug.read.order import (
 from gpuaug.source.adapt import adapt as adapt_source
 
 
-class Source:
+class Source(sources.Source):
     """As much of a source as an order looks at."""
 
     def __init__(self, count, indices=None, labels=None):

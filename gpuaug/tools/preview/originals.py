@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import EncodedBatch
 from gpuaug.display.annotations import Annotated, Annotations
 from gpuaug.display.batches import label_text
@@ -44,7 +44,7 @@ def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Se
     whole = replace(own, recipe=Augment(), lazy_decoder=decoder, device=cpu, streams=Streams(cpu), targets=None)
     pipelines = [] if augmented else [whole]
     if loader.targets is not None:
-        targets = TargetStage(loader.targets, Augment(), source=loader.source, quiet=True)
+        targets = TargetMover(loader.targets, Augment(), source=loader.source, quiet=True)
         pipelines.insert(0, replace(whole, targets=targets))
     samples = []
     for index in indices:
