@@ -117,9 +117,6 @@ CROPS: dict[str, dict[str, Any]] = {
     "Letterbox": {"size": 8}, "RandomCrop": {"size": 8}, "RandomResizedCrop": {"size": 8}, "Resize": {"size": 8},
     "ResizeCenterCrop": {"resize": 9, "size": 8},
 }  # fmt: skip
-OPERATIONS = (
-    "RandAugment", "TrivialAugmentWide", "AutoAugment", "AugMix", "TimmAugment", "RandomErasing", "PhotometricDistort",
-)  # fmt: skip
 MADE: dict[str, Attack] = {
     "Augment": (
         lambda p: {"crop": gpuaug.Resize(8)},
