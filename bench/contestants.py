@@ -123,11 +123,9 @@ def read(spec: Spec) -> Run:
 
 
 def _encoded(loader: Any) -> list[Any]:
-    """An epoch's batches in private memory."""
-    from gpuaug.read.prefetch import private_copy
-
+    """An epoch's batches in memory."""
     pipeline = loader.pipeline
-    batches = [private_copy(batch) for batch in pipeline.read(loader.epoch_order, 0, zero_copy=False)]
+    batches = list(pipeline.read(loader.epoch_order, 0, zero_copy=False))
     pipeline.reader.close()
     return batches
 

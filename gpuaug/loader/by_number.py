@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.batch import Batch
@@ -21,13 +22,7 @@ from gpuaug.read.reader import Reader
 
 
 def fetch(
-    loader: Any,
-    indices: Sequence[int],
-    *,
-    epoch: int,
-    repeats: Sequence[int] | None = None,
-    mix: bool = False,
-    faults: Faults | None = None,
+    loader: Any, indices: Sequence[int], *, epoch: int, repeats: Any = None, mix: bool = False, faults: Any = None
 ) -> Batch:
     """See :meth:`gpuaug.Loader.fetch`. ``faults``: None means the Faults of the loader."""
     loader.pipeline.check_open()
@@ -39,8 +34,7 @@ def fetch(
             "`indices` must not be empty, and `repeats` must have the same length. "
             f"Found lengths: {len(number)}, {len(repeat)}."
         )
-    if int(repeat.max()) >= REPEATS:
-        raise ConfigError(f"`repeats` must be whole numbers from 0 to {REPEATS - 1}. Found: {int(repeat.max())}.")
+    checks.whole_number("repeats", int(repeat.max()), 0, REPEATS - 1)
     try:
         for index in number.tolist():
             loader.source.key(index)

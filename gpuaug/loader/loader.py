@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -276,11 +277,11 @@ class Loader:
     @property
     def epoch_order(self) -> EpochOrder:
         """``(indices, repeats, valid)`` of each batch of this rank in the current epoch. Ignores ``limit_batches``."""
-        return replace(self._plan(0), limit=None)
+        return replace(self._tasks_from(0), limit=None)
 
     def __len__(self) -> int:
         """Number of batches of an epoch on this rank, at most ``limit_batches``."""
-        return len(self._plan(0))
+        return len(self._tasks_from(0))
 
     def __iter__(self) -> Iterator[Batch]:
         """Start a pass over an epoch. An earlier unfinished iterator of this loader is stopped.
@@ -292,7 +293,7 @@ class Loader:
         self.augment.check_unchanged()
         self.pipeline.stop()
         self._begin()
-        plan = self._plan(self._position)
+        tasks = self._tasks_from(self._position)
         if self._rank is None:
             shared = {
                 "epoch": self._epoch,
@@ -305,12 +306,12 @@ class Loader:
                 "faults.policy": self.faults.policy,
             }
             distributed.agree({**self.fingerprint(), **shared}, device=self.device)
-        self._log_last(plan)
+        self._log_last(tasks)
         cache, first = self.pipeline.cache, self.pipeline.first_row(self._epoch)
         if cache is not None and cache.settings.fill == "ahead":
-            shown = [indices + first for indices, *_ in self._plan(0)]
+            shown = [indices + first for indices, *_ in self._tasks_from(0)]
             cache.fill(self.pipeline.reader, torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *shown]))
-        return _Epoch(self, plan)
+        return _Epoch(self, tasks)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, the loaded position stays."""
@@ -337,7 +338,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was handed out, as a dictionary of JSON values."""
         # with `last=uneven`, rank 0 may have one more batch than this rank
-        finished = self._next_pass == "finished" and not len(replace(self._plan(self._position), rank=0))
+        finished = self._next_pass == "finished" and not len(replace(self._tasks_from(self._position), rank=0))
         epoch, position = (self._epoch + 1, 0) if finished else (self._epoch, self._position)
         state = {
             "version": VERSION,
@@ -428,6 +429,9 @@ class Loader:
         Raises:
             IndexError: there is no such sample.
         """
+        # `DataLoader(loader, batch_size=None)` would yield only the first `len(loader)` samples
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.utils.data."):
+            self.__getitems__(index)
         return by_number.sample(self, index)
 
     __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
@@ -473,7 +477,7 @@ class Loader:
             self._log.log(
                 logging.INFO if self._left_logged else logging.WARNING,
                 "epoch %d was left %d batches before its end; epoch %d begins, with other samples%s",
-                self._epoch, len(self._plan(self._position)), self._epoch + 1,
+                self._epoch, len(self._tasks_from(self._position)), self._epoch + 1,
                 "" if self._left_logged else ". To repeat the same batches, set `limit_batches` and `order=sequential`",
             )  # fmt: skip
             self._left_logged = True
@@ -486,7 +490,7 @@ class Loader:
             self._cached_order = epoch, orders.Ordered(self.order.order(self.seed, epoch, self.source))
         return self._cached_order[1]
 
-    def _plan(self, start: int) -> EpochOrder:
+    def _tasks_from(self, start: int) -> EpochOrder:
         rank, world_size = distributed.rank_and_world(self._rank, self._world_size)
         if world_size > 1 and self.faults.policy == "drop" and self.last != "uneven":
             default = "" if self._last else " (the default with several ranks)"
@@ -498,23 +502,23 @@ class Loader:
         share: dict[str, Any] = {"rank": rank, "world_size": world_size, "last": self.last, "limit": self.limit_batches}
         return EpochOrder(self._ordered(), start=start, batch_size=self.batch_size, **share)
 
-    def _log_last(self, plan: EpochOrder) -> None:
+    def _log_last(self, tasks: EpochOrder) -> None:
         """Log once, on rank 0, what `last` does with samples that do not fill a batch on every rank."""
-        if self._last_logged or plan.rank or plan.world_size == 1:
+        if self._last_logged or tasks.rank or tasks.world_size == 1:
             return
-        most, least = len(plan), len(replace(plan, rank=plan.world_size - 1))
-        more = plan.batch_size * plan.world_size * most - plan.remaining
+        most, least = len(tasks), len(replace(tasks, rank=tasks.world_size - 1))
+        more = tasks.batch_size * tasks.world_size * most - tasks.remaining
         self._last_logged = most != least or (self._last is None and more > 0)
         if most != least:
             self._log.warning(
                 "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. If each step waits for all ranks, "
                 "as in DDP, the run will hang at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
-                most, least, plan.world_size - 1,
+                most, least, tasks.world_size - 1,
             )  # fmt: skip
         elif self._last_logged:
             self._log.info(
                 "last pad: %d samples are repeated, so that each of %d ranks has %d full batches; `batch.valid` is "
-                "False for the repeats", more, plan.world_size, most,
+                "False for the repeats", more, tasks.world_size, most,
             )  # fmt: skip
 
 
@@ -525,17 +529,17 @@ def _check_epoch(epoch: Any) -> int:
 class _Epoch(Pass):
     """A pass that stores its progress in the loader."""
 
-    def __init__(self, loader: Loader, plan: EpochOrder) -> None:
-        self._loader, self._plan = loader, plan
+    def __init__(self, loader: Loader, tasks: EpochOrder) -> None:
+        self._loader, self._tasks = loader, tasks
         super().__init__(
-            loader.pipeline, iter(plan), epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead
+            loader.pipeline, iter(tasks), epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead
         )
         loader.waited = 0.0
         loader.pipeline.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
         self.start()
 
     def __next__(self) -> Batch:
-        loader, count = self._loader, len(self._plan)
+        loader, count = self._loader, len(self._tasks)
         if self.done < count:
             try:
                 return super().__next__()
@@ -555,7 +559,7 @@ class _Epoch(Pass):
     def _note(self) -> None:
         loader = self._loader
         loader.waited = self.waited
-        loader._position = self._plan.position(self.done)
-        loader._next_pass = "finished" if self.done == len(self._plan) else "left"
+        loader._position = self._tasks.position(self.done)
+        loader._next_pass = "finished" if self.done == len(self._tasks) else "left"
         if (cache := loader.pipeline.cache) is not None:
             cache.warn_if_full()

@@ -24,7 +24,7 @@ from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.native.buffers import to_device
-from gpuaug.read.order import Task as Task
+from gpuaug.read.order import Task
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
@@ -251,13 +251,12 @@ class Pipeline:
 
     def _without_bad(self, images: list[Tensor], bad: Sequence[int], keep: Tensor | None) -> list[Tensor]:
         """Return the rows ``keep`` of the views. If ``keep`` is None, return all rows, with the rows ``bad`` zero."""
-        if keep is not None:
-            rows = to_device(keep, self.device)
-            return [view.index_select(0, rows).contiguous(memory_format=self.memory_format) for view in images]
-        if bad:
-            rows = to_device(torch.tensor(bad, device="cpu"), self.device)
+        if not bad:
+            return images
+        rows = to_device(torch.tensor(bad, device="cpu") if keep is None else keep, self.device)
+        if keep is None:
             return [view.index_fill(0, rows, 0) for view in images]
-        return images
+        return [view.index_select(0, rows).contiguous(memory_format=self.memory_format) for view in images]
 
     def hand_over(self, ready: Ready) -> Batch:
         """Let the consumer's current stream wait for the batch."""

@@ -24,6 +24,7 @@ from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
 from gpuaug.random.generators import restore_generators
 from gpuaug.source.adapt import active_numbers, numbers_by_position
+from gpuaug.source.adapt import adapt as adapt_source
 from gpuaug.source.index import occurrences, range_problem, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
@@ -52,7 +53,7 @@ class Shuffle:
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Each active number once, int64 ``[len(source)]``; a new permutation for each ``seed`` and ``epoch``."""
-        numbers = active_numbers(source)
+        numbers = active_numbers(adapt_source(source))
         values = _values("order", seed, epoch, int(numbers[-1]) + 1 if len(numbers) else 0)
         return torch.from_numpy(numbers[np.argsort(values[numbers], kind="stable")])
 
@@ -77,7 +78,7 @@ class Sequential:
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Each active number once, ascending, int64 ``[len(source)]``; ``seed`` and ``epoch`` have no effect."""
-        return torch.from_numpy(active_numbers(source))
+        return torch.from_numpy(active_numbers(adapt_source(source)))
 
     def position(self, seed: int, epoch: int, order: Tensor, after: int) -> int:
         """Count the samples of ``order``, int64 ``[n]``, up to and including sample number ``after``.
@@ -107,14 +108,12 @@ class Weighted:
         else:
             try:
                 values = np.asarray(weights, dtype=np.float64)
-            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-                raise ConfigError(
-                    f"`order.weights` must be `class`, a FILE, or one number per sample. Found: {weights!r:.200}."
-                ) from error
+            except (TypeError, ValueError, OverflowError, RuntimeError):
+                values = np.asarray(np.nan)
         if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
             raise ConfigError(
-                "`order.weights` must be `class`, or one finite weight >= 0 per sample. "
-                f"Found: shape {values.shape}, from {values.min(initial=0)} to {values.max(initial=0)}."
+                "`order.weights` must be `class`, a FILE, or one finite number >= 0 per sample. "
+                f"Found: {weights!r:.200}."
             )
         self.weights = values
 
@@ -123,6 +122,7 @@ class Weighted:
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
         """Sample numbers with repeats, int64 ``[len(source)]``; new ones for each ``seed`` and ``epoch``."""
+        source = adapt_source(source)
         numbers = active_numbers(source)
         bounds = np.cumsum(self._weights(source, numbers))
         if not bounds.size or bounds[-1] <= 0:
@@ -217,7 +217,7 @@ class Sampler:
             yielded = list(self.sampler)
         if self._generator is not None and before is not None:
             self._generator.set_state(before)  # another loader with this sampler reads the seed, too
-        numbers, kind = numbers_by_position(source), type(self.sampler).__name__
+        numbers, kind = numbers_by_position(adapt_source(source)), type(self.sampler).__name__
         try:
             positions = np.asarray(yielded) if yielded else np.zeros(0, dtype=np.int64)
         except ValueError:  # batches of different lengths

@@ -5,13 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-
-from gpuaug.batch import EncodedBatch
-from gpuaug.native.buffers import mapped
 
 T = TypeVar("T")
 
@@ -28,7 +24,7 @@ class Producer(Iterator[T]):
         name: name of the thread.
         count: number of items that may wait while the next item is produced; None: no limit.
         max_bytes: limit of waiting bytes; None: no limit. With a limit, items must be :class:`EncodedBatch`
-            objects, and are copied to private memory. A batch larger than the limit waits alone.
+            objects, and ``count`` has no effect. A batch larger than the limit waits alone.
         device: if this is a CUDA device, the thread uses it.
 
     Attributes:
@@ -91,7 +87,6 @@ class Producer(Iterator[T]):
 
     def _fill(self) -> None:
         """Produce the items. The thread keeps no reference to a produced item."""
-        size = 0
         try:
             if self._device is not None and self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
@@ -99,9 +94,7 @@ class Producer(Iterator[T]):
                 item: Any = next(self._from, END)
                 if item is END:
                     break
-                if self._max_bytes is not None:
-                    item = private_copy(item)
-                    size = item.data.nbytes
+                size = 0 if self._max_bytes is None else item.data.nbytes
                 with self._changed:
                     if self._wait(size):
                         self._items.append((size, item))
@@ -127,9 +120,3 @@ class Producer(Iterator[T]):
         if self._max_bytes is not None:
             return not self._items or self.bytes_waiting + size <= self._max_bytes
         return self._count is None or len(self._items) <= self._count
-
-
-def private_copy(batch: EncodedBatch) -> EncodedBatch:
-    """Copy a batch to private memory, because the workers wait for the memory of their batches."""
-    data = mapped(max(1, batch.data.nbytes))[: batch.data.nbytes].copy_(batch.data)
-    return replace(batch, data=data, offsets=batch.offsets.clone())

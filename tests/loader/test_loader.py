@@ -119,6 +119,12 @@ def test_a_later_operation_changes_nothing_before_it(photos):
             assert torch.equal(1 - a.images, b.images)
 
 
+def test_a_loader_is_refused_as_a_dataset_without_batches(photos):
+    """DataLoader would take only the first `len(loader)` samples."""
+    with loader(photos) as ours, pytest.raises(ConfigError, match="takes the place of a DataLoader"):
+        next(iter(torch.utils.data.DataLoader(ours, batch_size=None)))
+
+
 def test_epochs_differ_and_can_be_repeated(photos, expected):
     with loader(photos) as ours:
         assert pixels(ours) == expected
@@ -155,19 +161,6 @@ def test_a_batch_is_images_and_labels(photos):
     assert batch.valid.all()
     assert batch.keys[0] == "astronaut/000.jpg"
     assert not images.requires_grad
-
-
-def test_multi_view(photos):
-    views = gpuaug.MultiView(
-        views={
-            "global": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), copies=2, backend="kornia"),
-            "local": gpuaug.Augment(crop=gpuaug.RandomResizedCrop(24), copies=3, backend="kornia"),
-        }
-    )
-    with loader(photos, augment=views) as ours:
-        images, _ = next(iter(ours))
-    assert [tuple(view.shape) for view in images] == [(7, 3, 32, 32)] * 2 + [(7, 3, 24, 24)] * 3
-    assert not torch.equal(images[0], images[1])
 
 
 def test_breaking_out_and_starting_again(photos, expected):
@@ -686,7 +679,7 @@ def test_a_refused_state_changes_nothing(photos, change):
                 ours.load_state_dict({**forged, "checksum": checksum(forged)})
         assert ours.state_dict() == before
         ours.load_state_dict(json.loads(json.dumps(before)))
-        with pytest.raises(ConfigError, match="`repeats` must be whole numbers from 0 to 65535. Found: 65536"):
+        with pytest.raises(ConfigError, match="`repeats` must be a whole number from 0 to 65535. Found: 65536"):
             ours.fetch([1], repeats=[65536])
 
 

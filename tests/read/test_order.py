@@ -178,14 +178,6 @@ def test_a_shuffle_is_a_permutation_of_seed_and_epoch():
     assert torch.equal(ordered(Shuffle(), 2, 1, source).indices, orders[2, 1])
 
 
-def test_places_of_a_shuffle_are_uniform():
-    counts = np.zeros((8, 8))
-    for epoch in range(2000):
-        counts[np.arange(8), Shuffle().order(0, epoch, Source(8)).numpy()] += 1
-    chi = ((counts - 250) ** 2 / 250).sum()
-    assert 20 < chi < 90  # 49 degrees of freedom
-
-
 @given(st.sets(st.integers(0, 60), min_size=1))
 @settings(max_examples=30, deadline=None)
 def test_leaving_samples_out_keeps_the_order_of_the_others(active):

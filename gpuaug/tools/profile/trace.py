@@ -22,7 +22,8 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.passes import Pass
-from gpuaug.loader.pipeline import PartialBatch, Pipeline, Task
+from gpuaug.loader.pipeline import PartialBatch, Pipeline
+from gpuaug.read.order import Task
 
 Step = Callable[[Batch], None]
 Seconds = defaultdict[str, float]  # by stage
