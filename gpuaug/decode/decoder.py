@@ -6,7 +6,6 @@ samples of its batch.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import threading
@@ -460,12 +459,16 @@ class Decoder:
         for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, beside_dali):
             if sizes[group].sum() > beside_dali:
                 self._renew_pipeline()
-                _trim()
+                self._return_freed_memory()
             self.each(group[np.argsort(-sizes[group])].tolist(), one)  # sorted, so that threads get equal shares
             if 4 * self.num_threads * sizes[group].max() > most:
-                _trim()  # each thread's heap would keep the memory of its largest image
+                self._return_freed_memory()  # each thread's heap would keep the memory of its largest image
         self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
+
+    def _return_freed_memory(self) -> None:
+        keep = self.settings.max_bytes // (4 * self.num_threads)  # all heaps together keep a quarter of the limit
+        buffers.return_freed_memory(self._pool, self.num_threads, keep)
 
     def each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
         """Call ``work(k)`` for every k of ``rows``, with one task per thread, because a task costs 30 µs."""
@@ -502,12 +505,6 @@ def _threads() -> int:
     count = max(1, min(8, cpus // ranks))
     log.info("decode with num_threads=%d (CPUs: %d, ranks on this machine: %d)", count, cpus, ranks)
     return count
-
-
-def _trim() -> None:
-    """Return freed memory to the system. Only glibc keeps and returns it."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
