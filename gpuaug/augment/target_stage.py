@@ -21,7 +21,7 @@ from gpuaug.augment.parameters import Chosen, Size
 from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
-from gpuaug.decode.plan import HeaderInfo, decode_fault, split_by_bytes
+from gpuaug.decode.request import HeaderInfo, decode_fault, split_by_bytes
 from gpuaug.decode.resize import one_by_one
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers

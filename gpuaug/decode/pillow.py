@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gpuaug.batch import Int32, Int64, Interpolation
 from gpuaug.decode import header
 from gpuaug.decode.header import Header, HeaderError
-from gpuaug.decode.plan import Pixels
+from gpuaug.decode.request import Pixels
 
 # box (top, left, height, width), size (height, width) after resizing, and filter of one view
 View = tuple[list[int], list[int], Interpolation]

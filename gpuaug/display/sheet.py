@@ -49,7 +49,7 @@ class Cell(NamedTuple):
     color: Color = INK
 
 
-class Row(NamedTuple):
+class SheetRow(NamedTuple):
     """A title, notes below it, and the pictures beside them."""
 
     title: str
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 def sheet(
-    rows: Sequence[Row], *, heading: str = "", lines: Sequence[str] = (), legend: Legend = (), groups: int = 1
+    rows: Sequence[SheetRow], *, heading: str = "", lines: Sequence[str] = (), legend: Legend = (), groups: int = 1
 ) -> Image.Image:
     """Draw rows of pictures below a heading, lines of text and a legend.
 
@@ -127,7 +127,7 @@ def _swatch(color: Color | None) -> Image.Image:
     return swatch
 
 
-def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> str:
+def page(rows: Sequence[SheetRow], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> str:
     """Like :func:`sheet`, but as one HTML file that needs no network and no scripts."""
     body = [f"<p>{html.escape(line)}</p>" for line in lines]
     if legend:

@@ -15,7 +15,7 @@ from gpuaug.augment.progressive import Recipe
 from gpuaug.augment.recipe import Drawn
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode.decoder import Decode, Decoder
-from gpuaug.decode.plan import HeaderInfo
+from gpuaug.decode.request import HeaderInfo
 
 if TYPE_CHECKING:  # runs without targets do not import these modules
     from gpuaug.augment.target_stage import TargetBatch, TargetStage

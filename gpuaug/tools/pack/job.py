@@ -25,7 +25,7 @@ from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Interpolation, Target
 from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
-from gpuaug.decode.plan import HeaderInfo
+from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.loader.augmented import made_of
 from gpuaug.read.reader import Reader

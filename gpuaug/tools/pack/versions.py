@@ -13,7 +13,7 @@ from gpuaug import checks
 from gpuaug.augment.crop import side_by_side
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import CropWindows, EncodedBatch
-from gpuaug.decode.plan import HeaderInfo
+from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import ConfigError
 from gpuaug.loader.augmented import before_normalization
 

@@ -12,7 +12,7 @@ from gpuaug.augment.recipe import Augment
 from gpuaug.augment.target_stage import TargetStage
 from gpuaug.batch import EncodedBatch
 from gpuaug.decode.decoder import Decoder
-from gpuaug.decode.plan import HeaderInfo
+from gpuaug.decode.request import HeaderInfo
 from gpuaug.display.annotations import Annotated, Annotations
 from gpuaug.display.batches import label_text
 from gpuaug.loader.loader import Loader

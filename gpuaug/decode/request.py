@@ -56,7 +56,7 @@ class HeaderInfo:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodeRequest:
     """The rows of a batch to decode, and the regions that the views need.
 
     Attributes:
@@ -82,8 +82,8 @@ class Plan:
     parts: list[Int32]
 
     @classmethod
-    def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> Plan:
-        """Plan all rows that can be decoded. ``windows``: B rows for each view. There is at least one view."""
+    def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> DecodeRequest:
+        """Ask for all rows that can be decoded. ``windows``: B rows for each view. There is at least one view."""
         rows = np.flatnonzero(headers.route != Route.BAD)
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
@@ -120,10 +120,10 @@ class Plan:
         """Whether orientation swaps height and width, bool [n]."""
         return self.orientation > 4
 
-    def take(self, keep: Int64) -> Plan:
-        """A plan for the rows at positions ``keep`` of this plan."""
+    def take(self, keep: Int64) -> DecodeRequest:
+        """A request for the rows at positions ``keep`` of this request."""
         names = ("rows", "route", "orientation", "stored", "memory", "union")
-        return Plan(
+        return DecodeRequest(
             **{name: getattr(self, name)[keep] for name in names},
             encoded=[self.encoded[k] for k in keep],
             windows=[b.take(keep) for b in self.windows],
