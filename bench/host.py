@@ -88,8 +88,8 @@ def programs(augment: Any, drawn: Any, sizes: list[tuple[int, int]]) -> None:
         at = view.name, view.copy
         made = [p.draw(drawn.uniforms[*at, p.name], size, drawn.keys.get((*at, p.name))) for p in view.augment.prepared]
         for part in executor(view.augment)._parts:
-            if part.lowering is not None:
-                part.lowering.program([made[n] for n in part.numbers], size, len(drawn.uniforms[*at, "crop"]))
+            if part.columns is not None:
+                part.program([made[n] for n in part.numbers], size, len(drawn.uniforms[*at, "crop"]))
 
 
 def executor(augment: Any) -> Any:

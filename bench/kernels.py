@@ -101,10 +101,10 @@ class Case:
 
         work = []
         for backend, chosen, inputs in self.views:
-            if len(backend._parts) > 1 or backend._parts[0].lowering is None:
+            if len(backend._parts) > 1 or backend._parts[0].columns is None:
                 return None
             size = tuple(inputs[0].shape[1:3])
-            code, args = backend._parts[0].lowering.program(chosen, size, len(inputs[0]))
+            code, args = backend._parts[0].program(chosen, size, len(inputs[0]))
             if (code == fused.Code.NOISE).any():
                 return None
             program = cuda_steps.upload(code, args, fused.warp_ramps(size), *backend._affine, inputs[0].device)

@@ -81,7 +81,7 @@ def measure(op: Any, images: torch.Tensor, rounds: int) -> tuple[float, float, s
     if prepared.seeded is not None:
         how = "one by one"
     else:
-        how = "fused" if all(part.lowering is not None for part in ours._executor._parts) else "Kornia's module"
+        how = "fused" if all(part.columns is not None for part in ours._executor._parts) else "Kornia's module"
     return statistics.median(times[0][1:]), statistics.median(times[1][1:]), how
 
 

@@ -142,9 +142,9 @@ def measure(configuration: Configuration, where: Sequence[str], *, seconds: floa
     )
     peak = json.loads(done.stdout.splitlines()[-1])
     planned = dict.fromkeys(PARTS, 0)
-    for term in values["parts"]:
-        part = {"workers": "workers", "encoded batches": "encoded", "cache": "files"}.get(term["name"], "main")
-        planned[part] += term["bytes"]
+    for each in values["stages"]:
+        part = {"read: workers": "workers", "read: bytes": "encoded", "cache": "files"}.get(each["stage"], "main")
+        planned[part] += each["bytes"]
     return {
         "name": configuration.name,
         "overrides": " ".join(configuration.overrides),

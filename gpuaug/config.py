@@ -80,7 +80,6 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
     overrides = [text for o in overrides for text in _expand(_SPECIAL_FLOAT.sub(r"\1\2", str(o)))]
     parsed = [_parse(text) for text in overrides]
     with _LOCK, _hydra(config_dir, ours_first=name in OWN) as loader:
-        _refuse_stale(name, parsed)
         try:
             return hydra.compose(name, overrides)
         except (YAMLError, RecursionError) as error:
@@ -235,7 +234,9 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
     keys = [str(key) for key in parent if key not in ("hydra", "_convert_")]
     target = f" ({parent._target_})" if above and "_target_" in keys else ""
     options = loader.get_group_options(above, results_filter=ObjectType.CONFIG) if above and not keys else []
-    if options:
+    if any(o.key_or_group == above and "_target_" in o.get_value_string() for o in overrides):
+        advice = f" To replace all of it, remove it first: '~{above}' '+{above}={{_target_: ...}}'."
+    elif options:
         advice = f" It is switched off. Choose one first: {above}={'|'.join(options)}."
     elif not (advice := _elsewhere(word, parent, key=above)) and _takes(parent.get("_target_"), word):
         advice = f" `+{path}=...` adds one."
@@ -265,33 +266,6 @@ def _takes(target: Any, argument: str) -> bool:
     except (ConfigError, TypeError, ValueError):
         return True  # a class of the user, or a mapping without a class
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _refuse_stale(name: str, overrides: list[Override]) -> None:
-    """Refuse ``key={_target_: Other, ...}`` if old arguments stay. Hydra merges the old and the new mapping."""
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
-
-    for override in overrides:
-        value, key = override.value(), override.key_or_group
-        if override.is_delete() or not isinstance(value, dict) or "_target_" not in value:
-            continue
-        below = [o for o in overrides if o.key_or_group.startswith(f"{key}.") and not o.is_delete()]
-        others = [str(o.input_line) for o in overrides if o is not override and o not in below]
-        try:
-            before = OmegaConf.select(hydra.compose(name, others), key, throw_on_missing=False)
-        except (HydraException, ValueError, RecursionError):
-            continue  # another override is wrong; the real composition reports it
-        if not isinstance(before, DictConfig) or before.get("_target_") in (None, value["_target_"]):
-            continue
-        given = {*map(str, value), *(o.key_or_group[len(key) + 1 :].split(".")[0] for o in below)}
-        if stale := [str(k) for k in before if str(k) not in given]:
-            raise ConfigError(
-                f"`{key}` changes from {before['_target_']} to {value['_target_']}, but the old arguments stay: "
-                f"{', '.join(stale)}. Remove the whole entry first: '~{key}' '+{key}={{_target_: ...}}'. This moves an "
-                f"operation to the end. Or remove only the old arguments: '~{key}.{stale[0]}'."
-            )
 
 
 def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:

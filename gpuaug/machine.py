@@ -56,31 +56,19 @@ def cpu_model() -> str:
     return match[1] if match else platform.machine()
 
 
-def memory() -> tuple[int, int] | None:
-    """Bytes of memory of the machine: (total, available)."""
-    kib = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE))
-    return (int(kib["MemTotal"]) * 1024, int(kib["MemAvailable"]) * 1024) if len(kib) == 2 else None
-
-
-def cgroup_memory(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> tuple[int, int] | None:
-    """(limit, used) in bytes of the control group with the smallest limit; None without a limit."""
-    return min(_memory_limits(proc, root), default=None)
-
-
-def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that this process can still use under all limits of its control groups; None without a limit."""
-    return min((max(0, limit - used) for limit, used in _memory_limits(proc, root)), default=None)
-
-
 def memory_left() -> tuple[int, str] | None:
     """Bytes of memory that this process can still get, and what limits them: MemAvailable or a control group."""
-    known = memory()
-    both = [(known and known[1], "MemAvailable"), (cgroup_left(), "limit of the control group")]
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
+    both = [(match and int(match[1]) * 1024, "MemAvailable"), (cgroup_left(), "limit of the control group")]
     return min(((left, by) for left, by in both if left is not None), default=None)
 
 
-def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes of every control group with a limit. Droppable file cache does not count as used."""
+def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that this process can still use under all limits of its control groups; None without a limit.
+
+    File cache that the system can drop does not count as used.
+    """
+    left: list[int] = []
     for folder in _groups("memory", proc, Path(root)):
         for limit, used, key in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -89,7 +77,9 @@ def _memory_limits(proc: str, root: str) -> Iterator[tuple[int, int]]:
             text = read(folder / limit)
             if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: a huge number means no limit
                 match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
-                yield int(text), max(0, int(read(folder / used) or 0) - (int(match[1]) if match else 0))
+                held = int(read(folder / used) or 0) - (int(match[1]) if match else 0)
+                left.append(max(0, int(text) - max(0, held)))
+    return min(left, default=None)
 
 
 def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
@@ -165,14 +155,8 @@ def _smi(root: str) -> list[str]:
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
 
-# For each check: what is true if it passed. A verdict is a check's stored result.
-VERDICTS = {
-    "decoder_cpu": "DALI decodes on the CPU as Pillow does",
-    "decoder_mixed": "DALI decodes on the GPU as the CPU does",
-    "hardware": "the GPU's JPEG engine decodes as the CPU does, also while other work runs on the device",
-    "stream": "decoded batches keep their pixels while later ones are decoded",
-    "fused_cuda": "the compiled augmentations on the GPU equal Kornia's",
-}
+# Checks with a stored result, which is called a verdict. tools/doctor/command.py says what each one checks.
+VERDICTS = ("decoder_cpu", "decoder_mixed", "hardware", "stream", "fused_cuda")
 VERDICTS_VERSION = 3  # files of other versions are ignored; increase it when a check becomes stricter
 PACKAGES = (
     "torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13",
@@ -182,20 +166,17 @@ PACKAGES = (
 
 def verdict(name: str) -> bool | None:
     """Stored result of a check on this kind of machine; None if the check was not run."""
-    if name not in VERDICTS:
-        raise ConfigError(f"`{name}` is not a check with a stored result. Checks: {', '.join(VERDICTS)}.")
-    entry = verdicts().get(name)
-    return None if entry is None else bool(entry["good"])
+    return verdicts()[name]["good"] if name in verdicts() else None
 
 
 @lru_cache(maxsize=1)
 def verdicts() -> dict[str, dict[str, Any]]:
-    """Map each check to ``good``, ``text`` and ``seconds``; {} if the file cannot be read."""
+    """Map each check to ``good`` and ``text``; {} if the file cannot be read."""
     try:
         values = json.loads(verdicts_file().read_text(encoding="utf-8"))
         entries = values["verdicts"] if values["version"] == VERDICTS_VERSION else {}
         return {
-            name: {"good": entry["good"], "text": str(entry["text"]), "seconds": float(entry["seconds"])}
+            name: {"good": entry["good"], "text": str(entry["text"])}
             for name, entry in entries.items()
             if name in VERDICTS and isinstance(entry["good"], bool)
         }

@@ -311,7 +311,7 @@ def test_a_loader_says_what_it_is_without_reading(photos: Path) -> None:
         text = repr(made)
         assert text.splitlines() == [
             "Loader(",
-            "  source:  MapSource(NotRead: 5 samples)",
+            "  source:  Source(NotRead: 5 samples)",
             "  augment: RandomResizedCrop, vflip, flip, jitter, gray",
             "  images:  float32 [7, 3, 32, 32] on cpu",
             "  batches: 7 samples, Shuffle(), seed 3, epoch 0",
@@ -416,6 +416,7 @@ def test_drawing_needs_no_torch_and_a_loader_needs_no_pillow() -> None:
 def test_texts_are_shortened_to_the_width() -> None:
     face, name = font(12), "".join(map(str, range(60)))
     assert fitting("short", face, 100) == "short"
+    assert fitting("a\n\x1b\udcff é.jpg", face, 100) == "a??? e.jpg"  # one line, and names need not be UTF-8
     for middle in (False, True):
         short = fitting(name, face, 100, middle=middle)
         assert 85 < face.getlength(short) <= 100

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpuaug.augment.chains import mixed, one_chain
-from gpuaug.augment.ops import entry_of, fields
 from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
+from gpuaug.augment.policy import entry_of, fields
 from gpuaug.errors import ConfigError
 from gpuaug.random.generators import restore_generators
 from gpuaug.random.keyed import Int

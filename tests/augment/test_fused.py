@@ -24,10 +24,10 @@ from torch import Tensor
 
 import gpuaug
 from gpuaug.augment.fused import backend as fused
-from gpuaug.augment.fused import cpu as native
-from gpuaug.augment.fused import cuda_steps, lower
+from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
+from gpuaug.augment.ops import geometry
 from gpuaug.augment.ops.codes import as_cpp
 from gpuaug.augment.parameters import Chosen, tensors
 from gpuaug.augment.policy import OneOf, prepare
@@ -108,7 +108,6 @@ CODED = {"jpeg": lambda: K.RandomJPEG((10.0, 90.0), p=0.8)}  # few blocks differ
 POLICIES = {
     "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
     "trivialaugment": lambda: K.auto.TrivialAugment(),
-    "autoaugment": lambda: K.auto.AutoAugment(),
     "one_of": lambda: OneOf(
         ops={
             "gray": K.RandomGrayscale(p=1.0),
@@ -231,14 +230,16 @@ def test_affine_matrices_are_kornias_to_the_bit(name: str) -> None:
     prepared = prepare(name, SPATIAL[name]())
     (module,) = prepared.slots[0]
     (part,) = fused._parts((prepared,))
-    assert part.lowering is not None
+    assert part.columns is not None
     for seed, size in enumerate([(33, 47), (64, 64), (1, 7), (224, 224)]):
         chosen = draw(prepared, 40, size, seed, extreme=seed % 2 == 1)
-        code, args = part.lowering.program([chosen], size, 40)
+        code, args = part.program([chosen], size, 40)
         rows = np.flatnonzero(code[:, 0])
         params = tensors(chosen.params[0][0], rows)
         pixels = module.compute_transformation(torch.empty((len(rows), 3, *size)), params, module.flags)
-        expected = lower._inverse(normalize_homography(pixels, size, size, align_corners=module.flags["align_corners"]))
+        expected = geometry._inverse(
+            normalize_homography(pixels, size, size, align_corners=module.flags["align_corners"])
+        )
         assert len(rows) > 10
         assert torch.equal(torch.from_numpy(args[rows, 0, :9]), expected.reshape(-1, 9))
 
@@ -313,7 +314,7 @@ def test_no_shipped_recipe_falls_back_and_all_equal_kornia(recipe: str) -> None:
     images = [photographs(40)] * len(augment.views)
     found = augment.apply(images, drawn)
     for one in {id(view.augment): view.augment for view in augment.views}.values():  # copies share theirs
-        assert all(part.lowering or part.chain for part in one._executor._parts)
+        assert all(part.columns is not None for part in one._executor._parts)
         one._executor = ReferenceBackend(one.prepared, one.normalize)
     for x, y in zip(found, augment.apply(images, drawn), strict=True):
         assert ((x - y).abs() > SPACE).float().mean() <= 1e-4
@@ -325,7 +326,7 @@ def test_settings_without_a_lowering_run_through_kornia() -> None:
         K.RandomAffine(30.0, padding_mode="fill", fill_value=0.3, p=0.5),
         K.RandomContrast((0.5, 1.5), clip_output=False, p=0.5),
     ):
-        assert FusedBackend([prepare("op", op)])._parts[0].lowering is None
+        assert FusedBackend([prepare("op", op)])._parts[0].columns is None
         compare({"op": op}, photographs(64), POINT)
 
 
@@ -348,9 +349,9 @@ def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> N
     ]
     images = photographs(65)
     chosen = [draw(p, len(images), (65, 65), k) for k, p in enumerate(prepared)]
-    fused = FusedBackend(prepared, NORMALIZE)
-    plain = fused(images, chosen)
-    found = fused(images, chosen, dtype=dtype, memory_format=memory_format)
+    backend = FusedBackend(prepared, NORMALIZE)
+    plain = backend(images, chosen)
+    found = backend(images, chosen, dtype=dtype, memory_format=memory_format)
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=memory_format)
     assert torch.equal(found, plain.to(dtype))  # one cast, rounded as torch rounds
@@ -365,10 +366,10 @@ def test_a_sample_does_not_depend_on_its_batch() -> None:
     prepared = [prepare(name, op) for name, op in ops.items()]
     images = photographs(64).repeat(3, 1, 1, 1)
     chosen = [draw(p, len(images), (64, 64), k) for k, p in enumerate(prepared)]
-    fused = FusedBackend(prepared, NORMALIZE)
-    whole = fused(images, chosen)
+    backend = FusedBackend(prepared, NORMALIZE)
+    whole = backend(images, chosen)
     for index in (np.arange(1), np.arange(3, 10), np.arange(len(images))[::-1].copy()):
-        part = fused(images[index], [c.rows(index) for c in chosen])
+        part = backend(images[index], [c.rows(index) for c in chosen])
         assert torch.equal(part, whole[index])
 
 
@@ -386,9 +387,9 @@ def test_input_is_left_alone_and_may_be_strided() -> None:
     images = photographs(48)
     before = images.clone()
     chosen = [draw(prepared[0], 6, (48, 48), 0)]
-    fused = FusedBackend(prepared, NORMALIZE)
+    backend = FusedBackend(prepared, NORMALIZE)
     planar = images.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)  # the same pixels in other memory
-    assert torch.equal(fused(planar, chosen), fused(images, chosen))
+    assert torch.equal(backend(planar, chosen), backend(images, chosen))
     assert torch.equal(images, before)
 
 
@@ -396,12 +397,12 @@ def test_every_number_of_threads_gives_the_same() -> None:
     prepared = [prepare("randaugment", POLICIES["randaugment"]())]
     images = photographs(64)
     chosen = [draw(prepared[0], 6, (64, 64), 0)]
-    fused, threads = FusedBackend(prepared, NORMALIZE), torch.get_num_threads()
+    backend, threads = FusedBackend(prepared, NORMALIZE), torch.get_num_threads()
     try:
         found = []
         for n in (1, 2, 7):
             torch.set_num_threads(n)
-            found.append(fused(images, chosen))
+            found.append(backend(images, chosen))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
@@ -421,15 +422,15 @@ def test_every_instruction_set_gives_the_same_bits(
     except OSError:
         has = set()
     compiler = shutil.which("g++") or shutil.which("clang++")
-    if native.library() is None or compiler is None or platform.machine() != "x86_64":
+    if fused.library() is None or compiler is None or platform.machine() != "x86_64":
         pytest.skip("no C++ compiler for x86-64")
     if machine in needs and not needs[machine] & has:
         pytest.skip(f"this processor is no {machine}")
     built = tmp_path / "augment.so"
-    source = Path(native.__file__).with_name("cpu.cpp")
+    source = Path(fused.__file__).with_name("cpu.cpp")
     (tmp_path / "codes.hpp").write_text(as_cpp())
     included = [f"-include{file}" for file in (compiled._THREADS, tmp_path / "codes.hpp")]
-    flags = [*native._FLAGS, f"-march={machine}", *included]
+    flags = [*fused._FLAGS, f"-march={machine}", *included]
     subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
     ops = {**{n: POINTWISE[n]() for n in ("hflip", "vflip", "jitter", "gamma")}, "equalize": JUMPS["equalize"](),
            "snow": JUMPS["snow"](), "jpeg": CODED["jpeg"](),
@@ -438,11 +439,11 @@ def test_every_instruction_set_gives_the_same_bits(
     for images in (photographs(64).repeat(3, 1, 1, 1), adversarial(33, 47)):
         size = (images.shape[1], images.shape[2])
         chosen = [draw(p, len(images), size, k) for k, p in enumerate(prepared)]
-        fused = FusedBackend(prepared, NORMALIZE)
+        backend = FusedBackend(prepared, NORMALIZE)
         expected = fused(images, chosen)
         with monkeypatch.context() as other:
-            other.setattr(native, "library", lambda: ctypes.CDLL(str(built)))
-            assert torch.equal(fused(images, chosen), expected)
+            other.setattr(fused, "library", lambda: ctypes.CDLL(str(built)))
+            assert torch.equal(backend(images, chosen), expected)
 
 
 def test_memory_of_a_batch_comes_back_when_nobody_holds_it() -> None:
@@ -477,12 +478,12 @@ def test_batches_that_are_held_keep_their_pixels() -> None:
     prepared = [prepare("jitter", K.ColorJitter(0.4, 0.4, 0.4, 0.1))]
     images = photographs(224)
     chosen = [[draw(prepared[0], 6, (224, 224), seed)] for seed in range(6)]
-    fused = FusedBackend(prepared, NORMALIZE)
-    held = [fused(images, c) for c in chosen]
+    backend = FusedBackend(prepared, NORMALIZE)
+    held = [backend(images, c) for c in chosen]
     copies = [x.clone() for x in held]
     del held[::2]
     for c in chosen:
-        fused(images, c)
+        backend(images, c)
     assert all(torch.equal(x, y) for x, y in zip(held, copies[1::2], strict=True))
 
 
@@ -490,14 +491,14 @@ def test_without_a_compiler_it_says_so_and_works(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    native.library.cache_clear()
+    fused.library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, logger="gpuaug"):
             for _ in range(2):
                 compare({"jitter": POINTWISE["jitter"]()}, photographs(32), 0.0)  # through Kornia
         assert len([r for r in caplog.records if "no C++ compiler found" in r.message]) == 1
     finally:
-        native.library.cache_clear()
+        fused.library.cache_clear()
 
 
 def test_a_triton_that_cannot_be_imported_is_done_without(tmp_path: Path) -> None:
@@ -541,8 +542,8 @@ def test_the_steps_in_torch_give_the_pixels_of_the_cpu(name: str) -> None:
     images, size = adversarial(33, 47), (33, 47)
     chosen = [draw(prepared, len(images), size, 3, extreme=True)]
     (part,) = fused._parts((prepared,))
-    code, args = part.lowering.program(chosen, size, len(images))
-    tables = fused._tables(part.lowering, chosen, size, images.device)
+    code, args = part.program(chosen, size, len(images))
+    tables = part.tables(chosen, size, images.device)
     x, arguments = images.permute(0, 3, 1, 2) / 255, torch.from_numpy(args[:, 0])
     for group in cuda_steps.groups(code[:, 0], args[:, 0]):
         table = cuda_steps.table_of(group, 0, tables)
@@ -558,8 +559,8 @@ def test_tables_of_alternatives_are_joined_in_the_order_of_the_rows() -> None:
     prepared = prepare("one", OneOf(ops=plasma))
     chosen = [draw(prepared, 12, (9, 8), 0)]
     (part,) = fused._parts((prepared,))
-    code, args = part.lowering.program(chosen, (9, 8), 12)
-    tables = fused._tables(part.lowering, chosen, (9, 8), torch.device("cpu"))
+    code, args = part.program(chosen, (9, 8), 12)
+    tables = part.tables(chosen, (9, 8), torch.device("cpu"))
     (group,) = [g for g in cuda_steps.groups(code[:, 0], args[:, 0]) if g.code.name == "FIELD"]
     joined = cuda_steps.table_of(group, 0, tables)
     assert len(tables) == 2

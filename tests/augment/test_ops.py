@@ -12,8 +12,7 @@ from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
 from test_fused import KNOWN
 from test_parameters import OPS
 
-from gpuaug.augment.ops import ENTRIES, by_class, entry_of
-from gpuaug.augment.policy import prepare
+from gpuaug.augment.policy import ENTRIES, by_class, entry_of, prepare
 
 AUGMENT = ROOT / "gpuaug" / "augment"
 

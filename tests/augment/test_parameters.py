@@ -16,9 +16,8 @@ import scipy.stats
 import torch
 from torch import nn
 
-from gpuaug.augment.ops import fields
 from gpuaug.augment.ops.kornia_private import setting
-from gpuaug.augment.policy import prepare, prepare_all
+from gpuaug.augment.policy import fields, prepare, prepare_all
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, sample_keys, uniforms
 

@@ -12,8 +12,7 @@ from pictures import photograph
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from gpuaug.augment.fused import cpu as native
-from gpuaug.augment.fused.backend import _BETWEEN, FusedBackend
+from gpuaug.augment.fused.backend import _BETWEEN, FusedBackend, library
 from gpuaug.augment.moves import check_carried, moves
 from gpuaug.augment.ops.pillow import ENTRIES, INTERPOLATIONS, PillowOp
 from gpuaug.augment.parameters import Chosen, Prepared
@@ -198,10 +197,9 @@ def test_pixels_between_levels_are_rounded_first(name: str, backend: str) -> Non
     prepared, chosen = drawn([(PillowOp(name), magnitude, True)], 3)
     if backend == "fused":
         (part,) = FusedBackend(prepared)._parts
-        library = native.library()
-        if library is None:
+        if library() is None:
             pytest.skip("no C++ compiler")
-        made = FusedBackend(prepared)._run(x.contiguous(), part, chosen, library, _BETWEEN)
+        made = FusedBackend(prepared)._run(x.contiguous(), part, chosen, library(), _BETWEEN)
     else:
         made = apply(x.clone(), prepared[0], chosen[0])
     expected = np.stack([pillows(name, image, magnitude, fill=(0, 0, 0)) for image in levels.numpy()])

@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops import fields
 from gpuaug.augment.parameters import tensors
-from gpuaug.augment.policy import OneOf, prepare
+from gpuaug.augment.policy import OneOf, fields, prepare
 from gpuaug.augment.recipe import Augment
 from gpuaug.augment.reference import ReferenceBackend, unit
 from gpuaug.errors import ConfigError
@@ -32,7 +31,6 @@ SOME = {"a": K.ColorJitter(0.4, 0.4, 0.4, 0.1), "b": K.RandomGaussianNoise(p=0.7
 CHOICES = {
     "randaugment": lambda **k: K.auto.RandAugment(n=3, m=11),
     "trivialaugment": lambda **k: K.auto.TrivialAugment(),
-    "autoaugment": lambda **k: K.auto.AutoAugment("svhn"),
     "oneof": lambda **k: OneOf(ops=SOME),
 }
 SEEDED = {
@@ -162,7 +160,7 @@ def test_small_batches_of_small_images(name: str, batch: int) -> None:
 
 # They refuse images smaller than their kernels.
 KERNELS = """elastic, blur, blur joint, sharpness, boxblur, medianblur, clahe, motion, motion range, rain, randaugment,
-trivialaugment, autoaugment""".replace("\n", " ").split(", ")
+trivialaugment""".replace("\n", " ").split(", ")
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - set(KERNELS)))

@@ -22,7 +22,6 @@ from test_pillow import drawn
 
 import gpuaug
 from gpuaug.augment.fused import backend as fused
-from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.policy import prepare
@@ -192,7 +191,7 @@ def test_without_triton_a_recipe_runs_through_kornia(
     monkeypatch.setattr(fused, "_no_triton", [])
     real = fused._triton_kernels
     monkeypatch.setattr(fused, "_triton_kernels", lambda device: real(torch.device("cuda")))
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(fused, "library", lambda: None)
     ops = {"jitter": POINTWISE["jitter"](), "noise": POINTWISE["noise"](), "blur": SPATIAL["blur"]()}
     prepared = [prepare(key, op) for key, op in ops.items()]
     images = photographs(24)
@@ -322,7 +321,7 @@ def compiled(
         backend = fused.FusedBackend(view.augment.prepared)
         last = (*backend._affine, options.get("dtype", torch.bfloat16), options.get("channels_last", False))
         for number, part in enumerate(backend._parts):
-            assert part.lowering or part.chain, "a shipped recipe runs through Kornia"
+            assert part.columns is not None, "a shipped recipe runs through Kornia"
             is_last = number == len(backend._parts) - 1
             x = backend._run(x, part, chosen, triton_kernels, last if is_last else fused._BETWEEN)
     monkeypatch.undo()
@@ -381,9 +380,9 @@ def test_pillows_arithmetic_compiles(capability: int, monkeypatch: pytest.Monkey
     ops = [(PillowOp("contrast"), 0.5, True), (PillowOp("rotate"), 9, [False, True]), (PillowOp("posterize"), 4, True)]
     prepared, chosen = drawn(ops, 2)
     (part,) = fused._parts(tuple(prepared))
-    assert part.lowering is not None
+    assert part.columns is not None
     x = torch.zeros((2, 64, 64, 3), dtype=torch.uint8)
-    code, args = part.lowering.program(chosen, (64, 64), 2)
+    code, args = part.program(chosen, (64, 64), 2)
     program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, x.device)
     triton_kernels.launch(x, program, dtype=torch.bfloat16, channels_last=False)
     assert [key[0] for key in made] == ["_mean_kernel", "_points_kernel", "_points_kernel"]

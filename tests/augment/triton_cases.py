@@ -28,7 +28,7 @@ from test_pillow import FILL, MAGNITUDES, drawn, pictures
 
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda as triton_kernels
-from gpuaug.augment.fused import cuda_levels, cuda_steps
+from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
@@ -72,7 +72,7 @@ def _value(bits):  # type: ignore[no-untyped-def]
 
 if not isinstance(triton_kernels.over_255, triton.JITFunction):
     for kernel in (_unit, _reciprocal, _cos, _sin, _product, _value):
-        setattr(cuda_levels if kernel is _product else triton_kernels, kernel.__name__, kernel)
+        setattr(triton_kernels, kernel.__name__, kernel)
 
 
 def _call(function: Any, *args: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ def _call(function: Any, *args: Any, **options: Any) -> Any:
 
     They take 60 % of the time. Triton's own functions need them, because they use other modules.
     """
-    ours = function.fn.__module__ in (triton_kernels.__name__, cuda_levels.__name__)
+    ours = function.fn.__module__ == triton_kernels.__name__
     return function.rewrite()(*args, **options) if ours else _patched_call(function, *args, **options)
 
 
@@ -96,13 +96,13 @@ def run(
     size = (images.shape[1], images.shape[2])
     chosen = [draw(p, len(images), size, seed + k, extreme=seed % 2 == 1) for k, p in enumerate(prepared)]
     (part,) = fused._parts(tuple(prepared))
-    assert part.lowering is not None
-    code, args = part.lowering.program(chosen, size, len(images))
+    assert part.columns is not None
+    code, args = part.program(chosen, size, len(images))
     scale, shift = fused._affine(NORMALIZE)
     found = triton_kernels.launch(
         images.to(DEVICE),
         cuda_steps.upload(code, args, fused.warp_ramps(size), scale, shift, DEVICE),
-        tables=fused._tables(part.lowering, chosen, size, DEVICE, triton_kernels.normal_field),
+        tables=part.tables(chosen, size, DEVICE, triton_kernels.normal_field),
         **{"dtype": torch.float32, "channels_last": False, **options},
     )
     return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), cuda_steps.stretches(code, args)
@@ -160,14 +160,14 @@ def test_an_operation_with_pillows_arithmetic(name: str) -> None:
         ops = [(PillowOp("invert"), 0, True), (PillowOp(name, interpolation=how, fill=FILL), magnitudes, taken)]
         prepared, chosen = drawn(ops, len(images))
         (part,) = fused._parts(tuple(prepared))
-        assert part.lowering is not None
-        code, args = part.lowering.program(chosen, (17, 23), len(images))
+        assert part.columns is not None
+        code, args = part.program(chosen, (17, 23), len(images))
         program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
         found = triton_kernels.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
         assert torch.equal(found.cpu(), ReferenceBackend(prepared)(images, chosen))
 
 
-@pytest.mark.parametrize("name", ["randaugment", "autoaugment", "one_of", "one_of_noise"])
+@pytest.mark.parametrize("name", ["randaugment", "one_of", "one_of_noise"])
 def test_a_policy_equals_kornia(name: str) -> None:
     found, expected, _ = run({"flip": K.RandomHorizontalFlip(), name: POLICIES[name]()}, photographs(24))
     assert far(found, expected, SPACE) <= 1e-3  # chains with a jump after arithmetic that is not Kornia's to the bit
@@ -225,7 +225,7 @@ def test_a_batch_larger_than_a_grid_is_split(monkeypatch: pytest.MonkeyPatch) ->
         queue(kernel, grid, *args, **constants)
 
     monkeypatch.setattr(triton_kernels, "_queue", recorded)
-    monkeypatch.setattr(fused.native, "library", lambda: None)
+    monkeypatch.setattr(fused, "library", lambda: None)
     monkeypatch.setattr(fused, "_triton_kernels", lambda device: triton_kernels)
     monkeypatch.setattr(fused, "_LARGEST_GRID", 5)
     prepared = [prepare(name, POINTWISE[name]()) for name in ("jitter", "noise")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuaug.augment.fused import cpu as native
+from gpuaug.augment.fused import backend as native
 from gpuaug.native import build as compiled
 
 

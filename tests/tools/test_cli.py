@@ -105,6 +105,8 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["preview", "out=null"], "`out` must be text. Found: None."),
         (["preview", "draws=0"], "`draws` must be a whole number >= 1 or null. Found: 0."),
         (["preview", "indices=[1,x]"], "`indices` must be a list of sample numbers"),
+        (["plan", "seconds=0"], "`seconds` must be a number in [1, 3600]. Found: 0."),
+        (["plan", "json=3"], "`json` must be text or null. Found: 3."),
         (["preview", "epoch=-1"], "`epoch` must be a whole number >= 0"),
         (["preview", "samples=many"], "`samples` must be a whole number >= 1 or null. Found: 'many'."),
     ],
@@ -269,7 +271,7 @@ def test_long_lines_fit_a_narrow_terminal_and_stay_whole_in_a_pipe(capsys: pytes
         assert max(map(len, lines)) <= columns
         assert all(line.startswith(" " * 19) for line in lines[1:])
         assert " ".join("".join(f"{line[19:]} " for line in lines).split()) == text.strip()
-    code = "from gpuaug.tools.doctor import command; print(command.open_files((64, 4096)))"
+    code = "from gpuaug.tools.doctor import command; print(command.open_files(64, 4096))"
     assert max(map(len, on_terminal(code, columns=60))) <= 60
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import TensorDataset
 
 import gpuaug
 from bench import photographs
@@ -37,7 +38,7 @@ def compose(photos: Path, *overrides: str) -> gpuaug.Loader:
     return gpuaug.build(gpuaug.compose("train", [f"source.root={photos}", "num_workers=0", *overrides]))
 
 
-@pytest.mark.parametrize("recipe", ["standard", "simclr", "dino"])
+@pytest.mark.parametrize("recipe", ["standard", "dino"])
 def test_pictures_are_those_of_the_training(recipe: str, photos: Path) -> None:
     """Another batch size, order and batch give the same pixels, up to one step of 256."""
     with compose(photos, f"augment={recipe}", "batch_size=7", "seed=3") as loader:
@@ -90,13 +91,10 @@ def test_originals_are_upright_and_named(photos: Path) -> None:
     ("more", "columns"),
     [
         ((), 6),
-        (("augment=simclr", "samples=2"), 6),
         (("augment=dino", "samples=2"), 8),
-        (("draws=2", "indices=[5,40]", "epoch=7"), 2),
-        (("augment=none", "augment.normalize=null", "indices=3", "draws=1"), 1),
-        (("source.labels=none", "mix=cutmix", "draws=1", "samples=1000", "cell=32"), 1),
-        (("mix=mixup_cutmix", "draws=1", "samples=2", "dtype=bfloat16", "augment.backend=kornia"), 1),
-        (("order=repeated", "source.subset=3", "draws=1"), 1),
+        (("augment=none", "augment.normalize=null", "draws=2", "indices=[5,40]", "epoch=7"), 2),
+        (("source.labels=none", "mix=cutmix", "draws=1", "indices=3", "cell=32", "dtype=bfloat16"), 1),
+        (("order=repeated", "source.subset=3", "samples=1000", "draws=1", "augment.backend=kornia"), 1),
     ],
 )
 def test_writes_a_picture(more: tuple[str, ...], columns: int, photos: Path, tmp_path: Path) -> None:
@@ -132,7 +130,8 @@ def test_a_broken_image_is_drawn_as_a_cross(photos: Path, tmp_path: Path, capsys
 
 
 def test_only_samples_that_are_there_can_be_shown() -> None:
-    source = _Sized(torch.tensor([2, 5, 9]))
+    source = TensorDataset(torch.arange(3))
+    source.indices = torch.tensor([2, 5, 9])
     assert preview.chosen(source, None, count=2) == [2, 9]
     assert preview.chosen(source, None, count=100) == [2, 5, 9]
     assert preview.chosen(source, preview.Settings(indices=[9, 2, 9]).indices, count=2) == [9, 2, 9]
@@ -140,23 +139,16 @@ def test_only_samples_that_are_there_can_be_shown() -> None:
         preview.chosen(source, [11, 3, 5], count=2)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 48, 1000])
+@pytest.mark.parametrize("length", [1, 2, 5, 48, 1000])
 def test_samples_are_spread_evenly_and_none_is_shown_twice(length: int) -> None:
-    source = _Sized(torch.arange(length) * 3)
+    source = TensorDataset(torch.arange(length))
+    source.indices = torch.arange(length) * 3
     for count in range(1, 12):
         found = preview.chosen(source, None, count=count)
         assert len(set(found)) == len(found) == min(count, length)
         assert found == sorted(found)
         places = np.array([0, *(np.array(found) // 3), length - 1])
         assert np.diff(places).max() <= -(-length // len(found)), (length, count, found)
-
-
-class _Sized:
-    def __init__(self, indices: torch.Tensor) -> None:
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
 
 @pytest.mark.parametrize(
@@ -173,28 +165,12 @@ def test_pictures_beyond_all_bounds_are_refused_before_they_are_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_text_that_does_not_fit_is_shortened() -> None:
-    font = sheet.font(12)
-    long = "a/very/long/path/" * 20 + "name.jpg"
-    short = sheet.fitting(long, font, 200, middle=True)
-    assert font.getlength(short) <= 200
-    assert short.endswith(".jpg")
-    assert "..." in short
-    cut = sheet.fitting(long, font, 200)
-    assert font.getlength(cut) <= 200
-    assert cut.startswith("a/very/long")
-    assert cut.endswith("...")
-    assert sheet.fitting("a\n\x1b\udcff é.jpg", font, 200) == "a??? e.jpg"  # one line, and names need not be UTF-8
-    assert all(font.getlength(line) <= 100 for line in sheet.wrapped("one two three four five " * 9, font, 100))
-
-
-@pytest.mark.parametrize("recipe", ["standard", "dino"])
-def test_a_page_holds_the_pixels_of_the_training(recipe: str, photos: Path, tmp_path: Path) -> None:
-    more = ["indices=[3,17]", "epoch=4", "draws=3", f"augment={recipe}", "seed=5"]
+def test_a_page_holds_the_pixels_of_the_training(photos: Path, tmp_path: Path) -> None:
+    more = ["indices=[3,17]", "epoch=4", "draws=3", "augment=dino", "seed=5"]
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.html", *more]) == 0
     text = (tmp_path / "p.html").read_text()
     data = iter(re.findall(r'<img src="data:image/webp;base64,([^"]+)"', text))
-    with compose(photos, f"augment={recipe}", "seed=5") as loader:
+    with compose(photos, "augment=dino", "seed=5") as loader:
         samples = preview.samples_of(loader, [3, 17], epochs=[4, 5, 6])
     for sample in samples:
         next(data)  # the original
@@ -263,7 +239,7 @@ def test_policies_show_every_choice_with_both_signs() -> None:
     trivial = {s.what: s.captions for s in operations.spans(prepare("ta", K.auto.TrivialAugment()), (64, 64))}
     assert trivial["RandomRotation: degrees"][0] == "degrees -30"
     assert trivial["RandomRotation: degrees"][-1] == "degrees 30"
-    auto = operations.spans(prepare("aa", K.auto.AutoAugment("imagenet")), (64, 64))
+    auto = operations.spans(prepare("aa", gpuaug.AutoAugment()), (64, 64))
     assert len({s.what.partition(":")[0] for s in auto}) > 5
 
 
@@ -280,37 +256,17 @@ def test_operations_are_shown_with_those_values(backend: str) -> None:
     np.testing.assert_allclose(values, [100, 50, 100, 150], atol=0.51)
 
 
-def test_of_a_choice_it_is_said_of_how_many_and_with_what_chance() -> None:
-    image = Image.new("RGB", (32, 32), (100, 100, 100))
-    ops = {
-        "one": OneOf(ops={"gray": K.RandomGrayscale(p=0.2), "vflip": K.RandomVerticalFlip(p=1.0), "off": None}, p=0.7),
-        "trivial": K.auto.TrivialAugment(),
-        "rand": K.auto.RandAugment(n=2, m=9),
-    }
-    found = operations.rows(gpuaug.Augment(ops=ops).views, [image], seed=0, device=torch.device("cpu"), cell=32)
-    notes = {(row.title, row.notes[1] if row.title != "one" else row.notes[2]): row.notes for row in found}
-    assert notes["one", "RandomGrayscale"] == ["OneOf:", "p 0.7", "RandomGrayscale", "one of 2", "its own p 0.2"]
-    assert notes["one", "RandomVerticalFlip"] == ["OneOf:", "p 0.7", "RandomVerticalFlip", "one of 2"]
-    assert notes["trivial", "RandomEqualize"][-1] == "one of 12"
-    assert notes["rand", "RandomEqualize"][-1] == "2 of 15"
-
-
-def test_operations_of_several_views_are_shown_with_their_chances() -> None:
-    image = Image.new("RGB", (32, 32))
-    views = {
-        name: gpuaug.Augment(ops={"gray": K.RandomGrayscale(p=p), "vflip": K.RandomVerticalFlip(p=0.5)})
-        for name, p in (("a", 0.2), ("b", 0.9))
-    }
-    rows = operations.rows(gpuaug.MultiView(views=views).views, [image], seed=0, device=torch.device("cpu"), cell=32)
-    assert [(r.title, r.notes) for r in rows] == [
-        ("gray", ["RandomGrayscale", "a: p 0.2"]),
-        ("vflip", ["RandomVerticalFlip", "a: p 0.5"]),
-        ("gray", ["RandomGrayscale", "b: p 0.9"]),
-        ("vflip", ["RandomVerticalFlip", "b: p 0.5"]),
+def test_the_notes_name_the_choice_and_the_view() -> None:
+    one = OneOf(ops={"gray": K.RandomGrayscale(p=0.2), "off": None}, p=0.7)
+    views = gpuaug.MultiView(views={"a": gpuaug.Augment(ops={"one": one, "vflip": K.RandomVerticalFlip(p=0.5)})}).views
+    made = operations.rows(views, [Image.new("RGB", (32, 32))], seed=0, device=torch.device("cpu"), cell=32)
+    assert [row.notes for row in made] == [
+        ["OneOf:", "a: p 0.7", "RandomGrayscale"],
+        ["RandomVerticalFlip", "a: p 0.5"],
     ]
 
 
-@pytest.mark.parametrize("recipe", ["standard", "dino", "trivialaugment", "threeaugment"])
+@pytest.mark.parametrize("recipe", ["dino", "threeaugment"])
 def test_operations_of_recipes_are_drawn(recipe: str, photos: Path, tmp_path: Path) -> None:
     more = [f"augment={recipe}", "show=operations", f"json={tmp_path}/p.json"]
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.png", *more]) == 0
@@ -335,23 +291,12 @@ def test_operations_that_cannot_be_shown_are_refused(
     assert "broken.jpg" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("crop", "size"),
-    [
-        (gpuaug.RandomResizedCrop((48, 96)), (48, 96)),
-        (gpuaug.RandomCrop(40), (40, 40)),
-        (gpuaug.ResizeCenterCrop(40, 32), (32, 32)),
-        (gpuaug.Resize((30, 20)), (30, 20)),
-        (None, (60, 90)),
-    ],
-)
-def test_operations_start_from_the_middle_at_the_size_of_training(crop: object, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("crop", [gpuaug.RandomResizedCrop((48, 96)), gpuaug.Resize((30, 20)), None])
+def test_operations_start_from_the_middle_at_the_size_of_training(crop: gpuaug.Resize | None) -> None:
     ramp = np.broadcast_to(np.linspace(0, 255, 90).astype(np.uint8)[None, :, None], (60, 90, 3))
-    columns = np.asarray(operations.fitted(Image.fromarray(ramp), crop)).astype(float)
-    assert columns.shape == (*size, 3)
-    columns = columns.mean(axis=(0, 2))
-    assert abs(columns.mean() - 127.5) < 2  # the middle
-    assert (np.diff(columns) >= 0).all()
+    fitted = np.asarray(operations.fitted(Image.fromarray(ramp), crop))
+    assert fitted.shape[:2] == ((60, 90) if crop is None else crop.size)
+    assert abs(fitted.mean() - 127.5) < 2  # the middle
 
 
 def test_augmented_versions_are_shown_as_they_are_and_their_operations_refused(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
 from gpuaug.tools.profile import advice
-from gpuaug.tools.profile.advice import TITLES, Verdict, diagnose
+from gpuaug.tools.profile.advice import TITLES, Remedy, Verdict, diagnose
 from gpuaug.tools.profile.trace import cpu_seconds, trace
 
 BASE = ("device=cpu", "num_workers=1", "batch_size=8", "augment=flip", "augment.crop.size=32")
@@ -44,11 +45,10 @@ def build(source: Any, *overrides: str, **objects: Any) -> Loader:
 
 
 def judged(source: Any, *overrides: str, step: Any = None, objects: Any = None, **how: Any) -> Verdict:
-    def other(more: tuple[str, ...]) -> Loader:
-        kept = {} if "mix=none" in more else objects or {}
-        return build(source, *overrides, *more, **kept)
+    def other(more: tuple[str, ...] = ()) -> Loader:
+        return build(source, *overrides, *more, **(objects or {}))
 
-    with build(source, *overrides, **(objects or {})) as loader:
+    with other() as loader:
         return diagnose(loader, step, other, **{"repeats": 1, "seconds": 0.05, **how})
 
 
@@ -134,15 +134,36 @@ def test_slow_storage(workers: int, small: list[bytes]) -> None:
     plant(slow, "batch_size=4", f"num_workers={workers}", named="storage", helps="num_workers=16")
 
 
-def test_slow_operation(small: list[bytes]) -> None:
+def test_a_slow_operation_is_information_and_no_remedy(small: list[bytes]) -> None:
     op = "+augment.ops.slow={_target_: planted.SlowOp, work: 0.0, wait: 0.02, p: 0.9}"
-    plant(planted.Source(small), FEW, op, named="augment", helps="~augment.ops.slow", seconds=0.3)
+    verdict = plant(planted.Source(small), FEW, op, named="augment", seconds=0.3)
+    assert verdict.tried == []
+    assert verdict.text == "augment. There is no setting to try."
+    assert max(verdict.costs, key=lambda name: verdict.costs[name]) == "slow"
+    assert 0.01 < verdict.costs["slow"] < 0.1
 
 
 def test_slow_callback_on_the_host(small: list[bytes]) -> None:
     mix = {"mix": planted.SlowMix(work=0.0, wait=0.02)}
-    verdict = plant(planted.Source(small), FEW, named="host overhead", helps="mix=none", objects=mix, seconds=0.3)
+    verdict = plant(planted.Source(small), FEW, named="host overhead", objects=mix, seconds=0.3)
+    assert verdict.tried == []
     assert "Mixing" in verdict.evidence
+
+
+def test_the_first_sentence_names_a_remedy_that_keeps_the_pixels(photos: Path) -> None:
+    threads = Remedy(("decode.num_threads=2",), "", gain=1.5)
+    packed = Remedy(("source=packed",), "", same=False, gain=4.0)
+    with build(photos, "num_workers=0") as loader:
+        measured = trace(loader, seconds=0.01)
+        both, one = (
+            Verdict(loader=loader, trace=measured, bottleneck="decode", evidence="", tried=tried)
+            for tried in ([packed, threads], [packed, replace(threads, gain=1.0)])
+        )
+    assert both.text == "decode. decode.num_threads=2 is 1.5 times as fast, measured."
+    assert one.text == (
+        "decode. No change that was tried keeps all pixels and helps. "
+        "source=packed is 4 times as fast, measured; pixels change a little."
+    )
 
 
 def test_slow_model_is_the_limit_and_nothing_is_recommended(small: list[bytes]) -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from pictures import photograph
 from PIL import Image
 
 import gpuaug
-from gpuaug.tools.doctor import command as doctor
 from gpuaug.tools.main import main
 from gpuaug.tools.profile.advice import bottleneck
 from gpuaug.tools.profile.trace import trace
@@ -122,15 +120,3 @@ def test_train_refuses_targets(kind: str, scenes: Path, tmp_path: Path, capsys: 
     assert main([*call, "targets=none"]) == 2
     assert "needs a label for each image" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_doctor_takes_a_configuration_with_targets(
-    scenes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def planted(name: str, **_: Any) -> doctor.Verdict:
-        return doctor.Verdict(name=name, good=name != "cuda", text="planted", seconds=0.1)
-
-    monkeypatch.setattr(doctor, "probe", planted)
-    monkeypatch.setattr(doctor, "examine", planted)
-    assert main(["doctor", *words(scenes)]) in (0, 1)
-    assert "limits:" in capsys.readouterr().out

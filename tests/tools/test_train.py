@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -20,12 +19,10 @@ import torch
 from common import PROGRAM, ended, threads, torchrun, tree
 from conftest import ROOT
 from stopping import StopAfter
-from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
 from bench import photographs
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.source.base import checksum
 from gpuaug.tools.main import main
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import command as train
@@ -80,23 +77,6 @@ def test_learns_and_reports(photos: Path, tmp_path: Path, capsys: pytest.Capture
     assert checkpoint(tmp_path)["classes"] == sorted(photographs.PHOTOGRAPHS)
 
 
-def test_stopping_in_mid_epoch_and_resuming_changes_nothing(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(words(photos, tmp_path / "whole", "epochs=2")) == 0
-    monkeypatch.setattr(train, "Stop", StopAfter)
-    StopAfter.left = 3
-    assert main(words(photos, tmp_path / "parts", "epochs=2")) == training.TERMINATED
-    found = checkpoint(tmp_path / "parts")
-    assert (found["loader"]["epoch"], found["loader"]["position"], found["steps"]) == (0, 24, 3)
-    StopAfter.left = 10**6
-    assert main(words(photos, tmp_path / "parts", "epochs=2", "resume=auto", "num_workers=1", "prefetch=0")) == 0
-    a, b = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts")
-    assert a["history"] == b["history"]  # the sums of the interrupted epoch were kept
-    assert a["steps"] == b["steps"]
-    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
-
-
 def test_resuming_with_another_batch_size_sees_the_rest_once(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,12 +98,11 @@ def test_resuming_with_another_batch_size_sees_the_rest_once(
     assert checkpoint(tmp_path)["history"][0]["epoch"] == 0
 
 
-@pytest.mark.parametrize("looks", [2, 5])  # at the second batch of held-out images, or after the last one
 def test_stop_during_held_out_images_keeps_the_epoch(
-    looks: int, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "Stop", StopAfter)
-    StopAfter.left = 8 + looks  # after 8 steps of training
+    StopAfter.left = 10  # after 8 steps of training, at the second batch of held-out images
     more = (f"val.source.root={photos}/val", *HELD_OUT, "val.batch_size=4", "epochs=2")
     assert main(words(photos, tmp_path, *more)) == training.TERMINATED
     assert "SIGTERM: stopped in epoch 1." in capsys.readouterr().err
@@ -180,40 +159,14 @@ def test_amp_on_the_cpu(amp: str, photos: Path, tmp_path: Path) -> None:
     "more",
     [
         ("mix=mixup_cutmix",),
-        ("mix=mixup", "mix.mixup_alpha=0", "mix.label_smoothing=0.1"),
-        ("augment=simclr", "augment.crop.size=32"),
         ("augment=dino", "batch_size=2", "limit_batches=2"),
-        ("faults.policy=blank", "order=weighted"),
-        ("order=repeated", "last=drop"),
+        ("faults.policy=blank", "order=repeated", "last=drop"),
     ],
 )
 def test_other_recipes_labels_and_orders(more: tuple[str, ...], photos: Path, tmp_path: Path) -> None:
     first = [word for word in words(photos, tmp_path) if more[0] != "augment=dino" or "crop.size" not in word]
     assert main([*first, "epochs=1", "limit_batches=3", *more]) == 0
     assert math.isfinite(checkpoint(tmp_path)["history"][0]["loss"])
-
-
-def test_a_model_of_ones_own(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "my_nets.py").write_text(
-        "from torch import nn\n"
-        "class Flat(nn.Sequential):\n"
-        "    def __init__(self, num_classes, size):\n"
-        "        super().__init__(nn.Flatten(), nn.Linear(3 * size * size, num_classes))\n"
-        "def function(num_classes): ...\n"
-        "class NoModule:\n    def __init__(self, num_classes): ...\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    base = [word for word in words(photos, tmp_path, "epochs=1", "limit_batches=2") if "width" not in word]
-    own = [*base, "model._target_=my_nets.Flat", "+model.size=32"]
-    assert main([*own, "--trust", "my_nets"]) == 0
-    assert weights(tmp_path)["1.weight"].shape == (10, 3072)
-    assert main(own) == 2  # not trusted
-    assert main([*base, "model._target_=my_nets.NoModule", "--trust", "my_nets"]) == 2
-    capsys.readouterr()
-    assert main([*base, "model=resnet50"]) == 2
-    assert "or the path of a class or function. Found: 'resnet50'." in capsys.readouterr().err
 
 
 def test_weights_are_a_function_of_the_seed_and_torchs_generator_stays() -> None:
@@ -229,34 +182,6 @@ def test_weights_are_a_function_of_the_seed_and_torchs_generator_stays() -> None
 @pytest.mark.parametrize("size", [(32, 32), (33, 70), (224, 224)])
 def test_small_net_takes_any_size(size: tuple[int, int]) -> None:
     assert SmallNet(num_classes=7, width=4)(torch.rand(2, 3, *size)).shape == (2, 7)
-
-
-def test_bad_checkpoints_are_refused(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words(photos, tmp_path, "epochs=1", "limit_batches=1")) == 0
-
-    def refused(*more: str) -> str:
-        assert main(words(photos, tmp_path / "other", "epochs=2", *more)) == 2
-        return capsys.readouterr().err
-
-    file = tmp_path / "last.pt"
-    assert "another model or optimizer" in refused(f"resume={file}", "model.width=16".replace("model", "++model"))
-    assert "no_such.pt" in refused("resume=no_such.pt")
-    os.mkfifo(tmp_path / "pipe.pt")
-    assert "not a regular file but a pipe" in refused(f"resume={tmp_path}/pipe.pt")
-    assert "not a regular file but a device" in refused("resume=/dev/zero")
-    (tmp_path / "junk.pt").write_bytes(b"not a checkpoint")
-    assert "must name a checkpoint" in refused(f"resume={tmp_path}/junk.pt")
-    torch.save({"version": 99}, tmp_path / "newer.pt")
-    assert "of version 3" in refused(f"resume={tmp_path}/newer.pt")
-    found = torch.load(file, weights_only=True)
-    del found["digest"]
-    changed = {**found, "classes": ["a", "b"]}
-    torch.save({**changed, "digest": digest(changed)}, tmp_path / "classes.pt")
-    assert "was trained on the classes ['a', 'b']" in refused(f"resume={tmp_path}/classes.pt")
-    found["loader"] |= {"position": 8, "after": 0, "order": "x"}
-    found["loader"]["checksum"] = checksum(found["loader"])
-    torch.save({**found, "digest": digest(found)}, tmp_path / "inside.pt")
-    assert "seed" in refused(f"resume={tmp_path}/inside.pt", "seed=5")
 
 
 def test_a_checkpoint_that_was_tampered_with_is_refused(
@@ -291,12 +216,10 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
     with monkeypatch.context() as few:
         few.setattr("gpuaug.tools.train.checkpoint.LARGEST", 10_000)
         assert "fewer than 10000 values" in refused()
-    momentum = copy.deepcopy(whole["optimizer"])
-    momentum["state"][0]["momentum_buffer"] = torch.zeros(3)
     for changed, said in (
+        ({"classes": ["a", "b"]}, "was trained on the classes ['a', 'b']"),
         ({"ema": {}}, "was trained with averaged weights. Set `ema` to the value of that run."),
         ({"optimizer": {}}, "another model or optimizer"),
-        ({"optimizer": momentum}, "another model or optimizer"),
         ({"model": {3: 4}}, "another model or optimizer"),
         ({"loader": {}}, "loader state"),
         ({"loader": {**whole["loader"], "epoch": "x"}}, "state"),
@@ -306,14 +229,19 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
     for content in (b"abc", b"", b"\x80\x02.", b"PK\x03\x04", (tmp_path / "last.pt").read_bytes()[:5000]):
         bad.write_bytes(content)
         assert "`resume` must name a checkpoint of `gpuaug train`" in refused(), content[:9]
-    torch.save(torch.zeros(3), bad)
-    assert "of version 3" in refused()
+    for other in (torch.zeros(3), {"version": 99}):
+        torch.save(other, bad)
+        assert "of version 3" in refused()
     torch.save({**whole, "classes": Path("x")}, bad)
     assert "(it holds more than tensors, numbers and text)" in refused()
     content = bytearray((tmp_path / "last.pt").read_bytes())
     content[content.index(next(iter(whole["model"].values())).numpy().tobytes())] ^= 1  # one bit of a weight
     bad.write_bytes(content)
     assert "the checksum of archive/data/0 is wrong" in refused()
+    bad.unlink()
+    assert "bad.pt" in refused()
+    os.mkfifo(bad)
+    assert "not a regular file but a pipe" in refused()
 
 
 def test_what_cannot_be_trained_says_so(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,45 +301,11 @@ def test_loss_is_the_formula_and_views_count_equally() -> None:
         training.outcome(views, None, "cross_entropy")
 
 
-@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 1.0])
-def test_rate_rises_then_falls(warmup: float) -> None:
-    values = [training.rate(i / 1000, warmup=warmup) for i in range(1001)]
-    top = values.index(max(values))
-    assert abs(top / 1000 - warmup) < 0.002
-    assert values[: top + 1] == sorted(values[: top + 1])
-    assert values[top:] == sorted(values[top:], reverse=True)
-    assert all(0 <= value <= 1 for value in values)
-    assert warmup == 1.0 or values[-1] < 1e-6
-
-
-def test_norms_and_biases_do_not_decay() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
-    decaying, others = training._optimizer(model, training.Settings()).param_groups
-    assert [p.shape for p in decaying["params"]] == [model[0].weight.shape, model[2].weight.shape]
-    assert decaying["weight_decay"] > 0
-    assert others["weight_decay"] == 0
-    assert len(others["params"]) == 4
-
-
-def test_a_checkpoint_is_whole_or_not_there(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(words(photos, tmp_path, "epochs=1", "limit_batches=1")) == 0
-    before = (tmp_path / "last.pt").read_bytes()
-    save = torch.save
-
-    def half(what: Any, stream: Any) -> None:
-        save(what, stream)
-        stream.truncate(100)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(GpuaugError, match="No space left"):
-        train.main(Request(command="train", overrides=tuple(words(photos, tmp_path, "epochs=1")[1:])))
-    assert (tmp_path / "last.pt").read_bytes() == before
-
-
 def test_a_checkpoint_for_which_there_is_no_space_says_so(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert main(words(photos, tmp_path, "epochs=1", "limit_batches=1")) == 0
+    content = (tmp_path / "last.pt").read_bytes()
     given = words(photos, tmp_path, "epochs=1", "limit_batches=1", "+model.width=32")
     given.remove("+model.width=8")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -421,43 +315,7 @@ def test_a_checkpoint_for_which_there_is_no_space_says_so(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "last.pt cannot be written: [Errno 27] File too large. Free space" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-DDP_NET = (
-    "from torch import nn\n"
-    "class Flat(nn.Sequential):\n"  # without norms, whose statistics are each rank's own
-    "    def __init__(self, num_classes):\n"
-    "        super().__init__(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes))\n"
-)
-
-
-def launch(ranks: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), str(folder)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return forked.run([*torchrun(ranks), *arguments], env=environment, timeout=900)
-
-
-def test_two_ranks_learn_what_one_learns(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same samples per step, mean over all that are valid: 61 do not divide, so the last batch is padded."""
-    (tmp_path / "ddp_nets.py").write_text(DDP_NET)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    more = ["source.subset=61", "model._target_=ddp_nets.Flat", "--trust", "ddp_nets", "epochs=2", "lr=0.01"]
-    more += [f"val.source.root={photos}/val", *HELD_OUT]
-
-    def arguments(out: str, *last: str) -> list[str]:
-        return [word for word in words(photos, tmp_path / out, *more, *last) if "width" not in word]
-
-    assert main(arguments("one", "batch_size=8")) == 0
-    done = launch(2, arguments("two", "batch_size=4"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    one, two = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two")
-    assert one["steps"] == two["steps"] == 16
-    for name, value in one["model"].items():
-        torch.testing.assert_close(two["model"][name], value, rtol=1e-4, atol=1e-6)
-    for a, b in zip(one["history"], two["history"], strict=True):
-        assert b == {name: pytest.approx(value, rel=1e-4) for name, value in a.items()}
-    assert done.stdout.count("images per second") == 1
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [content]
 
 
 @pytest.mark.long

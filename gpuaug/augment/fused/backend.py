@@ -1,8 +1,8 @@
 """``backend="fused"``: runs a recipe in as few passes over the images as possible.
 
-lower.py writes one short program per sample. cpu.cpp runs the programs on the CPU, and the kernels of cuda.py run them
-on CUDA. An operation without fused steps runs through Kornia, between two passes. Without a C++ compiler (CPU) or
-Triton (CUDA), the whole recipe runs through Kornia (reference.py).
+A program says what happens to a batch: one row per sample, one column per step. cpu.cpp runs it on the CPU, and the
+kernels of cuda.py run it on CUDA. An operation without fused steps runs through Kornia, between two programs. Without a
+C++ compiler (CPU) or Triton (CUDA), the whole recipe runs through Kornia (reference.py).
 
 On one device, a sample's pixels are bit-identical in every batch. Operations that run through Kornia on CUDA are an
 exception.
@@ -16,7 +16,8 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +26,13 @@ from torch import Tensor, nn
 
 from gpuaug.augment import reference
 from gpuaug.augment.chains import mixed, one_chain
-from gpuaug.augment.fused import cpu as native
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Table, groups, motion_kernels, upload
-from gpuaug.augment.fused.lower import Lowering, lowered_slots, warp_ramps
-from gpuaug.augment.ops import fields
-from gpuaug.augment.ops.codes import Code
-from gpuaug.augment.ops.entry import Normal
-from gpuaug.augment.parameters import Chosen, Prepared, Size, tensors
+from gpuaug.augment.ops.codes import ARGS, Code, as_cpp
+from gpuaug.augment.ops.geometry import finish_warps, warp_ramps
+from gpuaug.augment.parameters import Chosen, Normal, Prepared, Size, Steps, tensors
+from gpuaug.augment.policy import entry_of, fields
+from gpuaug.native import build
+from gpuaug.native.buffers import outputs
 from gpuaug.random.keyed import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
@@ -39,14 +40,6 @@ logger = logging.getLogger("gpuaug")
 _Output = tuple[Any, Any, torch.dtype, bool]  # scale, shift (per channel: x * scale + shift), dtype, channels last
 _LARGEST_GRID = 65535  # CUDA's limit for the dimension of a grid that counts the samples
 _BETWEEN: _Output = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), torch.float32, False
-
-
-class _Part(NamedTuple):
-    """Consecutive operations with fused steps, one operation with chains, or one operation that runs through Kornia."""
-
-    numbers: tuple[int, ...]
-    lowering: Lowering | None = None
-    chain: Lowering | None = None
 
 
 class FusedBackend:
@@ -66,20 +59,19 @@ class FusedBackend:
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
         """Map uint8 [B, H, W, 3] to [B, 3, H, W]. Only the final float32 result is cast."""
-        library = native.library() if images.device.type == "cpu" else None
-        compiled = library or _triton_kernels(images.device)
-        if compiled is not library and len(images) > _LARGEST_GRID:
+        compiled = (library() if images.device.type == "cpu" else None) or _triton_kernels(images.device)
+        if not isinstance(compiled, ctypes.CDLL | None) and len(images) > _LARGEST_GRID:
             output: Any = {"dtype": dtype, "memory_format": memory_format}
             pieces = (slice(at, at + _LARGEST_GRID) for at in range(0, len(images), _LARGEST_GRID))
             return torch.cat([self(images[own], [c.rows(own) for c in chosen], **output) for own in pieces])
         if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
-            outputs = [_BETWEEN] * (len(self._parts) - 1) + [last]
             device = torch.cuda.device(images.device) if images.is_cuda else nullcontext()
             try:
                 with torch.no_grad(), torch.autocast(images.device.type, enabled=False), device:
                     x = images
-                    for part, output in zip(self._parts, outputs, strict=True):
+                    for part in self._parts:
+                        output = last if part is self._parts[-1] else _BETWEEN
                         if output == _BETWEEN and not part.numbers and x.dtype == torch.float32:
                             continue  # no operation, normalization or cast is left
                         x = self._run(x, part, chosen, compiled, output)
@@ -88,95 +80,141 @@ class FusedBackend:
                 _without_triton(str(error))
         return self._reference(images, chosen, dtype=dtype, memory_format=memory_format)
 
-    def _run(self, x: Tensor, part: _Part, chosen: Sequence[Chosen], compiled: Any, output: _Output) -> Tensor:
-        if part.lowering is None:
-            (number,) = part.numbers
-            x = reference.unit(x) if x.dtype == torch.uint8 else x
-            op = self._reference.ops[number]
-            if part.chain is None:
-                return reference.apply(x, op, chosen[number])
-            one = _Part((0,), part.chain)
-            return mixed(x, op, chosen[number], lambda x, own: self._run(x, one, [own], compiled, _BETWEEN))
-        size = (x.shape[1], x.shape[2]) if x.dtype == torch.uint8 else (x.shape[2], x.shape[3])
+    def _run(self, x: Tensor, part: Part, chosen: Sequence[Chosen], compiled: Any, output: _Output) -> Tensor:
         own = [chosen[number] for number in part.numbers]
-        code, args = part.lowering.program(own, size, len(x))
+        if part.columns is not None and not part.chains:
+            return part.run(x, own, compiled, output)
+        op = self._reference.ops[part.numbers[0]]
+        x = reference.unit(x) if x.dtype == torch.uint8 else x
+        if part.columns is None:
+            return reference.apply(x, op, own[0])
+        return mixed(x, op, own[0], lambda x, chain: part.run(x, [chain], compiled, _BETWEEN))
+
+
+class Part:
+    """Consecutive operations with fused steps, one operation with chains, or one operation that runs through Kornia.
+
+    Attributes:
+        numbers: of the operations, counted from the recipe's first.
+        ops: the operations; one chain of an operation with chains.
+        chains: whether the operation has chains.
+        columns: None if the operation runs through Kornia. Otherwise, for each slot: its operation in ``ops``, its
+            number there, the steps of its alternatives, the program's columns for them, and the codes int32
+            [alternatives + 1, columns] of each alternative. The last row is for samples without an alternative.
+        formulas: of steps that only gpuaug's own operations have.
+    """
+
+    def __init__(self, numbers: range, ops: Sequence[Prepared], slots: Sequence[Any]) -> None:
+        """``ops`` and ``slots``: of the whole recipe."""
+        self.numbers, self.chains = numbers, any(ops[number].chains for number in numbers)
+        self.ops = [one_chain(ops[number]) if self.chains else ops[number] for number in numbers]
+        self.columns: list[tuple[int, int, tuple[Steps, ...], slice, NDArray[np.int32]]] | None = None
+        self.formulas: dict[Code, Any] = {}
+        self.width = 0  # of the program
+        if any(slots[number] is None for number in numbers):
+            return
+        self.columns = []
+        for op, number in enumerate(numbers):
+            for slot, alternatives in enumerate(slots[number]):
+                self.formulas |= {code: a.formula for a in alternatives for code in a.codes if a.formula is not None}
+                codes = np.zeros((len(alternatives) + 1, max(len(a.codes) for a in alternatives)), dtype=np.int32)
+                for row, a in enumerate(alternatives):
+                    codes[row, : len(a.codes)] = a.codes
+                start, self.width = self.width, self.width + codes.shape[1]
+                self.columns.append((op, slot, alternatives, slice(start, self.width), codes))
+
+    def run(self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output) -> Tensor:
+        """Run the program on uint8 [B, H, W, 3] or float32 [B, 3, H, W]. ``compiled``: cpu.cpp or Triton's kernels."""
+        size = (x.shape[1], x.shape[2]) if x.dtype == torch.uint8 else (x.shape[2], x.shape[3])
+        code, args = self.program(chosen, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
-        scale, shift, dtype, channels_last = output
         if isinstance(compiled, ctypes.CDLL):
-            tables = _tables(part.lowering, own, size, x.device) + _weights(code, args)
-            return native.run(compiled, x, code, args, tables, ramps, scale, shift, dtype, channels_last)
-        tables = _tables(part.lowering, own, size, x.device, compiled.normal_field)
+            tables = self.tables(chosen, size, x.device) + _weights(code, args)
+            return _run_on_cpu(compiled, x, code, args, tables, ramps, output)
+        tables = self.tables(chosen, size, x.device, compiled.normal_field)
+        scale, shift, dtype, channels_last = output
         program = upload(code, args, ramps, scale, shift, x.device)
-        return compiled.launch(x, program, tables=tables, dtype=dtype, channels_last=channels_last)
+        more = {"tables": tables, "formulas": self.formulas}
+        return compiled.launch(x, program, dtype=dtype, channels_last=channels_last, **more)
+
+    def program(self, chosen: list[Chosen], size: Size, batch: int) -> tuple[NDArray[np.int32], Float]:
+        """Return ``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS]; code 0 is no step."""
+        code = np.empty((batch, self.width), dtype=np.int32)
+        args = np.zeros((batch, self.width, ARGS), dtype=np.float32)
+        everything = np.arange(batch)
+        values: dict[int, Float] = {}
+        for op, slot, alternatives, where, codes in self.columns or ():
+            choice, params = chosen[op].choice[:, slot], chosen[op].params[slot]
+            code[:, where] = codes[choice]  # choice -1 selects the last row
+            if len(alternatives) == 1:
+                alternatives[0].write(args[:, where], params[0], size)
+                continue
+            # Compute every alternative for all samples: selecting rows would take further calls. The slots of a color
+            # jitter share `params`, so their arguments are computed once.
+            if id(params) not in values:
+                stacked = np.zeros((len(params), batch, codes.shape[1], ARGS), dtype=np.float32)
+                for alternative, a in enumerate(alternatives):
+                    a.write(stacked[alternative][:, : len(a.codes)], params[alternative], size)
+                values[id(params)] = stacked
+            args[:, where] = values[id(params)][choice, everything]
+        finish_warps(code, args, size)
+        return code, args
+
+    def tables(
+        self, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
+    ) -> list[Table]:
+        """Make tables for steps that need more numbers than ``args`` holds."""
+        tables = []
+        for op, slot, alternatives, where, _ in self.columns or ():
+            c = chosen[op]
+            for alternative, steps in enumerate(alternatives):
+                if steps.table is None or not len(rows := np.flatnonzero(c.choice[:, slot] == alternative)):
+                    continue
+                values = tensors(c.params[slot][alternative], rows)
+                if c.keys is not None:
+                    key = torch.from_numpy(c.keys[rows]).to(device, non_blocking=True)
+                    values |= fields(self.ops[op].slots[slot][alternative], values, key, size, normal)
+                tables.append((rows, where.start, steps.table(values).to(device, non_blocking=True).contiguous()))
+        return tables
 
 
-_no_triton: list[str] = []  # why Triton failed; empty if it did not
-
-
-def _triton_kernels(device: torch.device) -> Any:
-    if device.type != "cuda" or _no_triton:
-        return None
-    try:
-        from gpuaug.augment.fused import cuda as triton_kernels
-    except Exception as error:  # Triton or something that Triton needs is missing
-        _without_triton(f"{type(error).__name__}: {error}")
-        return None
-    return triton_kernels
-
-
-def _without_triton(why: str) -> None:
-    """Stop using Triton in this process, and log a warning once."""
-    if not _no_triton:
-        logger.warning(
-            "augment on cuda runs operation by operation, which is many times slower, because Triton cannot run (%s). "
-            "Triton needs gcc (or CC), Python's headers (python3-dev), libcuda.so.1 in the list of `ldconfig -p`, a "
-            "writable folder (TRITON_CACHE_DIR), and a Triton release that supports this GPU.",
-            textwrap.shorten(why, 500),
-        )
-    _no_triton.append(why)
-
-
-def _parts(ops: tuple[Prepared, ...]) -> list[_Part]:
+def _parts(ops: tuple[Prepared, ...]) -> list[Part]:
     """Split the operations into parts. The last part is always a fused one, because it also normalises and casts."""
-    slots = [lowered_slots(one_chain(op) if op.chains else op) for op in ops]
-    alone = [number for number, lowered in enumerate(slots) if isinstance(lowered, str) or ops[number].chains]
+    slots = [_slots(one_chain(op) if op.chains else op) for op in ops]
     parts, first = [], 0
-    for number in (*alone, len(ops)):
-        if first < number or number == len(ops):
-            own = range(first, number)
-            parts.append(_Part(tuple(own), Lowering([ops[n] for n in own], [slots[n] for n in own])))  # type: ignore[misc]
-        if number < len(ops) and not isinstance(slots[number], str):
-            parts.append(_Part((number,), chain=Lowering([one_chain(ops[number])], [slots[number]])))  # type: ignore[list-item]
-        elif number < len(ops):
-            say(ops[number].name, type(ops[number].op).__name__, str(slots[number]))
-            parts.append(_Part((number,)))
+    for number in range(len(ops) + 1):
+        end = number == len(ops)
+        if not end and slots[number] is not None and not ops[number].chains:
+            continue
+        if end or first < number:
+            parts.append(Part(range(first, number), ops, slots))
+        if not end:
+            parts.append(Part(range(number, number + 1), ops, slots))
         first = number + 1
     return parts
+
+
+def _slots(op: Prepared) -> list[tuple[Steps, ...]] | None:
+    """The steps of each slot's alternatives; None if the operation has no fused form, which is logged."""
+    slots = []
+    why = op.seeded
+    for modules in op.slots if why is None else ():
+        entries = [entry_of(module) for module in modules]
+        steps = [entry and entry.steps(module) for entry, module in zip(entries, modules, strict=True)]
+        if None in steps:
+            why = f"no fused form of {type(modules[steps.index(None)]).__name__} with these settings"
+            break
+        slots.append(tuple(s for s in steps if s))
+    if why is not None:
+        say(op.name, type(op.op).__name__, why)
+        return None
+    return slots
 
 
 @lru_cache(maxsize=1024)
 def say(name: str, kind: str, why: str) -> None:
     """Log once why an operation runs through Kornia."""
     logger.info("`%s` (%s) runs through Kornia: %s", name, kind, why)
-
-
-def _tables(
-    lowering: Lowering, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
-) -> list[Table]:
-    """Make tables for modules that need more numbers than ``args`` holds."""
-    tables = []
-    for column in lowering.columns:
-        c = chosen[column.op]
-        for alternative, steps in enumerate(column.alternatives):
-            if steps.table is None or not len(rows := np.flatnonzero(c.choice[:, column.slot] == alternative)):
-                continue
-            values = tensors(c.params[column.slot][alternative], rows)
-            if c.keys is not None:
-                key = torch.from_numpy(c.keys[rows]).to(device, non_blocking=True)
-                module = lowering.ops[column.op].slots[column.slot][alternative]
-                values |= fields(module, values, key, size, normal)
-            tables.append((rows, column.start, steps.table(values).to(device, non_blocking=True).contiguous()))
-    return tables
 
 
 def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
@@ -202,3 +240,84 @@ def _affine(normalize: Any) -> tuple[Any, Any]:
         return _BETWEEN[:2]
     mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))
     return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
+
+
+# --- cpu.cpp
+
+# makes the recipe `standard` a fifth faster, because min and max become one instruction each
+_FLAGS = (*build.FLAGS, "-ffinite-math-only")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled cpu.cpp, or None if it cannot be compiled."""
+    source = Path(__file__).with_name("cpu.cpp")
+    return build.load(
+        source, name="augment", flags=_FLAGS, definitions=as_cpp(), without="runs uncompiled, many times slower"
+    )
+
+
+class _Job(ctypes.Structure):
+    """The struct ``Job`` of cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("src", "dst", "code", "args", "tables", "ramps")),
+        *((name, ctypes.c_int64) for name in ("batch", "height", "width", "steps")),
+        *((name, ctypes.c_int32) for name in ("src_float", "dst_type", "channels_last", "threads")),
+        *((name, ctypes.c_float * 3) for name in ("scale", "shift")),
+    )
+
+
+def _run_on_cpu(
+    library: ctypes.CDLL, images: Tensor, code: NDArray[np.int32], args: Float, tables: list[Table], ramps: Float,
+    output: _Output,
+) -> Tensor:  # fmt: skip
+    scale, shift, dtype, channels_last = output
+    images = images.contiguous()
+    whole = images.dtype == torch.uint8
+    batch, height, width = (len(images), *images.shape[1:3]) if whole else (len(images), *images.shape[2:])
+    out = outputs.take((batch, 3, height, width), dtype, channels_last)
+    pointers = np.zeros(code.shape, dtype=np.int64)
+    for rows, column, values in tables:
+        pointers[rows, column] = values.data_ptr() + np.arange(len(rows)) * (values[0].numel() * 4)
+    # a thread costs about 50 us, so one thread is faster below 100,000 pixels
+    threads = torch.get_num_threads() if batch * height * width >= 100_000 else 1
+    job = _Job(
+        *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),
+        *(pointers.ctypes.data if tables else None, ramps.ctypes.data),
+        *(batch, height, width, code.shape[1]),
+        *(not whole, _DTYPES[dtype], channels_last, threads),
+        *((ctypes.c_float * 3)(*scale), (ctypes.c_float * 3)(*shift)),
+    )
+    if library.gpuaug_augment(ctypes.byref(job)):  # ctypes releases the GIL
+        raise MemoryError(f"Out of memory while augmenting {height}x{width} images. Free memory or use smaller images.")
+    return out
+
+
+# --- Triton
+
+_no_triton: list[str] = []  # why Triton failed; empty if it did not
+
+
+def _triton_kernels(device: torch.device) -> Any:
+    if device.type != "cuda" or _no_triton:
+        return None
+    try:
+        from gpuaug.augment.fused import cuda as triton_kernels
+    except Exception as error:  # Triton or something that Triton needs is missing
+        _without_triton(f"{type(error).__name__}: {error}")
+        return None
+    return triton_kernels
+
+
+def _without_triton(why: str) -> None:
+    """Stop using Triton in this process, and log a warning once."""
+    if not _no_triton:
+        logger.warning(
+            "augment on cuda runs operation by operation, which is many times slower, because Triton cannot run (%s). "
+            "Triton needs gcc (or CC), Python's headers (python3-dev), libcuda.so.1 in the list of `ldconfig -p`, a "
+            "writable folder (TRITON_CACHE_DIR), and a Triton release that supports this GPU.",
+            textwrap.shorten(why, 500),
+        )
+    _no_triton.append(why)

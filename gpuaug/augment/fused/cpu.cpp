@@ -1,4 +1,4 @@
-// Augments a batch of images on the CPU. Each image runs its own program (ops/entry.py) while it stays in the cache.
+// Augments a batch of images on the CPU. Each image runs its own program (backend.py) while it stays in the cache.
 //
 // The formulas have Kornia's order of additions and Kornia's fused multiply-adds. So most pixels are bit-identical to
 // those of Kornia 0.9, and discontinuous operations (equalize, posterize) jump at the same pixels. Steps with Pillow's
@@ -48,12 +48,10 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float luma(float r, float g, float b, float wr, float wg, float wb) { return fma(b, wb, fma(g, wg, r * wr)); }
 inline float unit(float x) { return low(high(x, 0.0f), 1.0f); }
 
-// k / 255, correctly rounded without a division.
+// level / 255, correctly rounded without a division.
 constexpr float BYTE_HIGH = 1.0f / 255.0f, BYTE_LOW = static_cast<float>(1.0 / 255.0 - static_cast<double>(1.0f / 255.0f));
-inline float byte_value(int k) {
-    const float x = static_cast<float>(k);
-    return fma(x, BYTE_HIGH, x * BYTE_LOW);
-}
+inline float value(float level) { return fma(level, BYTE_HIGH, level * BYTE_LOW); }
+inline float byte_value(int k) { return value(static_cast<float>(k)); }
 
 // 2 ** (gamma * log2(x)) with a relative error below 1e-6 on (0, 1]. Compilers can vectorise it, unlike powf.
 inline float power(float x, float gamma) {
@@ -92,7 +90,6 @@ struct Op {
 
 // Levels 0..255 of pixels in 0..1, in the order of ops/pillow.py.
 inline float level(float x) { return __builtin_floorf(x * 255.0f + 0.5f); }
-inline float value(float level) { return fma(level, BYTE_HIGH, level * BYTE_LOW); }
 inline float gray_level(float r, float g, float b) {  // exact: sums stay below 2^24
     return __builtin_floorf((r * 19595.0f + g * 38470.0f + b * 7471.0f + 32768.0f) * (1.0f / 65536.0f));
 }
@@ -130,24 +127,39 @@ struct Block {  // position of a block in its image: `rows` whole rows, or a par
     int64_t y, x, rows, width;
 };
 
+// Replaces each value x of channel c at pixel i by f(x, c, i). Inlined, so each call becomes a vectorised loop of its own.
+template <typename F>
+inline void map_values(float* const* planes, int n, F f) {
+    for (int c = 0; c < 3; ++c) {
+        float* __restrict p = planes[c];
+        for (int i = 0; i < n; ++i) p[i] = f(p[i], c, i);
+    }
+}
+
+// Calls f(r, g, b) with the colours of each pixel, which f changes.
+template <typename F>
+inline void map_pixels(float* const* planes, int n, F f) {
+    float *__restrict r = planes[0], *__restrict g = planes[1], *__restrict b = planes[2];
+    for (int i = 0; i < n; ++i) f(r[i], g[i], b[i]);
+}
+
 void clamp_block(float* __restrict p, int64_t n) {
     for (int64_t i = 0; i < n; ++i) p[i] = unit(p[i]);
 }
 
 // Has one division, not five as in Kornia; results differ by at most 1e-6. Colours stay in 0..1: delta <= top <= 1.
-void hue(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
+void hue(float turns, float* const* planes, int n) {
     const float turn = turns * 6.0f;
-    for (int i = 0; i < n; ++i) {
-        const float x = r[i], y = g[i], z = b[i];
-        const float top = high(high(x, y), z), bottom = low(low(x, y), z), delta = top - bottom;
-        const bool red = (x >= y) & (x >= z), green = y >= z;
-        const float difference = red ? y - z : (green ? z - x : x - y), base = red ? 0.0f : (green ? 2.0f : 4.0f);
+    map_pixels(planes, n, [=](float& r, float& g, float& b) {
+        const float top = high(high(r, g), b), bottom = low(low(r, g), b), delta = top - bottom;
+        const bool red = (r >= g) & (r >= b), green = g >= b;
+        const float difference = red ? g - b : (green ? b - r : r - g), base = red ? 0.0f : (green ? 2.0f : 4.0f);
         float h = difference / (delta == 0.0f ? 1.0f : delta) + base + turn;
         h = fma(-6.0f, __builtin_floorf(h * (1.0f / 6.0f)), h);
-        r[i] = fma(-delta, unit(2.0f - __builtin_fabsf(h - 3.0f)), top);
-        g[i] = fma(-delta, unit(__builtin_fabsf(h - 2.0f) - 1.0f), top);
-        b[i] = fma(-delta, unit(__builtin_fabsf(h - 4.0f) - 1.0f), top);
-    }
+        r = fma(-delta, unit(2.0f - __builtin_fabsf(h - 3.0f)), top);
+        g = fma(-delta, unit(__builtin_fabsf(h - 2.0f) - 1.0f), top);
+        b = fma(-delta, unit(__builtin_fabsf(h - 4.0f) - 1.0f), top);
+    });
 }
 
 // Selects by bit masks, because compilers turn nested conditional expressions into jumps before they vectorise.
@@ -165,47 +177,39 @@ inline float pick(bool condition, float a, float b) {
 void pointwise_levels(const Op& op, const Statistic& stat, float* const* planes, int n, int64_t pixels) {
     const float* a = op.a;
     const float f = a[0];
-    float *__restrict r = planes[0], *__restrict g = planes[1], *__restrict b = planes[2];
-    if (op.code == SATURATION) {
-        for (int i = 0; i < n; ++i) {
-            const float x = level(r[i]), y = level(g[i]), z = level(b[i]), gray = gray_level(x, y, z);
-            r[i] = value(blended(gray, x, f));
-            g[i] = value(blended(gray, y, f));
-            b[i] = value(blended(gray, z, f));
+    switch (op.code) {
+        case SATURATION:
+            return map_pixels(planes, n, [=](float& r, float& g, float& b) {
+                const float x = level(r), y = level(g), z = level(b), gray = gray_level(x, y, z);
+                r = value(blended(gray, x, f));
+                g = value(blended(gray, y, f));
+                b = value(blended(gray, z, f));
+            });
+        case LEVELS:
+            return map_values(planes, n, [=](float x, int, int) { return value(__builtin_floorf(x * 255.0f + f)); });
+        case MULTIPLY: case CONTRAST: {
+            const int64_t sum = static_cast<int64_t>(stat.gray);
+            const float start = op.code == CONTRAST ? static_cast<float>((2 * sum + pixels) / (2 * pixels)) : 0.0f;
+            return map_values(planes, n, [=](float x, int, int) { return value(blended(start, level(x), f)); });
         }
-        return;
-    }
-    const int64_t sum = static_cast<int64_t>(stat.gray);
-    const float start = op.code == CONTRAST ? static_cast<float>((2 * sum + pixels) / (2 * pixels)) : 0.0f;
-    const int bits = op.code == POSTERIZE ? std::min(std::max(static_cast<int>(f), 0), 8) : 8, mask = (0xff << (8 - bits)) & 0xff;
-    for (int c = 0; c < 3; ++c) {
-        float* __restrict p = planes[c];
-        switch (op.code) {
-            case LEVELS:
-                for (int i = 0; i < n; ++i) p[i] = value(__builtin_floorf(p[i] * 255.0f + f));
-                break;
-            case MULTIPLY: case CONTRAST:
-                for (int i = 0; i < n; ++i) p[i] = value(blended(start, level(p[i]), f));
-                break;
-            case POSTERIZE:
-                for (int i = 0; i < n; ++i) p[i] = value(static_cast<float>(static_cast<int>(level(p[i])) & mask));
-                break;
-            default: {  // SOLARIZE
-                const float add = a[1], sign = a[2] != 0.0f ? 1.0f : -1.0f, top = a[2] != 0.0f ? 0.0f : 255.0f;
-                for (int i = 0; i < n; ++i) {
-                    const float v = level(p[i]);
-                    p[i] = value(v < f ? __builtin_floorf(low(high(v + add, 0.0f), 255.0f)) : top + sign * v);
-                }
-            }
+        case POSTERIZE: {
+            const int bits = std::min(std::max(static_cast<int>(f), 0), 8), mask = (0xff << (8 - bits)) & 0xff;
+            return map_values(planes, n, [=](float x, int, int) { return byte_value(static_cast<int>(level(x)) & mask); });
+        }
+        default: {  // SOLARIZE
+            const float add = a[1], sign = a[2] != 0.0f ? 1.0f : -1.0f, top = a[2] != 0.0f ? 0.0f : 255.0f;
+            return map_values(planes, n, [=](float x, int, int) {
+                const float v = level(x);
+                return value(v < f ? __builtin_floorf(low(high(v + add, 0.0f), 255.0f)) : top + sign * v);
+            });
         }
     }
 }
 
 // Computes the hue exactly as Kornia, for a discontinuous operation that comes later: values k / 255 can stay k / 255.
-void hue_exact(float turns, float* __restrict r, float* __restrict g, float* __restrict b, int n) {
+void hue_exact(float turns, float* const* planes, int n) {
     const float circle = 6.283185307179586f, turn = turns * 2.0f * 3.141592653589793f;
-    for (int i = 0; i < n; ++i) {
-        const float x = r[i], y = g[i], z = b[i];
+    map_pixels(planes, n, [=](float& x, float& y, float& z) {
         const float v = high(high(x, y), z), bottom = low(low(x, y), z), delta = v - bottom;
         const float s = delta / (v == 0.0f ? 1.0f : v + 1e-8f), divisor = delta == 0.0f ? 1.0f : delta;
         const float rc = v - x, gc = v - y, bc = v - z;
@@ -225,131 +229,69 @@ void hue_exact(float turns, float* __restrict r, float* __restrict g, float* __r
         const float f = (h >= 6.0f ? h - 6.0f : h) - hi;
         const float p = v * (1.0f - s), q = v * (1.0f - f * s), t = v * (1.0f - (1.0f - f) * s);
         const bool m0 = hi == 0.0f, m1 = hi == 1.0f, m2 = hi == 2.0f, m3 = hi == 3.0f, m4 = hi == 4.0f;
-        r[i] = unit(pick(m1, q, pick(m2 | m3, p, pick(m4, t, v))));
-        g[i] = unit(pick(m0, t, pick(m1 | m2, v, pick(m3, q, p))));
-        b[i] = unit(pick(m0 | m1, p, pick(m2, t, pick(m3 | m4, v, q))));
-    }
+        x = unit(pick(m1, q, pick(m2 | m3, p, pick(m4, t, v))));
+        y = unit(pick(m0, t, pick(m1 | m2, v, pick(m3, q, p))));
+        z = unit(pick(m0 | m1, p, pick(m2, t, pick(m3 | m4, v, q))));
+    });
 }
 
-void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* __restrict g, float* __restrict b, int n,
-               const Block& at, int64_t pixels, int64_t image_width, bool exact) {
-    const float* a = op.a;
-    float* planes[3] = {r, g, b};
+void pointwise(const Op& op, const Statistic& stat, float* const* planes, int n, const Block& at, int64_t pixels, int64_t image_width,
+               bool exact) {
+    const float *const a = op.a, f = a[0], *const table = op.table ? op.table + at.y * image_width + at.x : nullptr;
     const bool levels = op.pillow;
     if (levels && op.code != AUTOCONTRAST && op.code != EQUALIZE) return pointwise_levels(op, stat, planes, n, pixels);
     switch (levels ? EQUALIZE : op.code) {  // AUTOCONTRAST and EQUALIZE of Pillow use a table
-        case MULTIPLY:
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                const float f = a[c];
-                for (int i = 0; i < n; ++i) p[i] = unit(p[i] * f);
-            }
-            break;
-        case ADD:
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                const float f = a[c];
-                for (int i = 0; i < n; ++i) p[i] = unit(p[i] + f);
-            }
-            break;
+        case MULTIPLY: return map_values(planes, n, [=](float x, int c, int) { return unit(x * a[c]); });
+        case ADD: return map_values(planes, n, [=](float x, int c, int) { return unit(x + a[c]); });
         case CONTRAST: {
-            const float f = a[0], add = static_cast<float>(stat.gray / static_cast<double>(pixels)) * (1.0f - f);
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                for (int i = 0; i < n; ++i) p[i] = unit(p[i] * f + add);
-            }
-            break;
+            const float add = static_cast<float>(stat.gray / static_cast<double>(pixels)) * (1.0f - f);
+            return map_values(planes, n, [=](float x, int, int) { return unit(x * f + add); });
         }
-        case SATURATION: {
-            const float s = a[0], t = 1.0f - s;
-            for (int i = 0; i < n; ++i) {
-                const float gray = t * luma(r[i], g[i], b[i], 0.299f, 0.587f, 0.114f);
-                r[i] = unit(gray + s * r[i]);
-                g[i] = unit(gray + s * g[i]);
-                b[i] = unit(gray + s * b[i]);
-            }
-            break;
-        }
-        case SATURATION_HSV: {
-            const float s = a[0];
-            for (int i = 0; i < n; ++i) {
-                const float top = high(high(r[i], g[i]), b[i]), bottom = low(low(r[i], g[i]), b[i]), delta = top - bottom;
-                const float adjusted = top * unit(delta / (top == 0.0f ? 1.0f : top + 1e-8f) * s);
+        case SATURATION:
+            return map_pixels(planes, n, [=](float& r, float& g, float& b) {
+                const float gray = (1.0f - f) * luma(r, g, b, 0.299f, 0.587f, 0.114f);
+                r = unit(gray + f * r);
+                g = unit(gray + f * g);
+                b = unit(gray + f * b);
+            });
+        case SATURATION_HSV:
+            return map_pixels(planes, n, [=](float& r, float& g, float& b) {
+                const float top = high(high(r, g), b), bottom = low(low(r, g), b), delta = top - bottom;
+                const float adjusted = top * unit(delta / (top == 0.0f ? 1.0f : top + 1e-8f) * f);
                 const float ratio = adjusted / (delta == 0.0f ? 1.0f : delta), base = top - adjusted;
-                r[i] = unit((r[i] - bottom) * ratio + base);
-                g[i] = unit((g[i] - bottom) * ratio + base);
-                b[i] = unit((b[i] - bottom) * ratio + base);
-            }
-            break;
-        }
-        case HUE:
-            if (exact) hue_exact(a[0], r, g, b, n);
-            else hue(a[0], r, g, b, n);
-            break;
+                r = unit((r - bottom) * ratio + base);
+                g = unit((g - bottom) * ratio + base);
+                b = unit((b - bottom) * ratio + base);
+            });
+        case HUE: return exact ? hue_exact(f, planes, n) : hue(f, planes, n);
         case GRAY: {
-            const float wr = a[0], wg = a[1], wb = a[2];
-            for (int i = 0; i < n; ++i) {
-                const float v = luma(r[i], g[i], b[i], wr, wg, wb);
-                r[i] = v;
-                g[i] = v;
-                b[i] = v;
-            }
-            break;
+            const float red = a[0], green = a[1], blue = a[2];
+            return map_pixels(planes, n, [=](float& r, float& g, float& b) { r = g = b = luma(r, g, b, red, green, blue); });
         }
         case SOLARIZE: {
-            const float threshold = a[0], add = a[1];
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                for (int i = 0; i < n; ++i) {
-                    const float z = unit(p[i] + add);
-                    p[i] = z < threshold ? z : 1.0f - z;
-                }
-            }
-            break;
+            const float add = a[1];
+            return map_values(planes, n, [=](float x, int, int) {
+                const float z = unit(x + add);
+                return z < f ? z : 1.0f - z;
+            });
         }
         case POSTERIZE: {
-            const int bits = static_cast<int>(a[0]);
-            if (bits >= 8) break;
-            const int mask = bits <= 0 ? 0 : (0xff << (8 - bits)) & 0xff;
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                for (int i = 0; i < n; ++i) p[i] = byte_value(static_cast<int>(p[i] * 255.0f) & mask);
-            }
-            break;
+            const int bits = static_cast<int>(f), mask = bits <= 0 ? 0 : (0xff << (8 - bits)) & 0xff;
+            if (bits >= 8) return;
+            return map_values(planes, n, [=](float x, int, int) { return byte_value(static_cast<int>(x * 255.0f) & mask); });
         }
-        case INVERT:
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                const float top = a[0];
-                for (int i = 0; i < n; ++i) p[i] = top - p[i];
-            }
-            break;
+        case INVERT: return map_values(planes, n, [=](float x, int, int) { return f - x; });
         case GAMMA: {
-            const float gamma = a[0], gain = a[1];
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                for (int i = 0; i < n; ++i) p[i] = unit(gain * power(p[i], gamma));
-            }
-            break;
+            const float gain = a[1];
+            return map_values(planes, n, [=](float x, int, int) { return unit(gain * power(x, f)); });
         }
         case SHUFFLE: {
             float copy[3][BLOCK];
             for (int c = 0; c < 3; ++c) std::memcpy(copy[c], planes[c], n * sizeof(float));
             for (int c = 0; c < 3; ++c) std::memcpy(planes[c], copy[static_cast<int>(a[c])], n * sizeof(float));
-            break;
+            return;
         }
-        case ERASE: {
-            const int64_t x0 = static_cast<int64_t>(a[0]), y0 = static_cast<int64_t>(a[1]);
-            const int64_t x1 = x0 + static_cast<int64_t>(a[2]), y1 = y0 + static_cast<int64_t>(a[3]);
-            for (int64_t row = 0; row < at.rows; ++row) {
-                if (at.y + row < y0 || at.y + row >= y1) continue;
-                const int64_t from = std::max<int64_t>(x0 - at.x, 0), to = std::min<int64_t>(x1 - at.x, at.width);
-                for (int c = 0; c < 3; ++c)
-                    for (int64_t i = from; i < to; ++i) planes[c][row * at.width + i] = a[4];
-            }
-            break;
-        }
-        case ERASE_NOISE: {
+        case ERASE: case ERASE_NOISE: {  // the value, or a colour and the std of noise
             const int64_t x0 = static_cast<int64_t>(a[0]), y0 = static_cast<int64_t>(a[1]);
             const int64_t wide = static_cast<int64_t>(a[2]), tall = static_cast<int64_t>(a[3]);
             const int64_t from = std::max<int64_t>(x0 - at.x, 0), to = std::min<int64_t>(x0 + wide - at.x, at.width);
@@ -358,91 +300,68 @@ void pointwise(const Op& op, const Statistic& stat, float* __restrict r, float* 
                 if (y < 0 || y >= tall) continue;
                 for (int c = 0; c < 3; ++c) {
                     float* __restrict p = planes[c] + row * at.width;
-                    const float* __restrict f = op.table ? op.table + (c * tall + y) * wide + at.x - x0 : nullptr;
-                    for (int64_t i = from; i < to; ++i) p[i] = f ? a[4 + c] + a[7 + c] * f[i] : a[4 + c];
+                    const float color = op.code == ERASE ? a[4] : a[4 + c];
+                    const float* __restrict noise = op.table ? op.table + (c * tall + y) * wide + at.x - x0 : nullptr;
+                    for (int64_t i = from; i < to; ++i) p[i] = noise ? color + a[7 + c] * noise[i] : color;
                 }
             }
-            break;
+            return;
         }
-        case NOISE:
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                const float* __restrict f = op.table + c * pixels + at.y * image_width + at.x;
-                for (int i = 0; i < n; ++i) p[i] += f[i];
-            }
-            break;
-        case AUTOCONTRAST:
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                const float bottom = stat.minimum[c], range = stat.maximum[c] - stat.minimum[c] + 1e-6f, clip = a[0];
-                if (clip != 0.0f)
-                    for (int i = 0; i < n; ++i) p[i] = unit((p[i] - bottom) / range);
-                else
-                    for (int i = 0; i < n; ++i) p[i] = (p[i] - bottom) / range;
-            }
-            break;
+        case NOISE: return map_values(planes, n, [=](float x, int c, int i) { return x + table[c * pixels + i]; });
+        case AUTOCONTRAST: {
+            float least[3], range[3];
+            for (int c = 0; c < 3; ++c) least[c] = stat.minimum[c], range[c] = stat.maximum[c] - stat.minimum[c] + 1e-6f;
+            if (f != 0.0f) return map_values(planes, n, [&](float x, int c, int) { return unit((x - least[c]) / range[c]); });
+            return map_values(planes, n, [&](float x, int c, int) { return (x - least[c]) / range[c]; });
+        }
         case EQUALIZE:
             for (int c = 0; c < 3; ++c) {
                 float* __restrict p = planes[c];
                 if (stat.flat[c] && levels)
                     for (int i = 0; i < n; ++i) p[i] = value(level(p[i]));
                 if (stat.flat[c]) continue;
-                const float* __restrict table = stat.table.data() + c * 256;
+                const float* __restrict to = stat.table.data() + c * 256;
                 const float half = levels ? 0.5f : 0.0f;
                 int i = 0;
 #if defined(__AVX512F__)
                 for (; i + 16 <= n; i += 16) {
                     const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(p + i), _mm512_set1_ps(255.0f));
                     const __m512i at_value = _mm512_cvttps_epi32(_mm512_add_ps(scaled, _mm512_set1_ps(half)));
-                    _mm512_storeu_ps(p + i, _mm512_i32gather_ps(_mm512_and_si512(at_value, _mm512_set1_epi32(255)), table, 4));
+                    _mm512_storeu_ps(p + i, _mm512_i32gather_ps(_mm512_and_si512(at_value, _mm512_set1_epi32(255)), to, 4));
                 }
 #endif
-                for (; i < n; ++i) p[i] = table[static_cast<int>(p[i] * 255.0f + half) & 255];
+                for (; i < n; ++i) p[i] = to[static_cast<int>(p[i] * 255.0f + half) & 255];
             }
-            break;
-        case REPLACE: {  // where the table is not negative
-            const float* __restrict f = op.table + at.y * image_width + at.x;
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                for (int i = 0; i < n; ++i) p[i] = f[i] < 0.0f ? p[i] : f[i];
-            }
-            break;
-        }
+            return;
+        case REPLACE:  // where the table is not negative
+            return map_values(planes, n, [=](float x, int, int i) { return table[i] < 0.0f ? x : table[i]; });
         case FIELD:
-            for (int c = 0; c < 3; ++c) {
-                float* __restrict p = planes[c];
-                const float* __restrict f = op.table + c * pixels + at.y * image_width + at.x;
-                if (a[0] == 0.0f)
-                    for (int i = 0; i < n; ++i) p[i] = unit(p[i] + f[i]);
-                else
-                    for (int i = 0; i < n; ++i) p[i] = unit((p[i] - 0.5f) * f[i] + 0.5f);
-            }
-            break;
+            if (f == 0.0f) return map_values(planes, n, [=](float x, int c, int i) { return unit(x + table[c * pixels + i]); });
+            return map_values(planes, n, [=](float x, int c, int i) { return unit((x - 0.5f) * table[c * pixels + i] + 0.5f); });
         case FILL:
             for (int c = 0; c < 3; ++c)
-                if (a[1 + c] != 0.0f) std::fill(planes[c], planes[c] + n, a[0]);
-            break;
+                if (a[1 + c] != 0.0f) std::fill(planes[c], planes[c] + n, f);
+            return;
         case SNOW: {  // a new lightness in HLS, with the old hue and saturation
-            const float threshold = a[0], brightness = a[1];
-            for (int i = 0; i < n; ++i) {
-                const float top = high(high(r[i], g[i]), b[i]), bottom = low(low(r[i], g[i]), b[i]);
+            const float brightness = a[1];
+            return map_pixels(planes, n, [=](float& r, float& g, float& b) {
+                const float top = high(high(r, g), b), bottom = low(low(r, g), b);
                 const float sum = top + bottom, delta = top - bottom, light = sum / 2.0f;
                 const float room = sum < 1.0f ? sum : 2.0f - sum, lighter = low(light * brightness, 1.0f);
-                const float to = light < threshold ? lighter : light;
+                const float to = light < f ? lighter : light;
                 const float saturation = delta / (room == 0.0f ? 1.0f : room + 1e-8f);
                 const float ratio = 2.0f * saturation * low(to, 1.0f - to) / (delta == 0.0f ? 1.0f : delta);
-                r[i] = unit(to + (r[i] - light) * ratio);
-                g[i] = unit(to + (g[i] - light) * ratio);
-                b[i] = unit(to + (b[i] - light) * ratio);
-            }
-            break;
+                r = unit(to + (r - light) * ratio);
+                g = unit(to + (g - light) * ratio);
+                b = unit(to + (b - light) * ratio);
+            });
         }
-        default: break;
+        default: return;
     }
 }
 
-void collect(const Op& op, Statistic& stat, const float* __restrict r, const float* __restrict g, const float* __restrict b, int n) {
-    const float* planes[3] = {r, g, b};
+void collect(const Op& op, Statistic& stat, const float* const* planes, int n) {
+    const float *__restrict r = planes[0], *__restrict g = planes[1], *__restrict b = planes[2];
     const int32_t code = op.code;
     const float half = op.pillow ? 0.5f : 0.0f;
     if (code == CONTRAST && op.pillow) {
@@ -570,11 +489,11 @@ inline void wide_store(float* p, Wide x) { _mm256_storeu_ps(p, x); }
 inline void wide_stream(float* p, Wide x) { _mm256_stream_ps(p, x); }
 #endif
 
-// Writes x * scale + shift. Bypasses the caches, because the output is not read again here.
-void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift) {
+// Writes x * scale + shift. `stream`: bypasses the caches, because the output is not read again here.
+void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift, bool stream) {
     int i = 0;
 #if defined(__AVX2__) && defined(__FMA__)
-    if (reinterpret_cast<uintptr_t>(o) % 64 == 0)
+    if (stream && reinterpret_cast<uintptr_t>(o) % 64 == 0)
         for (; i + 16 <= n; i += 16)  // whole cache lines
             for (int h = i; h < i + 16; h += sizeof(Wide) / 4) wide_stream(o + h, wide(p + h) * wide(scale) + wide(shift));
 #endif
@@ -640,8 +559,8 @@ void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) 
     }
 }
 
-// A thread's work memory. It is kept between calls, because new memory costs a page fault per 4 KB.
-struct Room {
+// Augments images, one after the other. Its memory is kept between calls, because new memory costs a page fault per 4 KB.
+struct Worker {
     std::vector<float> first, second, extra, row;
     std::vector<int32_t> index;
     std::vector<uint32_t> packed;
@@ -649,50 +568,24 @@ struct Room {
     std::vector<const float*> lines;
     Statistic stat, stat_next;
     std::vector<Op> program;
-
-    size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
-};
-
-// If a thread holds this flag during a fork, the flag stays set in the child. Then each call allocates new memory.
-std::atomic_flag rooms_taken = ATOMIC_FLAG_INIT;
-std::vector<std::unique_ptr<Room>>& rooms() {
-    static auto* kept = new std::vector<std::unique_ptr<Room>>;  // never freed: threads may outlive static objects
-    return *kept;
-}
-
-std::unique_ptr<Room> take_room() {
-    std::unique_ptr<Room> room;
-    if (!rooms_taken.test_and_set(std::memory_order_acquire)) {
-        if (!rooms().empty()) {
-            room = std::move(rooms().back());
-            rooms().pop_back();
-        }
-        rooms_taken.clear(std::memory_order_release);
-    }
-    return room ? std::move(room) : std::make_unique<Room>();
-}
-
-void give_room(std::unique_ptr<Room> room) {
-    if (room->bytes() > (16u << 20) || rooms_taken.test_and_set(std::memory_order_acquire)) return;
-    if (rooms().size() < std::thread::hardware_concurrency()) rooms().push_back(std::move(room));
-    rooms_taken.clear(std::memory_order_release);
-}
-
-struct Worker {
-    const Job& job;
-    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
-    Room& room;
-    std::vector<float>&first = room.first, &second = room.second, &extra = room.extra, &row = room.row;
-    std::vector<int32_t>& index = room.index;
-    std::vector<uint32_t>& packed = room.packed;
-    std::vector<double>& fractions = room.fractions;
-    std::vector<const float*>& lines = room.lines;
-    Statistic &stat = room.stat, &stat_next = room.stat_next;
-    std::vector<Op>& program = room.program;
     const Op* jump = nullptr;  // the last discontinuous operation; all earlier ones must be bit-identical to Kornia
+    Job job;
+    int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
 
-    Worker(const Job& j, Room& r)
-        : job(j), H(j.height), W(j.width), pixels(H * W), apart((pixels / LANES + 22) * LANES), room(r) {}
+    void begin(const Job& next) {
+        job = next, H = job.height, W = job.width, pixels = H * W, apart = (pixels / LANES + 22) * LANES;
+    }
+    size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
+
+    // Copies a row of an image and extends it by `half` pixels on each side.
+    void extend(const float* s, float* line, int64_t half, int border) const {
+        std::memcpy(line + half, s, W * sizeof(float));
+        for (int64_t i = 0; i < half; ++i) {
+            const int64_t left = border_index(i - half, W, border), right = border_index(W + i, W, border);
+            line[i] = left < 0 ? 0.0f : s[left];
+            line[half + W + i] = right < 0 ? 0.0f : s[right];
+        }
+    }
 
     void blur(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
         const int kx = static_cast<int>(op.a[0]), ky = static_cast<int>(op.a[1]), border = static_cast<int>(op.a[3]);
@@ -703,13 +596,7 @@ struct Worker {
         std::fill(zero, zero + W, 0.0f);
         for (int c = 0; c < 3; ++c) {
             for (int64_t y = 0; y < H; ++y) {
-                const float* s = in.data() + c * apart + y * W;
-                std::memcpy(row.data() + kx / 2, s, W * sizeof(float));
-                for (int i = 0; i < kx / 2; ++i) {
-                    const int64_t left = border_index(i - kx / 2, W, border), right = border_index(W + i, W, border);
-                    row[i] = left < 0 ? 0.0f : s[left];
-                    row[kx / 2 + W + i] = right < 0 ? 0.0f : s[right];
-                }
+                extend(in.data() + c * apart + y * W, row.data(), kx / 2, border);
                 const float* base = row.data();
                 weigh(op.table, kx, [base](int t) { return base + t; }, extra.data() + y * W, W);
             }
@@ -740,17 +627,8 @@ struct Worker {
             for (int64_t y = 0; y < H + size - 1; ++y) {
                 float* line = extra.data() + y * wide;
                 const int64_t from = border_index(y - half, H, border);
-                if (from < 0) {
-                    std::fill(line, line + wide, 0.0f);
-                    continue;
-                }
-                const float* s = in.data() + c * apart + from * W;
-                std::memcpy(line + half, s, W * sizeof(float));
-                for (int64_t i = 0; i < half; ++i) {
-                    const int64_t left = border_index(i - half, W, border), right = border_index(W + i, W, border);
-                    line[i] = left < 0 ? 0.0f : s[left];
-                    line[half + W + i] = right < 0 ? 0.0f : s[right];
-                }
+                if (from < 0) std::fill(line, line + wide, 0.0f);
+                else extend(in.data() + c * apart + from * W, line, half, border);
             }
             for (int64_t y = 0; y < H; ++y) {
                 const float* base = extra.data() + y * wide;
@@ -933,14 +811,11 @@ struct Worker {
     }
 
     // The offset and the weights of the four taps of each pixel in a row.
-    struct Range {
-        float least, most_x, most_y;
-    };
     void taps(const float* __restrict px, const float* __restrict py, int32_t* __restrict offset, float* __restrict w0,
-              float* __restrict w1, float* __restrict w2, float* __restrict w3, const Range range, int64_t stride) const {
+              float* __restrict w1, float* __restrict w2, float* __restrict w3, float least, float most_x, float most_y, int64_t stride) const {
         const int32_t width = static_cast<int32_t>(W), height = static_cast<int32_t>(H), apart_rows = static_cast<int32_t>(stride);
         for (int32_t x = 0; x < width; ++x) {
-            const float sx = low(high(px[x], range.least), range.most_x), sy = low(high(py[x], range.least), range.most_y);
+            const float sx = low(high(px[x], least), most_x), sy = low(high(py[x], least), most_y);
             const float ix = __builtin_floorf(sx), iy = __builtin_floorf(sy);
             const float u = sx - ix, v = sy - iy, e = 1.0f - u, n = 1.0f - v;
             w0[x] = e * n;
@@ -1045,7 +920,7 @@ struct Worker {
                 for (int64_t x = 0; x < W; ++x) px[x] = reflect(px[x], static_cast<float>(W)), py[x] = reflect(py[x], static_cast<float>(H));
             const float least = padding == 0 ? -1.0f : 0.0f, beyond = padding == 0 ? 0.0f : 1.0f;
             const float most_x = static_cast<float>(W) - beyond, most_y = static_cast<float>(H) - beyond;
-            taps(px, py, offset, w0, w1, w2, w3, {least, most_x, most_y}, stride);
+            taps(px, py, offset, w0, w1, w2, w3, least, most_x, most_y, stride);
             float *dr = out.data() + y * W, *dg = dr + apart, *db = dg + apart;
             int64_t x = 0;
 #if defined(__AVX512F__)
@@ -1199,45 +1074,29 @@ struct Worker {
         }
     }
 
-    void store(int64_t sample, const Block& at, float* const* planes, int n) {
-        const int64_t start = at.y * W + at.x;
+    template <typename T>
+    static void interleave(const T* r, const T* g, const T* b, T* __restrict o, int n) {
+        for (int i = 0; i < n; ++i) o[3 * i] = r[i], o[3 * i + 1] = g[i], o[3 * i + 2] = b[i];
+    }
+
+    void store(int64_t sample, const Block& at, float* const* planes, int n) const {
+        const bool narrow = job.dst_type != 0;
+        const int64_t start = at.y * W + at.x, first_value = (sample * pixels + start) * 3;
         float line[3][BLOCK];
+        uint16_t halves[3][BLOCK];
         for (int c = 0; c < 3; ++c) {
-            const float scale = job.scale[c], shift = job.shift[c];
-            if (!job.channels_last && job.dst_type == 0) {
-                scale_out(planes[c], static_cast<float*>(job.dst) + (sample * 3 + c) * pixels + start, n, scale, shift);
-                continue;
-            }
-            const float* __restrict p = planes[c];
-            float* __restrict o = line[c];
-            for (int i = 0; i < n; ++i) o[i] = p[i] * scale + shift;
-        }
-        if (!job.channels_last) {
-            if (job.dst_type == 0) return;
-            for (int c = 0; c < 3; ++c) {
-                uint16_t* __restrict o = static_cast<uint16_t*>(job.dst) + (sample * 3 + c) * pixels + start;
-                if (job.dst_type == 1)
-                    for (int i = 0; i < n; ++i) o[i] = to_bfloat(line[c][i]);
-                else
-                    to_half(line[c], o, n);
-            }
-            return;
-        }
-        const int64_t first_value = (sample * pixels + start) * 3;
-        if (job.dst_type == 0) {
-            float* __restrict o = static_cast<float*>(job.dst) + first_value;
-            for (int i = 0; i < n; ++i) o[3 * i] = line[0][i], o[3 * i + 1] = line[1][i], o[3 * i + 2] = line[2][i];
-            return;
-        }
-        uint16_t narrow[3][BLOCK];
-        for (int c = 0; c < 3; ++c) {
-            if (job.dst_type == 1)
-                for (int i = 0; i < n; ++i) narrow[c][i] = to_bfloat(line[c][i]);
+            const int64_t to = (sample * 3 + c) * pixels + start;
+            float* wide = narrow || job.channels_last ? line[c] : static_cast<float*>(job.dst) + to;
+            scale_out(planes[c], wide, n, job.scale[c], job.shift[c], wide != line[c]);
+            if (!narrow) continue;
+            uint16_t* __restrict o = job.channels_last ? halves[c] : static_cast<uint16_t*>(job.dst) + to;
+            if (job.dst_type == 2) to_half(line[c], o, n);
             else
-                to_half(line[c], narrow[c], n);
+                for (int i = 0; i < n; ++i) o[i] = to_bfloat(line[c][i]);
         }
-        uint16_t* __restrict o = static_cast<uint16_t*>(job.dst) + first_value;
-        for (int i = 0; i < n; ++i) o[3 * i] = narrow[0][i], o[3 * i + 1] = narrow[1][i], o[3 * i + 2] = narrow[2][i];
+        if (!job.channels_last) return;
+        if (narrow) interleave(halves[0], halves[1], halves[2], static_cast<uint16_t*>(job.dst) + first_value, n);
+        else interleave(line[0], line[1], line[2], static_cast<float*>(job.dst) + first_value, n);
     }
 
     // Loads the image, runs the operations [from, to), collects the statistic that `wanted` needs, and stores.
@@ -1260,14 +1119,14 @@ struct Worker {
                         for (float* p : planes) clamp_block(p, n);
                         end_outside = false;
                     }
-                    pointwise(*op, stat, planes[0], planes[1], planes[2], n, at, pixels, W, op < jump);
+                    pointwise(*op, stat, planes, n, at, pixels, W, op < jump);
                     end_outside = may_leave_unit(*op, end_outside);
                 }
                 if (wanted) {
                     if (end_outside && !keeps_outside(*wanted)) {
                         for (float* p : planes) clamp_block(p, n);
                     }
-                    collect(*wanted, stat_next, planes[0], planes[1], planes[2], n);
+                    collect(*wanted, stat_next, planes, n);
                 }
                 if (last) store(sample, at, planes, n);
             }
@@ -1362,6 +1221,31 @@ struct Worker {
     }
 };
 
+// If a thread holds this flag during a fork, the flag stays set in the child. Then each call allocates new memory.
+std::atomic_flag workers_taken = ATOMIC_FLAG_INIT;
+std::vector<std::unique_ptr<Worker>>& workers() {
+    static auto* kept = new std::vector<std::unique_ptr<Worker>>;  // never freed: threads may outlive static objects
+    return *kept;
+}
+
+std::unique_ptr<Worker> take_worker() {
+    std::unique_ptr<Worker> worker;
+    if (!workers_taken.test_and_set(std::memory_order_acquire)) {
+        if (!workers().empty()) {
+            worker = std::move(workers().back());
+            workers().pop_back();
+        }
+        workers_taken.clear(std::memory_order_release);
+    }
+    return worker ? std::move(worker) : std::make_unique<Worker>();
+}
+
+void give_worker(std::unique_ptr<Worker> worker) {
+    if (worker->bytes() > (16u << 20) || workers_taken.test_and_set(std::memory_order_acquire)) return;
+    if (workers().size() < std::thread::hardware_concurrency()) workers().push_back(std::move(worker));
+    workers_taken.clear(std::memory_order_release);
+}
+
 // With 4 KB pages, mapping new output memory takes longer than the augmentation.
 void use_huge_pages(const Job& job) {
 #if defined(MADV_HUGEPAGE)
@@ -1380,10 +1264,10 @@ extern "C" int gpuaug_augment(const Job* job) {
     std::atomic<int> failed{0};
     auto work = [&] {
         try {
-            std::unique_ptr<Room> room = take_room();
-            Worker worker(*job, *room);
-            for (int64_t i = next++; i < job->batch; i = next++) worker.run(i);
-            give_room(std::move(room));
+            std::unique_ptr<Worker> worker = take_worker();
+            worker->begin(*job);
+            for (int64_t i = next++; i < job->batch; i = next++) worker->run(i);
+            give_worker(std::move(worker));
         } catch (...) {  // only std::bad_alloc is possible
             failed = 1;
         }

@@ -14,7 +14,7 @@ bytes than the kernels of `standard`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpuaug.augment.fused.cuda_levels import PART_1, gray_level, level, over_255, pillow_step
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, table_of
 from gpuaug.augment.ops.codes import ARGS, PILLOW_FLAG, Code
 
@@ -43,6 +42,9 @@ _GAMMA: tl.constexpr = tl.constexpr(int(Code.GAMMA))
 _SHUFFLE: tl.constexpr = tl.constexpr(int(Code.SHUFFLE))
 _ERASE: tl.constexpr = tl.constexpr(int(Code.ERASE))
 _LEVELS: tl.constexpr = tl.constexpr(int(Code.LEVELS))
+# The parts of 1/255. For a level x, x * _PART_1 is exact, so x * _PART_1 + x * _PART_2 is rounded like x / 255.
+_PART_1: tl.constexpr = tl.constexpr(257 / 65536)
+_PART_2: tl.constexpr = tl.constexpr(1 / 255 - 257 / 65536)
 _ARGS: tl.constexpr = tl.constexpr(ARGS)
 _PILLOW: tl.constexpr = tl.constexpr(PILLOW_FLAG)
 _REST: tl.constexpr = tl.constexpr(65536 / (255 * 257) - 1)
@@ -70,9 +72,78 @@ def _sin(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def over_255(x):  # type: ignore[no-untyped-def]
+    """Compute ``x / 255``, correctly rounded, for a level ``x`` in 0..255."""
+    return x * _PART_1 + x * _PART_2
+
+
+@triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    part = tl.fma(bits, PART_1, -8388608.0 * PART_1)  # `bits` is 2^23 + byte, so this is byte * PART_1 exactly
+    part = tl.fma(bits, _PART_1, -8388608.0 * _PART_1)  # `bits` is 2^23 + byte, so this is byte * _PART_1 exactly
     return part * _REST + part
+
+
+# --- one step
+
+
+@triton.jit
+def _product(x, y):  # type: ignore[no-untyped-def]
+    """Multiply and round. The compiler cannot merge this product with an addition."""
+    code: tl.constexpr = "mul.rn.f32 $0, $1, $2;"
+    return tl.inline_asm_elementwise(code, "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _level(x):  # type: ignore[no-untyped-def]
+    """The level 0..255 of a pixel in 0..1."""
+    return tl.floor(x * 255.0 + 0.5)
+
+
+@triton.jit
+def _gray_level(r, g, b):  # type: ignore[no-untyped-def]
+    """The gray level 0..255 that Pillow computes from levels of red, green and blue."""
+    return tl.floor((r * 19595.0 + g * 38470.0 + b * 7471.0 + 32768.0) * (1.0 / 65536.0))  # exact: sums are below 2^24
+
+
+@triton.jit
+def _blended(start, v, factor):  # type: ignore[no-untyped-def]
+    return tl.floor(tl.minimum(tl.maximum(start + _product(v - start, factor), 0.0), 255.0))
+
+
+@triton.jit
+def _solarized_level(v, threshold, addition, keep):  # type: ignore[no-untyped-def]
+    added = tl.floor(tl.minimum(tl.maximum(v + addition, 0.0), 255.0))
+    return tl.where(v < threshold, added, tl.where(keep != 0.0, v, 255.0 - v))
+
+
+@triton.jit
+def _kept(level, bits):  # type: ignore[no-untyped-def]
+    """The first ``bits`` bits of a level."""
+    shift = 8 - tl.minimum(tl.maximum(bits.to(tl.int32), 0), 8)
+    return ((level.to(tl.int32) >> shift) << shift).to(tl.float32)
+
+
+@triton.jit
+def _posterized(x, bits):  # type: ignore[no-untyped-def]
+    return tl.where(bits >= 8.0, x, over_255(_kept(x * 255.0, bits)))
+
+
+@triton.jit
+def _pillow_step(code, a0, a1, a2, r, g, b, mean_level):  # type: ignore[no-untyped-def]
+    """Run one step with Pillow's arithmetic."""
+    half = tl.where(code == _LEVELS, a0, 0.5)
+    r, g, b = tl.floor(r * 255.0 + half), tl.floor(g * 255.0 + half), tl.floor(b * 255.0 + half)
+    if code == _SATURATION:
+        gray = _gray_level(r, g, b)
+        r, g, b = _blended(gray, r, a0), _blended(gray, g, a0), _blended(gray, b, a0)
+    elif code <= _CONTRAST:  # MULTIPLY or CONTRAST
+        start = tl.where(code == _CONTRAST, mean_level, 0.0)
+        r, g, b = _blended(start, r, a0), _blended(start, g, a0), _blended(start, b, a0)
+    elif code == _SOLARIZE:
+        r, g, b = _solarized_level(r, a0, a1, a2), _solarized_level(g, a0, a1, a2), _solarized_level(b, a0, a1, a2)
+    elif code == _POSTERIZE:
+        r, g, b = _kept(r, a0), _kept(g, a0), _kept(b, a0)
+    return over_255(r), over_255(g), over_255(b)
 
 
 @triton.jit
@@ -82,16 +153,17 @@ def _power(x, gamma):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _posterized(x, bits):  # type: ignore[no-untyped-def]
-    shift = 8 - tl.minimum(tl.maximum(bits, 0), 8)
-    kept = ((x * 255.0).to(tl.int32) >> shift) << shift
-    return tl.where(bits >= 8, x, over_255(kept.to(tl.float32)))
-
-
-@triton.jit
 def _solarized(x, threshold, addition):  # type: ignore[no-untyped-def]
     z = _unit(x + addition)
     return tl.where(z < threshold, z, 1.0 - z)
+
+
+@triton.jit
+def _linear(code, x, own, a0, around):  # type: ignore[no-untyped-def]
+    """Run MULTIPLY, ADD or CONTRAST on a channel with the argument ``own``."""
+    add, contrast = code == _ADD, code == _CONTRAST
+    scale = tl.where(add, 1.0, tl.where(contrast, a0, own))
+    return _unit(x * scale + tl.where(add, own, tl.where(contrast, around, 0.0)))
 
 
 @triton.jit
@@ -129,17 +201,10 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
         r, g, b = _unit(r), _unit(g), _unit(b)
         loose = 0
     if pillow:
-        r, g, b = pillow_step(code, a0, a1, a2, r, g, b, mean_level)
+        r, g, b = _pillow_step(code, a0, a1, a2, r, g, b, mean_level)
     elif code <= _CONTRAST:  # MULTIPLY, ADD and CONTRAST are all x * scale + shift
-        add, contrast = code == _ADD, code == _CONTRAST
         around = mean * (1.0 - a0)
-        r = _unit(r * tl.where(add, 1.0, a0) + tl.where(add, a0, tl.where(contrast, around, 0.0)))
-        g = _unit(
-            g * tl.where(add, 1.0, tl.where(contrast, a0, a1)) + tl.where(add, a1, tl.where(contrast, around, 0.0))
-        )
-        b = _unit(
-            b * tl.where(add, 1.0, tl.where(contrast, a0, a2)) + tl.where(add, a2, tl.where(contrast, around, 0.0))
-        )
+        r, g, b = _linear(code, r, a0, a0, around), _linear(code, g, a1, a0, around), _linear(code, b, a2, a0, around)
     elif code == _SATURATION:
         gray = (1.0 - a0) * (r * 0.299 + g * 0.587 + b * 0.114)
         r, g, b = _unit(gray + a0 * r), _unit(gray + a0 * g), _unit(gray + a0 * b)
@@ -152,8 +217,7 @@ def _step(code, a, r, g, b, loose, p, width, mean, mean_level, PILLOW: tl.conste
     elif code == _SOLARIZE:
         r, g, b = _solarized(r, a0, a1), _solarized(g, a0, a1), _solarized(b, a0, a1)
     elif code == _POSTERIZE:
-        bits = a0.to(tl.int32)
-        r, g, b = _posterized(r, bits), _posterized(g, bits), _posterized(b, bits)
+        r, g, b = _posterized(r, a0), _posterized(g, a0), _posterized(b, a0)
     elif code == _INVERT:
         r, g, b = a0 - r, a0 - g, a0 - b
         loose = 1
@@ -281,7 +345,9 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
         if PILLOW:
             pillow = tl.load(args + (sample * steps + place) * _ARGS + _PILLOW) != 0.0
         if pillow:
-            gray = gray_level(level(r), level(g), level(b)) * (1.0 / 256.0)  # a multiple of 2^-8: its sums are exact
+            gray = _gray_level(_level(r), _level(g), _level(b)) * (
+                1.0 / 256.0
+            )  # a multiple of 2^-8: its sums are exact
         total = tl.sum(tl.where(p < height * width, gray, 0.0), axis=0)
         tl.atomic_add(sums + sample, (total * _FIXED).to(tl.int64), sem="relaxed")
 
@@ -308,14 +374,12 @@ def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: 
     base = dst + sample.to(tl.int64) * pixels * 3
     kind = dst.dtype.element_ty
     r, g, b = r.to(kind), g.to(kind), b.to(kind)
-    if LAYOUT == 0:
-        tl.store(base + p, r, mask)
-        tl.store(base + pixels + p, g, mask)
-        tl.store(base + 2 * pixels + p, b, mask)
-    elif LAYOUT == 1:
-        tl.store(base + p * 3, r, mask)
-        tl.store(base + p * 3 + 1, g, mask)
-        tl.store(base + p * 3 + 2, b, mask)
+    if LAYOUT < 2:
+        at = base + (p * 3 if LAYOUT else p)
+        apart = 1 if LAYOUT else pixels
+        tl.store(at, r, mask)
+        tl.store(at + apart, g, mask)
+        tl.store(at + 2 * apart, b, mask)
     else:  # the 24 values of 8 pixels, in three stores of 8
         r0, r1, r2, r3, r4, r5, r6, r7 = _apart(r)
         g0, g1, g2, g3, g4, g5, g6, g7 = _apart(g)
@@ -387,22 +451,18 @@ def _blurred(plane, y, x, height, width, taps, ratio, border, VERTICAL: tl.const
     """Blur the tile at ``y`` [R, 1] and ``x`` [1, C] of a plane in one direction."""
     inside = (y < height) & (x < width)
     value = tl.load(plane + y * width + x, inside, 0.0)
+    line = plane + (x if VERTICAL else y * width)
+    size, stride = height if VERTICAL else width, width if VERTICAL else 1
     # the weight at distance d is exp(-d^2 / (2 sigma^2)) = ratio^(d^2); each weight is computed from the one before
     weight, factor, total = 1.0, ratio, 1.0
     for d in range(1, taps // 2 + 1):
         weight = weight * factor
         factor = factor * ratio * ratio
         total += 2.0 * weight
-        if VERTICAL:
-            before, counts_before = _border(y - d, height, border)
-            after, counts_after = _border(y + d, height, border)
-            pair = tl.load(plane + before * width + x, inside & counts_before, 0.0)
-            pair += tl.load(plane + after * width + x, inside & counts_after, 0.0)
-        else:
-            before, counts_before = _border(x - d, width, border)
-            after, counts_after = _border(x + d, width, border)
-            pair = tl.load(plane + y * width + before, inside & counts_before, 0.0)
-            pair += tl.load(plane + y * width + after, inside & counts_after, 0.0)
+        before, counts_before = _border((y if VERTICAL else x) - d, size, border)
+        after, counts_after = _border((y if VERTICAL else x) + d, size, border)
+        pair = tl.load(line + before * stride, inside & counts_before, 0.0)
+        pair += tl.load(line + after * stride, inside & counts_after, 0.0)
         value += weight * pair
     return value / total, inside
 
@@ -487,8 +547,9 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 
 
 def launch(
-    x: Tensor, program: Program, *, tables: Sequence[Table] = (), dtype: torch.dtype, channels_last: bool
-) -> Tensor:
+    x: Tensor, program: Program, *, dtype: torch.dtype, channels_last: bool, tables: Sequence[Table] = (),
+    formulas: Mapping[Code, Any] | None = None,
+) -> Tensor:  # fmt: skip
     """Queue the program's kernels on the current device; ``x``: uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
@@ -500,8 +561,9 @@ def launch(
     def planes(count: int) -> Tensor:
         return torch.empty((count, 3, height, width), dtype=torch.float32, device=x.device)
 
-    for number, part in enumerate(program.parts):
-        stretch, last = part.stretch, number == len(program.parts) - 1
+    for number, stretch in enumerate(program.stretches):
+        flips, sums, places, *groups = stretch.inputs
+        last = number == len(program.stretches) - 1
         final = last and (stretch.blur or not stretch.rest)  # a Triton kernel writes the result
         y, ends = out if final else planes(batch), program.ends[final]
         kind = 0
@@ -511,12 +573,12 @@ def launch(
         layout = (2 if eights else 1) if final and channels_last else 0
         if stretch.contrast:
             _queue(
-                _mean_kernel, grid, x.device, x, program.code, program.args, part.flips, part.sums, height, width,
+                _mean_kernel, grid, x.device, x, program.code, program.args, flips, sums, height, width,
                 stretch.first, stretch.last, steps, KIND=kind, PILLOW=stretch.pillow, N=BLOCK, num_warps=WARPS,
             )  # fmt: skip
-        mid = planes(len(part.rows[0])) if stretch.blur else y
+        mid = planes(len(groups[0])) if stretch.blur else y
         _queue(
-            _points_kernel, grid, x.device, x, y, mid, program.code, program.args, part.flips, part.sums, part.places,
+            _points_kernel, grid, x.device, x, y, mid, program.code, program.args, flips, sums, places,
             ends, height, width, stretch.first, stretch.last, steps, KIND=kind, LAYOUT=layout, MEAN=stretch.contrast,
             PILLOW=stretch.pillow, BLUR=stretch.blur, N=BLOCK, num_warps=WARPS,
         )  # fmt: skip
@@ -526,13 +588,13 @@ def launch(
             between = torch.empty_like(mid)
             for src, dst, vertical in ((mid, between, False), (between, y, True)):
                 _queue(
-                    _blur_kernel, tiles, x.device, src, dst, part.rows[0], program.args, ends, height, width,
+                    _blur_kernel, tiles, x.device, src, dst, groups[0], program.args, ends, height, width,
                     stretch.last - 1, steps, VERTICAL=vertical, CHANNELS_LAST=vertical and layout > 0,
                     R=TILE[0], C=TILE[1], num_warps=BLUR_WARPS,
                 )  # fmt: skip
         elif stretch.rest:
             column = stretch.last - 1
-            for group, rows in zip(stretch.rest, part.rows, strict=True):
-                table = table_of(group, column, tables)
-                x = run_step(group, x, program.args[:, column], rows, table=table, ramps=program.ramps)
+            for group, rows in zip(stretch.rest, groups, strict=True):
+                table, a = table_of(group, column, tables), program.args[:, column]
+                x = run_step(group, x, a, rows, table=table, ramps=program.ramps, formulas=formulas)
     return x

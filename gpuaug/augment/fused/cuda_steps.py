@@ -6,7 +6,7 @@ A program has a row per sample and a column per step. Only the JPEG step waits f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +66,10 @@ class Stretch(NamedTuple):
     contrast: bool  # whether some of the steps are contrast steps
     pillow: bool  # whether some steps in POINTS compute with Pillow's arithmetic
     rest: list[Group]  # the steps that are not in POINTS; only the last column has such steps
+    # On the device, filled in by `upload`: flips int32 [B] (1 mirrored, 2 upside down, 3 both); sums int64 [B], zeros
+    # to which a kernel adds gray for contrast; places int32 [B], the row of the sample among the blurred samples, or
+    # -1; then rows int32 [n] of each group of `rest`, or of all blurs together.
+    inputs: Sequence[Tensor] = ()
 
     @property
     def blur(self) -> bool:
@@ -98,20 +102,10 @@ def stretches(code: NDArray[np.int32], args: Float) -> list[Stretch]:
     return made
 
 
-class Part(NamedTuple):
-    """A stretch and its kernels' inputs on the device."""
-
-    stretch: Stretch
-    flips: Tensor  # int32 [B]: 1 mirrored, 2 upside down, 3 both
-    sums: Tensor  # int64 [B]: zeros, to which a kernel adds gray for contrast
-    places: Tensor  # int32 [B]: row of the sample among the blurred samples, or -1
-    rows: list[Tensor]  # int32 [n]: the rows of each group of `rest`, or of all blurs together
-
-
 class Program(NamedTuple):
     """A batch's program on the device."""
 
-    parts: list[Part]
+    stretches: list[Stretch]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
     ends: tuple[Tensor, Tensor]  # for inner parts and for the output: scale and shift, float32 [2, 3]
@@ -137,12 +131,11 @@ def upload(
         arrays += [turned.astype(np.int32), np.zeros((len(code), 2), dtype=np.int32), places, *rows]
     packed = iter(pack(arrays, device))
     code_, args_, between, last, ramps_ = (next(packed) for _ in range(5))
-    parts = []
-    for stretch in split:
+    for number, stretch in enumerate(split):
         flips, sums, places_ = next(packed), next(packed).view(torch.int64), next(packed)
         count = 1 if stretch.blur else len(stretch.rest)
-        parts.append(Part(stretch, flips, sums, places_, [next(packed) for _ in range(count)]))
-    return Program(parts, code_, args_, (between, last), ramps_)
+        split[number] = stretch._replace(inputs=[flips, sums, places_, *(next(packed) for _ in range(count))])
+    return Program(split, code_, args_, (between, last), ramps_)
 
 
 def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[Tensor]:
@@ -163,7 +156,9 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 # --- steps in torch
 
 
-def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor) -> Tensor:
+def run_step(
+    group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor, formulas: Any = None
+) -> Tensor:
     """Run a group's step on ``x``, float32 [B, 3, H, W], which may be overwritten. ``a``: arguments of the column."""
     from kornia.enhance import jpeg_codec_differentiable
     from kornia.filters import filter2d, filter2d_separable, get_gaussian_kernel1d
@@ -206,9 +201,10 @@ def run_step(group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor 
         y = _autocontrast(y, own[:, 0, None, None, None])
     elif group.code is Code.EQUALIZE:
         y = _equalize(y.clamp(0, 1))
-    else:
-        assert group.code is Code.SHARPNESS
+    elif group.code is Code.SHARPNESS:
         y = _sharpness(y.clamp(0, 1), own[:, 0, None, None, None])
+    else:
+        y = formulas[group.code](y.clamp(0, 1), own)  # an operation of gpuaug's own
     return y.contiguous() if whole else x.index_copy_(0, rows.long(), y)
 
 

@@ -12,9 +12,22 @@ import torch
 from torch import Tensor
 
 from gpuaug.augment.ops.codes import Code
-from gpuaug.augment.ops.entry import Entry, Normal, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, Tensors
+from gpuaug.augment.parameters import (
+    Alternatives,
+    Argument,
+    Entry,
+    Normal,
+    Params,
+    Prepared,
+    Rule,
+    Size,
+    Steps,
+    Tensors,
+    step,
+    steps_of,
+    uniform_from,
+)  # fmt: skip
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, pick, scale
 
@@ -103,13 +116,13 @@ def _jitter(*, hsv: bool) -> Entry:
 # --- the others
 
 
-def _each(code: Code, values: Callable[[Params], Any], *, clipped: bool = False) -> Callable[[Any], Steps | None]:
-    """A step with one argument per channel. ``clipped``: ops whose ``clip_output`` is False have no fused form."""
+def _clipped(code: Code, argument: Argument) -> Callable[[Any], Steps | None]:
+    """A step with the same argument for all channels. Operations that do not clamp have no fused form."""
+    return lambda op: steps_of(code, argument, argument, argument) if op.clip_output else None
 
-    def write(out: Float, params: Params, size: Size) -> None:
-        out[:, 0, :3] = values(params)
 
-    return lambda op: None if clipped and not op.clip_output else Steps((code,), write)
+def _channel(c: int) -> Argument:
+    return lambda params: params["channels"][:, c]
 
 
 def _grayscale(op: Any) -> Steps | None:
@@ -142,10 +155,9 @@ def _temperature(u: Float, size: Size, *, drawn: tuple[Any, Any]) -> Params:
     return {"idx": np.minimum(scale(u[:, 0], *drawn).astype(np.int64), int(drawn[1]) - 1)}
 
 
-def _planckian(op: Any) -> Steps | None:
-    table = op.pl.cpu().numpy().astype(np.float32)[:, [0, 0, 1]]
-    table[:, 1] = 1  # green is unchanged
-    return _each(Code.MULTIPLY, lambda params: table[params["idx"]])(op)
+def _planckian(op: Any) -> Steps:
+    red, blue = op.pl.cpu().numpy().astype(np.float32).T
+    return steps_of(Code.MULTIPLY, lambda params: red[params["idx"]], 1, lambda params: blue[params["idx"]])
 
 
 def _channels(u: Float, size: Size) -> Params:
@@ -182,10 +194,8 @@ def _drop(op: Any) -> Steps:
 ENTRIES = {
     "ColorJitter": _jitter(hsv=False),
     "ColorJiggle": _jitter(hsv=True),
-    "RandomBrightness": Entry(
-        "pixels", _each(Code.ADD, lambda p: p["brightness_factor"][:, None] - np.float32(1), clipped=True)
-    ),
-    "RandomContrast": Entry("pixels", _each(Code.MULTIPLY, lambda p: p["contrast_factor"][:, None], clipped=True)),
+    "RandomBrightness": Entry("pixels", _clipped(Code.ADD, lambda params: params["brightness_factor"] - np.float32(1))),
+    "RandomContrast": Entry("pixels", _clipped(Code.MULTIPLY, "contrast_factor")),
     "RandomSaturation": Entry("pixels", step(Code.SATURATION_HSV, "saturation_factor")),
     "RandomHue": Entry("pixels", step(Code.HUE, "hue_factor")),
     "RandomGrayscale": Entry("pixels", _grayscale),
@@ -200,7 +210,7 @@ ENTRIES = {
     "RandomPlanckianJitter": Entry(
         "pixels", _planckian, lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist")))
     ),
-    "RandomChannelShuffle": Entry("pixels", _each(Code.SHUFFLE, lambda p: p["channels"]), lambda op: (3, _channels)),
+    "RandomChannelShuffle": Entry("pixels", step(Code.SHUFFLE, *map(_channel, range(3))), lambda op: (3, _channels)),
     "RandomChannelDropout": Entry("pixels", _drop, _dropped, check=_check_dropped, fields=_own_row),
     "RandomAutoContrast": Entry("pixels", lambda op: steps_of(Code.AUTOCONTRAST, op.clip_output)),
     "RandomEqualize": Entry("pixels", step(Code.EQUALIZE)),

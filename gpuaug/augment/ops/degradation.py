@@ -12,9 +12,21 @@ import torch
 from torch import Tensor
 
 from gpuaug.augment.ops.codes import Code
-from gpuaug.augment.ops.entry import Entry, Normal, Steps, step, steps_of, uniform_from
 from gpuaug.augment.ops.kornia_private import generated, range_of, setting
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Rule, Size, Tensors
+from gpuaug.augment.parameters import (
+    Alternatives,
+    Entry,
+    Normal,
+    Params,
+    Prepared,
+    Rule,
+    Size,
+    Steps,
+    Tensors,
+    step,
+    steps_of,
+    uniform_from,
+)  # fmt: skip
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, pick, scale
 

@@ -17,8 +17,18 @@ from gpuaug import checks
 from gpuaug.augment.crop import positive_range
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.codes import Code
-from gpuaug.augment.ops.entry import Entry, Normal, RecipeOp, Steps
-from gpuaug.augment.parameters import Alternatives, Params, Prepared, Size, Tensors
+from gpuaug.augment.parameters import (
+    Alternatives,
+    Entry,
+    Normal,
+    Params,
+    Prepared,
+    RecipeOp,
+    Size,
+    Steps,
+    Tensors,
+    steps_of,
+)  # fmt: skip
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
@@ -173,13 +183,9 @@ def _box(u: np.ndarray[Any, Any], size: Size, op: RandomErasing, count: np.ndarr
 
 
 def _steps(op: RandomErasing) -> Steps:
-    def write(out: Float, params: Params, size: Size) -> None:
-        for column, name in enumerate(("xs", "ys", "widths", "heights")):
-            out[:, 0, column] = params[name]
-        out[:, 0, 4:7] = params["colors"]
-        out[:, 0, 7:10] = op.std if op.mode == "pixel" else 0
-
-    return Steps((Code.ERASE_NOISE,), write, (lambda values: values["gaussian_noise"]) if op.mode == "pixel" else None)
+    std, table = (op.std, lambda values: values["gaussian_noise"]) if op.mode == "pixel" else ((), None)
+    colors = [lambda params, c=c: params["colors"][:, c] for c in range(3)]
+    return steps_of(Code.ERASE_NOISE, "xs", "ys", "widths", "heights", *colors, *std, table=table)
 
 
 def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
@@ -193,4 +199,4 @@ def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal:
     return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
 
 
-ENTRY = Entry("pixels", steps=_steps, fields=_noise)
+RandomErasing.entry = Entry("pixels", steps=_steps, fields=_noise)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.augment.ops.codes import Code
-from gpuaug.augment.ops.entry import Entry, Matrix, Normal, Steps, all_uniform, derived, step, uniform_from
 from gpuaug.augment.ops.kornia_private import setting
-from gpuaug.augment.parameters import Params, Rule, Size, Tensors, tensors
+from gpuaug.augment.parameters import (
+    Entry,
+    Matrix,
+    Normal,
+    Params,
+    Rule,
+    Size,
+    Steps,
+    Tensors,
+    all_uniform,
+    derived,
+    step,
+    tensors,
+    uniform_from,
+)  # fmt: skip
 from gpuaug.random.keyed import Float, field, scale
 
 # --- parameters
@@ -160,6 +173,63 @@ def pixel_matrices(values: Tensor, size: Size, *, elements: bool) -> Tensor:
     a, b = (values[:, 5:7] * (math.pi / 180)).tan().unbind(1)
     shear = torch.stack([one, -a, a * y, -b, one + a * b, b * (x - a * y), zero, zero, one], dim=1)
     return m @ shear.view(-1, 3, 3)
+
+
+def finish_warps(code: NDArray[np.int32], args: Float, size: Size) -> None:
+    """Write Kornia's matrix from output to input positions (in -1..1) into the arguments of each warp."""
+    sample, step = np.nonzero(code == Code.WARP)
+    warps = args[sample, step]
+    kind = 2 * warps[:, 10] + warps[:, 11]  # align_corners, projective
+    for number in np.unique(kind):
+        rows = np.flatnonzero(kind == number)
+        m = pixel_matrices(torch.from_numpy(warps[rows, :9]), size, elements=bool(number % 2))
+        if number % 2:
+            m = m / _projective_scale(m)
+        to, back = _normalized(size, number >= 2)
+        args[sample[rows], step[rows], :9] = _inverse(to @ (m @ back)).reshape(-1, 9)
+
+
+@lru_cache(maxsize=32)
+def _normalized(size: Size, corners: bool) -> tuple[Tensor, Tensor]:
+    """Matrices float32 [1, 3, 3] from pixel indices to -1..1 and back."""
+    from kornia.geometry.conversions import normal_transform_pixel
+
+    to = normal_transform_pixel(*size, device=torch.device("cpu"), dtype=torch.float32, align_corners=corners)
+    return to, _inverse(to)
+
+
+@lru_cache(maxsize=16)
+def warp_ramps(size: Size) -> Float:
+    """Output positions in -1..1, float32 [2, 2, W + H].
+
+    Axis 0: affine, projective. Axis 1: align_corners False, True. Axis 2: all x, then all y.
+    """
+    from kornia.geometry.grid import create_meshgrid
+
+    kind: Any = {"device": torch.device("cpu"), "dtype": torch.float32}
+    ramps = np.zeros((2, 2, size[1] + size[0]), dtype=np.float32)
+    for corners in (False, True):
+        for start, n in ((0, size[1]), (size[1], size[0])):
+            end = 1.0 if corners else 1.0 - 1.0 / n
+            if n > 1:
+                ramps[0, int(corners), start : start + n] = torch.linspace(-end, end, n, **kind)
+        grid = create_meshgrid(*size, normalized_coordinates=True, align_corners=corners, **kind)
+        ramps[1, int(corners)] = torch.cat([grid[0, 0, :, 0], grid[0, :, 0, 1]])
+    return ramps
+
+
+def _projective_scale(m: Tensor) -> Tensor:
+    """Kornia's divisor for a homography: 1, clamped to the range of the non-zero absolute values in ``m``."""
+    magnitude = m.abs()
+    smallest = magnitude.masked_fill(magnitude == 0, float("inf")).amin(dim=(-2, -1), keepdim=True)
+    return magnitude.amax(dim=(-2, -1), keepdim=True).clamp_max(1).maximum(smallest)
+
+
+def _inverse(m: Tensor) -> Tensor:
+    """Inverses of 3x3 matrices by cross products, as in Kornia."""
+    a, b, c = m.unbind(-1)
+    rows = [torch.linalg.cross(p, q, dim=-1) for p, q in ((b, c), (c, a), (a, b))]
+    return torch.stack(rows, dim=-2) / (a * rows[0]).sum(-1)[..., None, None]
 
 
 _AFFINE_MATRIX, _PERSPECTIVE_MATRIX = Matrix(_numbers), Matrix(_homography, elements=True)

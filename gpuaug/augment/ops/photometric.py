@@ -11,12 +11,10 @@ import numpy as np
 from torch import nn
 
 from gpuaug import checks
-from gpuaug.augment.ops.entry import RecipeOp
-from gpuaug.augment.parameters import Alternatives, Prepared, Size
+from gpuaug.augment.parameters import Alternatives, Prepared, RecipeOp, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
 
-Range = tuple[float, float]
 _GATES = 6  # uniforms: five for the gates of the changes, one for whether contrast precedes saturation
 _NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 
@@ -64,10 +62,10 @@ class PhotometricDistort(RecipeOp):
         self.style = checks.one_of("style", style, ("torchvision", "mmseg"))
         added = style == "mmseg"
         brightness = ((-32 / 255, 32 / 255) if added else (0.875, 1.125)) if brightness is None else brightness
-        self.brightness = _range("brightness", brightness, *((-1, 1) if added else (0, math.inf)))
-        self.contrast = _range("contrast", contrast, 0, math.inf)
-        self.saturation = _range("saturation", saturation, 0, math.inf)
-        self.hue = _range("hue", ((-0.1, 0.1) if added else (-0.05, 0.05)) if hue is None else hue, -0.5, 0.5)
+        self.brightness = _pair("brightness", brightness, *((-1, 1) if added else (0, math.inf)))
+        self.contrast = _pair("contrast", contrast, 0, math.inf)
+        self.saturation = _pair("saturation", saturation, 0, math.inf)
+        self.hue = _pair("hue", ((-0.1, 0.1) if added else (-0.05, 0.05)) if hue is None else hue, -0.5, 0.5)
         self.p = float(checks.number("p", p, 0, 1))
         self.channels = float(checks.number("channels", (0 if added else p) if channels is None else channels, 0, 1))
 
@@ -90,7 +88,7 @@ class PhotometricDistort(RecipeOp):
         return Prepared(name, self, tuple((module,) for module in modules), _GATES + 7, rule)
 
 
-def _range(name: str, value: Any, low: float, high: float) -> Range:
+def _pair(name: str, value: Any, low: float, high: float) -> tuple[float, float]:
     pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
     if len(pair) != 2:
         raise ConfigError(f"`{name}` must be two numbers (min, max). Found: {value!r:.200}.")
@@ -101,7 +99,7 @@ def _range(name: str, value: Any, low: float, high: float) -> Range:
 
 
 def _drawn(
-    u: Float, size: Size, *, ranges: Sequence[Range], gates: Float, shift: np.float32
+    u: Float, size: Size, *, ranges: Sequence[tuple[float, float]], gates: Float, shift: np.float32
 ) -> tuple[Int, tuple[Alternatives, ...]]:
     on, early = u[:, :5] < gates, u[:, 5] < np.float32(0.5)
     slots = (on[:, 0], on[:, 1] & early, on[:, 2], on[:, 3], on[:, 1] & ~early, on[:, 4])

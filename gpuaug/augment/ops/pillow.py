@@ -14,20 +14,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpuaug import checks
-from gpuaug.augment.ops.codes import ARGS, Code
-from gpuaug.augment.ops.entry import Entry, Matrix, Steps, steps_of
-from gpuaug.augment.parameters import Params, Size
+from gpuaug.augment.ops.codes import Code
+from gpuaug.augment.parameters import Entry, Matrix, Params, RecipeOp, Size, Steps, step
 from gpuaug.random.keyed import Float
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 _Float64 = NDArray[np.float64]
 
 
-class PillowOp(nn.Module):
-    """One operation of RandAugment or a similar policy.
+class PillowOp(RecipeOp):
+    """One operation of RandAugment or a similar policy. Its parameter is ``magnitude``.
 
     Args:
         name: a key of :data:`ENTRIES`.
@@ -41,14 +40,9 @@ class PillowOp(nn.Module):
         self.interpolation = checks.one_of("interpolation", interpolation, INTERPOLATIONS)
         self.fill = tuple(fill)
 
-    def forward(self, images: Tensor, params: dict[str, Tensor]) -> Tensor:
-        """Run the operation on float32 [B, 3, H, W]. ``params``: ``magnitude``, float32 [B] on the CPU."""
-        steps = ENTRIES[self.name].steps(self)
-        assert steps is not None
-        args = np.zeros((len(images), 1, ARGS), dtype=np.float32)
-        steps.write(args, {k: v.numpy() for k, v in params.items()}, (images.shape[2], images.shape[3]))
-        a = torch.from_numpy(args[:, 0]).to(images.device, non_blocking=True)
-        return run(steps.codes[0], images, a, interpolation=INTERPOLATIONS.index(self.interpolation))
+    @property
+    def entry(self) -> Entry:  # type: ignore[override]
+        return ENTRIES[self.name]
 
 
 # --- matrices float64 [n, 6] from output to input positions, as for Pillow's Image.transform. Pixel k covers k to k + 1
@@ -106,40 +100,8 @@ def _write_resample(out: Float, params: Params, size: Size, *, fill: _Fill, inte
 def _resampled(op: PillowOp, *, fill: _Fill) -> Steps:
     interpolation = INTERPOLATIONS.index(op.interpolation)
     write = partial(_write_resample, fill=fill, interpolation=interpolation, color=op.fill)
-    return Steps((Code.RESAMPLE,), write)
+    return Steps((Code.RESAMPLE,), write, formula=partial(run, Code.RESAMPLE, interpolation=interpolation))
 
-
-# --- entries
-
-
-def _moves(fill: _Fill) -> Entry:
-    matrix = Matrix(partial(_write_forward, fill=fill), elements=True)
-    return Entry("matrix", partial(_resampled, fill=fill), matrix=matrix)
-
-
-def _color(code: Code, *arguments: str | float) -> Entry:
-    return Entry("pixels", lambda op: steps_of(code, *arguments))
-
-
-_M = "magnitude"
-ENTRIES = {
-    "identity": _color(Code.LEVELS, 0.5),
-    "shear_x": _moves(partial(_element, at=1, sign=1)),  # magnitude s: Image.transform with (1, s, 0, 0, 1, 0)
-    "shear_y": _moves(partial(_element, at=3, sign=1)),  # magnitude s: (1, 0, 0, s, 1, 0)
-    "translate_x": _moves(partial(_element, at=2, sign=-1)),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
-    "translate_y": _moves(partial(_element, at=5, sign=-1)),  # pixels down
-    "rotate": _moves(_rotate),  # degrees counter-clockwise: Image.rotate
-    "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # magnitude here and in the next 3: ImageEnhance's factor
-    "color": _color(Code.SATURATION, _M, 0, 0, 1),
-    "contrast": _color(Code.CONTRAST, _M, 0, 0, 1),
-    "sharpness": _color(Code.SHARPNESS, _M, 0, 0, 1),
-    "posterize": _color(Code.POSTERIZE, _M, 0, 0, 1),  # bits kept, 0..8
-    "solarize": _color(Code.SOLARIZE, _M, 0, 0, 1),  # threshold t in 0..256: levels below t are kept
-    "solarize_add": _color(Code.SOLARIZE, 128, _M, 1, 1),  # value added to levels below 128
-    "auto_contrast": _color(Code.AUTOCONTRAST, 1, 0, 0, 1),
-    "equalize": _color(Code.EQUALIZE, 0, 0, 0, 1),
-    "invert": _color(Code.SOLARIZE, 0, 0, 0, 1),
-}
 
 # --- steps in torch, on levels 0..255: v float32 [B, 3, H, W]; a: all arguments; f: the first argument, [B, 1, 1, 1]
 
@@ -267,3 +229,36 @@ def _cubic(taps: Sequence[Tensor], d: Tensor) -> Tensor:
     """Pillow's cubic interpolation between the second and the third of four taps."""
     v1, v2, v3, v4 = taps
     return v2 + d * ((-v1 + v3) + d * ((2 * (v1 - v2) + v3 - v4) + d * (-v1 + v2 - v3 + v4)))
+
+
+# --- entries
+
+
+def _moves(fill: _Fill) -> Entry:
+    matrix = Matrix(partial(_write_forward, fill=fill), elements=True)
+    return Entry("matrix", partial(_resampled, fill=fill), matrix=matrix)
+
+
+def _color(code: Code, *arguments: str | float) -> Entry:
+    return Entry("pixels", step(code, *arguments, formula=partial(run, code)))
+
+
+_M = "magnitude"
+ENTRIES = {
+    "identity": _color(Code.LEVELS, 0.5),
+    "shear_x": _moves(partial(_element, at=1, sign=1)),  # magnitude s: Image.transform with (1, s, 0, 0, 1, 0)
+    "shear_y": _moves(partial(_element, at=3, sign=1)),  # magnitude s: (1, 0, 0, s, 1, 0)
+    "translate_x": _moves(partial(_element, at=2, sign=-1)),  # pixels to the right: (1, 0, -pixels, 0, 1, 0)
+    "translate_y": _moves(partial(_element, at=5, sign=-1)),  # pixels down
+    "rotate": _moves(_rotate),  # degrees counter-clockwise: Image.rotate
+    "brightness": _color(Code.MULTIPLY, _M, _M, _M, 1),  # magnitude here and in the next 3: ImageEnhance's factor
+    "color": _color(Code.SATURATION, _M, 0, 0, 1),
+    "contrast": _color(Code.CONTRAST, _M, 0, 0, 1),
+    "sharpness": _color(Code.SHARPNESS, _M, 0, 0, 1),
+    "posterize": _color(Code.POSTERIZE, _M, 0, 0, 1),  # bits kept, 0..8
+    "solarize": _color(Code.SOLARIZE, _M, 0, 0, 1),  # threshold t in 0..256: levels below t are kept
+    "solarize_add": _color(Code.SOLARIZE, 128, _M, 1, 1),  # value added to levels below 128
+    "auto_contrast": _color(Code.AUTOCONTRAST, 1, 0, 0, 1),
+    "equalize": _color(Code.EQUALIZE, 0, 0, 0, 1),
+    "invert": _color(Code.SOLARIZE, 0, 0, 0, 1),
+}

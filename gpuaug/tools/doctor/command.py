@@ -10,14 +10,13 @@ import logging
 import platform
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
+from packaging.requirements import Requirement
 
 from gpuaug import checks, files, machine
 from gpuaug.files import format_bytes
@@ -28,14 +27,9 @@ from gpuaug.tools.request import Keys, Request
 log = logging.getLogger("gpuaug")
 
 LATE = "did not answer within"
-TIMEOUT = 180.0  # seconds; a first compilation takes up to a minute on slow machines
-CUDA = ("decoder_mixed", "hardware", "stream", "fused_cuda")
+TIMEOUT_S = 180.0  # a first compilation takes up to a minute on slow machines
 OK, NOTE, SLOW, BROKEN, UNTESTED = "ok", "note", "warning", "BROKEN", "untested"
-DALI = {  # CUDA version: packages
-    12: ("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12"),
-    13: ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13"),
-}
-DRIVER_OF_CUDA_13 = 580  # the oldest driver that supports CUDA 13
+DALI = [("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12"), ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13")]
 UNCOMPILED = {"compiled": False}  # value of the test "compiler" if the augmentations work, but were not compiled
 TESTS = {  # test: title, status if it fails, remedy
     "decoder_cpu": ("DALI on the CPU", BROKEN, "Set decode.backend=pillow."),
@@ -45,6 +39,8 @@ TESTS = {  # test: title, status if it fails, remedy
     "compiler": ("compiled on the CPU", SLOW, "Install a C++ compiler, such as apt-get install g++."),
     "fused_cuda": ("compiled on the GPU", SLOW, "Set augment.backend=kornia, which is many times slower."),
 }
+WITHOUT_DALI = ("compiler", "fused_cuda")
+WITHOUT_CUDA = ("decoder_cpu", "compiler")
 # Limits, below which a finding is BROKEN (LEAST) or a warning (ENOUGH). Python with DALI and eight threads opens about
 # 60 files, and each worker about six more. A source of a million files has about 50 MB in /dev/shm. Batches are not
 # there, but in memory without a name (memfd).
@@ -57,7 +53,7 @@ class Settings(Keys):
     """The keys of `gpuaug doctor`."""
 
     fresh: bool = False
-    timeout: float = TIMEOUT
+    timeout: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,18 +67,30 @@ class Finding:
     name: str
     text: str  # the result in words
     status: str = OK  # OK, NOTE, SLOW, BROKEN or UNTESTED
-    advice: str = ""  # what to do
-    value: Any = None  # the result, as JSON
+    advice: str = ""  # what to do, unless the status is OK or UNTESTED
 
     def __post_init__(self) -> None:
         if self.status in (OK, UNTESTED):
             object.__setattr__(self, "advice", "")
 
     def __str__(self) -> str:
-        lines = [folded(self.text, first=f"  {self.name:<19} {self.status:<9} ", indent=32)]
+        lines = [folded(self.text, first=f"  {self.name:<22} {self.status:<9} ", indent=35)]
         if self.advice:
-            lines.append(folded(self.advice, first=" " * 32, indent=32, width=118))
+            lines.append(folded(self.advice, first=" " * 35, indent=35, width=118))
         return "\n".join(lines)
+
+
+class Answer(NamedTuple):
+    """The result of a test."""
+
+    good: bool | None  # None: cannot be tested here
+    text: str  # the result in words
+    details: Any = None
+
+    @property
+    def late(self) -> bool:
+        """Whether the test timed out."""
+        return self.good is False and self.text.startswith(LATE)
 
 
 def main(request: Request) -> int:
@@ -112,31 +120,30 @@ def main(request: Request) -> int:
     return 1 if broken else 0
 
 
+# -- versions and devices ---------------------------------------------------------------------------------------------
+
+
 def versions() -> Iterator[Finding]:
-    yield Finding("python", platform.python_version(), value=platform.python_version())
-    version = machine.package_version("gpuaug")
-    yield Finding("gpuaug", version or "not installed, imported from a folder", value=version)
+    yield Finding("python", platform.python_version())
+    yield Finding("gpuaug", machine.package_version("gpuaug") or "not installed, imported from a folder")
     ranges = required_ranges()
-    dali, codec = DALI[_dali_cuda()]
-    needed = {"torch": "torch", "kornia": "kornia", "hydra": "hydra-core", "pillow": "pillow"}
-    for name, distribution in {**needed, "DALI": dali, "nvImageCodec": codec, "triton": "triton"}.items():
-        version, wanted = machine.package_version(distribution), ranges.get(distribution.replace("cuda130", "cuda120"))
+    for package in ("torch", "kornia", "hydra-core", "pillow", *dali(), "triton"):
+        version, wanted = machine.package_version(package), ranges.get(package.replace("cuda130", "cuda120"))
         if version is None:
-            status = BROKEN if name in needed else NOTE if name == "triton" else SLOW
-            yield Finding(name, "not installed", status, f"pip install {distribution}")
-            continue
-        fits = wanted is None or wanted.contains(version, prereleases=True)
-        yield Finding(name, version, OK if fits else SLOW, f"pip install '{distribution}{wanted}'", version)
+            status = NOTE if package == "triton" else SLOW if package in dali() else BROKEN
+            yield Finding(package, "not installed", status, f"pip install {package}")
+        else:
+            fits = wanted is None or wanted.contains(version, prereleases=True)
+            yield Finding(package, version, OK if fits else SLOW, f"pip install '{package}{wanted}'")
 
 
-def _dali_cuda() -> int:
-    return next((cuda for cuda, (package, _) in DALI.items() if machine.package_version(package) is not None), 12)
+def dali() -> tuple[str, str]:
+    """The names of DALI's packages, for the CUDA version that is installed."""
+    return next((names for names in DALI if machine.package_version(names[0])), DALI[0])
 
 
 def required_ranges() -> dict[str, Any]:
     """Version ranges from gpuaug's package metadata, by package name."""
-    from packaging.requirements import Requirement
-
     try:
         requirements = [Requirement(text) for text in metadata.requires("gpuaug") or []]
     except metadata.PackageNotFoundError:
@@ -144,91 +151,50 @@ def required_ranges() -> dict[str, Any]:
     return {r.name.lower(): r.specifier for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})}
 
 
-def devices(cuda: Verdict) -> Iterator[Finding]:
+def devices(cuda: Answer) -> Iterator[Finding]:
     """Check the driver and the devices. ``cuda`` is the result of the test "cuda"."""
-    gpus, driver = machine.gpus(), machine.driver()
-    value = {"driver": driver, "gpus": gpus}
-    yield Finding("driver", driver or "no NVIDIA driver: everything runs on the CPU", OK if driver else NOTE, "", value)
-    for k, device in enumerate(cuda.value["devices"] if cuda.good else ()):
+    gpus, driver, details = machine.gpus(), machine.driver(), cuda.details or {}
+    yield Finding("driver", driver or "no NVIDIA driver: everything runs on the CPU", OK if driver else NOTE)
+    for k, device in enumerate(details.get("devices", ())):
         text = f"{device['name']}, {format_bytes(device['memory'])}, compute capability {device['capability']}"
-        yield Finding(f"cuda:{k}", f"{text}; {cuda.text}", value=device)
+        yield Finding(f"cuda:{k}", f"{text}; {cuda.text}")
     if not cuda.good:
-        status, advice = NOTE, ""
-        if (driver or gpus) and cuda.value is None:
+        status, advice = SLOW, "Install torch for the driver's CUDA: https://pytorch.org/get-started/locally."
+        if not (driver or gpus):
+            status, advice = NOTE, ""
+        elif not details:
             status, advice = BROKEN, "Set device=cpu, and look at nvidia-smi: the test of the devices failed."
-        elif driver or gpus:
-            status, advice = SLOW, "Install torch for the driver's CUDA: https://pytorch.org/get-started/locally."
-        yield Finding("cuda", f"{len(gpus)} devices; {cuda.text}", status, advice, gpus)
-    if (finding := dali_and_torch((cuda.value or {}).get("build"), driver)) is not None:
-        yield finding
+        yield Finding("cuda", f"{len(gpus)} devices; {cuda.text}", status, advice)
 
 
-def dali_and_torch(torch_cuda: str | None, driver: str | None) -> Finding | None:
-    """Compare the CUDA versions of DALI and torch. None if DALI is not installed, or torch has no CUDA."""
-    dali_cuda = _dali_cuda()
-    package = DALI[dali_cuda][0]
-    if torch_cuda is None or machine.package_version(package) is None:
-        return None
-    major, status, other = int(torch_cuda.partition(".")[0]), OK, DALI[12][0]
-    if dali_cuda == 13 and driver is not None and int(driver.partition(".")[0]) < DRIVER_OF_CUDA_13:
-        status = SLOW  # CUDA 13 needs a newer driver
-    elif dali_cuda != major and major in DALI:
-        status, other = NOTE, DALI[major][0]  # both use the same driver and should work together
-    advice = f"pip uninstall -y {package}; pip install '{other}{required_ranges().get(DALI[12][0], '')}'"
-    value = {"dali": dali_cuda, "torch": torch_cuda, "driver": driver}
-    return Finding("DALI and torch", f"DALI for CUDA {dali_cuda}, torch for CUDA {torch_cuda}", status, advice, value)
-
-
-def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
-    for name in tqdm([*filter(testable, TESTS)], desc="testing", leave=False, disable=None):
-        yield tested(examine(name, cuda=cuda, fresh=settings.fresh, timeout=settings.timeout))
-
-
-def testable(name: str) -> bool:
-    """Whether the packages that a test needs are installed."""
-    return name in ("compiler", "fused_cuda") or all(machine.package_version(p) is not None for p in DALI[_dali_cuda()])
-
-
-def tested(verdict: Verdict) -> Finding:
-    title, bad, advice = TESTS[verdict.name]
-    text = f"{verdict.text}{' (stored result; fresh=true tests again)' if verdict.kept else ''}"
-    if verdict.name == "compiler" and not (verdict.late or verdict.value == UNCOMPILED):
-        bad, advice = BROKEN, "Set augment.backend=kornia, which is slower."
-    status = UNTESTED if verdict.good is None else OK if verdict.good else bad
-    value = {"test": verdict.name} | {k: getattr(verdict, k) for k in ("good", "value", "seconds", "kept")}
-    return Finding(
-        title, text, status, "Raise `timeout`, if the machine is just slow." if verdict.late else advice, value
-    )
+# -- limits -----------------------------------------------------------------------------------------------------------
 
 
 def limits(settings: Settings) -> Iterator[Finding]:
-    verdict = probe("workers", timeout=settings.timeout)
-    results = verdict.value or {}
-    status = OK if verdict.good else SLOW if results.get(results.get("default")) else BROKEN
+    good, text, default_works = probe("workers", timeout=settings.timeout)
     advice = "Set start_method to a method that works, or num_workers=0."
-    yield Finding("start methods", verdict.text, status, advice, verdict.value)
+    yield Finding("start methods", text, OK if good else SLOW if default_works else BROKEN, advice)
     yield shared_memory(machine.shared_memory())
-    yield open_files(machine.limit("NOFILE"))
+    yield open_files(*machine.limit("NOFILE"))
     yield cpus(machine.cpus(), machine.cgroup_cpus())
 
 
 def shared_memory(sizes: tuple[int, int] | None) -> Finding:
     """Check /dev/shm, which holds the list of samples. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
-    size, free = sizes or (0, SHARED_ENOUGH)
-    status = NOTE if sizes is None else BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else OK
-    text = "no /dev/shm on this system" if sizes is None else f"{format_bytes(free)} of {format_bytes(size)} free"
-    advice = "" if sizes is None else "Start Docker with --shm-size=1g: workers copy their source, or cannot start."
-    return Finding("shared memory", text, status, advice, sizes and list(sizes))
+    if sizes is None:
+        return Finding("shared memory", "no /dev/shm on this system", NOTE)
+    size, free = sizes
+    status = BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else OK
+    advice = "Start Docker with --shm-size=1g: workers copy their source, or cannot start."
+    return Finding("shared memory", f"{format_bytes(free)} of {format_bytes(size)} free", status, advice)
 
 
-def open_files(limits: tuple[int, int] | None) -> Finding:
-    """Check the limit of open files. ``limits``: (soft, hard), -1: unlimited; None: the system has no limits."""
-    if limits is None:
-        return Finding("open files", "no such limit on this system", NOTE)
-    soft, hard = (sys.maxsize if limit < 0 else limit for limit in limits)
+def open_files(soft: int, hard: int) -> Finding:
+    """Check the limit of open files; -1: unlimited."""
+    soft, hard = (sys.maxsize if limit < 0 else limit for limit in (soft, hard))
     status = BROKEN if soft < FILES_LEAST else SLOW if soft < FILES_ENOUGH else OK
     text = f"{soft} per process, can be raised to {hard}".replace(str(sys.maxsize), "unlimited")
-    return Finding("open files", text, status, f"Run `ulimit -n {min(FILES_ADVISED, hard)}` first.", list(limits))
+    return Finding("open files", text, status, f"Run `ulimit -n {min(FILES_ADVISED, hard)}` first.")
 
 
 def cpus(count: int, quota: float | None) -> Finding:
@@ -237,31 +203,48 @@ def cpus(count: int, quota: float | None) -> Finding:
     text = f"{count} CPUs for this process ({machine.cpu_model()})" + f"; its cgroup allows {few:g}" * (few < count)
     threads, workers = max(1, min(8, int(few))), max(1, min(4, int(few // 2)))
     advice = f"Set decode.num_threads={threads} num_workers={workers} and OMP_NUM_THREADS={threads}."
-    return Finding("CPUs", text, SLOW if few < count else OK, advice, {"cpus": count, "quota": quota})
+    return Finding("CPUs", text, SLOW if few < count else OK, advice)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The result of one test."""
-
-    name: str
-    good: bool | None  # None: cannot be tested here
-    text: str  # the result in words
-    value: Any = None  # details, as JSON
-    seconds: float = 0.0  # duration; 0.0: the test did not run
-    kept: bool = False  # an earlier run stored this result
-
-    @property
-    def late(self) -> bool:
-        """Whether the test timed out."""
-        return self.good is False and self.text.startswith(LATE)
+# -- tests that run in a process of their own -------------------------------------------------------------------------
 
 
-def keep(verdict: Verdict) -> None:
-    """Store the result of a test. If ``verdict.good`` is None, delete the earlier result."""
+def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
+    """Take the stored result of each test, or run it. ``cuda``: whether a CUDA device works."""
+    has_dali = all(map(machine.package_version, dali()))
+    for name in TESTS:
+        if not (has_dali or name in WITHOUT_DALI):
+            continue
+        if cuda or name in WITHOUT_CUDA:
+            yield tested(name, examine(name, fresh=settings.fresh, timeout=settings.timeout))
+        else:
+            yield Finding(TESTS[name][0], "not testable here: no CUDA device", UNTESTED)
+
+
+def tested(name: str, answer: Answer) -> Finding:
+    title, bad, advice = TESTS[name]
+    if answer.late:
+        advice = "Raise `timeout`, if the machine is just slow."
+    elif name == "compiler" and answer.details != UNCOMPILED:
+        bad, advice = BROKEN, "Set augment.backend=kornia, which is slower."
+    return Finding(title, answer.text, UNTESTED if answer.good is None else OK if answer.good else bad, advice)
+
+
+def examine(name: str, *, fresh: bool = False, timeout: float = TIMEOUT_S) -> Answer:
+    """The stored result of a test, or a new result."""
     machine.verdicts.cache_clear()
-    entry = {"good": verdict.good, "text": verdict.text, "seconds": verdict.seconds}
-    entries = {**machine.verdicts(), verdict.name: entry}
+    if not fresh and (stored := machine.verdicts().get(name)):
+        return Answer(stored["good"], f"{stored['text']} (stored result; fresh=true tests again)")
+    answer = probe(name, timeout=timeout)
+    if name in machine.VERDICTS and answer.good is not None:
+        keep(name, answer)
+    return answer
+
+
+def keep(name: str, answer: Answer) -> None:
+    """Store the result of a test. A timeout deletes the stored result, because the machine may just be slow now."""
+    machine.verdicts.cache_clear()
+    entries = {**machine.verdicts(), name: {"good": None if answer.late else answer.good, "text": answer.text}}
     values = {"version": machine.VERDICTS_VERSION, "machine": machine.identity(), "verdicts": entries}
     try:
         file = machine.verdicts_file()
@@ -272,39 +255,18 @@ def keep(verdict: Verdict) -> None:
     machine.verdicts.cache_clear()
 
 
-def examine(name: str, *, cuda: bool, fresh: bool = False, timeout: float = TIMEOUT) -> Verdict:
-    """The stored result of a test, or a new result. ``cuda``: whether a CUDA device works."""
-    if name in CUDA and not cuda:
-        return Verdict(name=name, good=None, text="not testable here: no CUDA device")
-    machine.verdicts.cache_clear()
-    if not fresh and name in machine.verdicts():
-        return Verdict(name=name, kept=True, **machine.verdicts()[name])
-    verdict = probe(name, timeout=timeout)
-    if name in machine.VERDICTS and verdict.good is not None:
-        # a timeout only deletes the stored result, because the machine may just be slow now
-        keep(replace(verdict, good=None) if verdict.late else verdict)
-    return verdict
-
-
-def probe(name: str, *, timeout: float = TIMEOUT, command: Sequence[str] | None = None) -> Verdict:
+def probe(name: str, *, timeout: float = TIMEOUT_S, command: Sequence[str] | None = None) -> Answer:
     """Run one test, or a ``command``, in its own process, because a test may crash or hang."""
     # PYTHONPATH would put this folder before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
-    began = time.perf_counter()
     ended = child.run(command or (sys.executable, "-c", start, name), timeout=timeout)
-    seconds = round(time.perf_counter() - began, 2)
     if ended.status is None:
-        return Verdict(name=name, good=False, text=f"{LATE} {timeout:g} s and was killed", seconds=timeout)
-    answer = ended.answer
-    known = isinstance(answer, dict) and isinstance(answer.get("text"), str)
-    if ended.status == 0 and known and isinstance(answer.get("good", ""), bool | None):
-        return Verdict(name=name, seconds=seconds, **answer)
+        return Answer(False, f"{LATE} {timeout:g} s and was killed")
+    if ended.status == 0 and ended.answer is not None:
+        return Answer(*ended.answer)
     if ended.status < 0:
-        number = -ended.status
-        named = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        text = f"crashed: killed by {named}{' (perhaps out of memory)' if number == signal.SIGKILL else ''}"
-    else:
-        lines = [line.strip() for line in ended.errors.splitlines() if line.strip()]
-        text = f"failed with exit status {ended.status}: {lines[-1][:300] if lines else 'no output on stderr'}"
-    return Verdict(name=name, good=False, text=text, seconds=seconds)
+        memory = " (perhaps out of memory)" if ended.status == -signal.SIGKILL else ""
+        return Answer(False, f"crashed: killed by {signal.Signals(-ended.status).name}{memory}")
+    lines = [line.strip() for line in ended.errors.splitlines() if line.strip()] or ["no output on stderr"]
+    return Answer(False, f"failed with exit status {ended.status}: {lines[-1][:300]}")

@@ -6,45 +6,43 @@ Until the last file is written, all files are in ``out/.partial``.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import sys
 import time
-from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from gpuaug import checks, files
+from gpuaug import checks, machine
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Fault
 from gpuaug.decode.dali import choose_backend
 from gpuaug.decode.decoder import Decode
-from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
+from gpuaug.errors import ConfigError, DataError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, parse, shard_name
-from gpuaug.tools import store
-from gpuaug.tools.pack.job import COLUMNS, Job, Pack, Packer, checked_out, finished
+from gpuaug.source.packed import ENDINGS, MANIFEST, parse
+from gpuaug.tools.pack.index import write_index
+from gpuaug.tools.pack.job import Job, Pack, checked_out, finished
+from gpuaug.tools.pack.shards import file_digest
 from gpuaug.tools.pack.targets import describe
 from gpuaug.tools.pack.versions import check_recipe
+from gpuaug.tools.pack.workers import write_shards
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 
 log = logging.getLogger("gpuaug")
 
-PARTS = ("source", "decode", "faults")  # `gpuaug pack` uses these keys of the loader
+USED = ("source", "decode", "faults")  # `gpuaug pack` uses these keys of the loader
 AUGMENTED = ("augment", "seed")  # and, with `epochs`, these
 
 
@@ -112,9 +110,8 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
         report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))
     if augmented := manifest["augmented"]:
         used = sum(bytes_ for bytes_, _ in manifest["files"].values())
-        report.add(
-            "epochs", augmented["epochs"], f"{augmented['epochs']} augmented versions, {used / 1e6:.1f} MB: {out}"
-        )
+        epochs = augmented["epochs"]
+        report.add("epochs", epochs, f"{epochs} augmented versions, {used / 1e6:.1f} MB: {out}")
     for size in () if augmented else manifest["sizes"]:
         used = sum(bytes_ for name, (bytes_, _) in manifest["files"].items() if name.startswith(f"{size}/"))
         report.add(
@@ -127,14 +124,14 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
 
 def _refuse_overrides_without_effect(request: Request, settings: Settings) -> None:
     """Raise ConfigError for overrides that have no effect on packing, such as those of the recipe."""
-    parts = (*PARTS, *AUGMENTED) if settings.epochs else PARTS
+    used = (*USED, *AUGMENTED) if settings.epochs else USED
     if request.config_name is not None:
         return  # a user's own configuration may also hold keys for training
     for root, text in request.others():
-        if "=" in text and (part := root.split("/")[0]) not in (*parts, "hydra"):
-            remedy = " Or set `epochs`, to store augmented images." if part in AUGMENTED else ""
+        if "=" in text and (key := root.split("/")[0]) not in (*used, "hydra"):
+            remedy = " Or set `epochs`, to store augmented images." if key in AUGMENTED else ""
             raise ConfigError(
-                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(parts)}. Remove it."
+                f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(used)}. Remove it."
                 f"{remedy}"
             )
 
@@ -142,23 +139,32 @@ def _refuse_overrides_without_effect(request: Request, settings: Settings) -> No
 def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> list[str]:
     """Compare every file of a finished folder with its checksum. Returns one line for each problem."""
     place = Path(out)
-    manifest = finished(place)
-    if manifest is None:
+    if (manifest := finished(place)) is None:
         raise SourceError(
             f"{str(place)!r} has no {MANIFEST}, so packing has not finished. To continue, run its `gpuaug pack` "
             "command again."
         )
     entries: dict[str, list[Any]] = manifest["files"]
-    expected, lines = {place / name: entry for name, entry in entries.items()}, []
-    damage = store.damaged({path: hashed for path, (_, hashed) in expected.items()}, num_workers=num_workers)
-    for path, problem in damage.items():
-        if path.is_file() and (actual := path.stat().st_size) != expected[path][0]:
-            problem = f"has {actual} bytes instead of {expected[path][0]}"
-        lines.append(f"{path.relative_to(place)}: {problem}")
+
+    def problem(name: str) -> str | None:
+        path, (size, expected) = place / name, entries[name]
+        try:
+            if file_digest(path) == expected:
+                return None
+            actual = path.stat().st_size
+        except OSError as error:
+            return f"{name}: cannot be read ({error.strerror or error})"
+        text = "its content does not match its checksum" if actual == size else f"has {actual} bytes, not {size}"
+        return f"{name}: {text}"
+
+    with ThreadPoolExecutor(num_workers or machine.usable_cpus()) as pool:  # hashing releases the GIL
+        hidden = not sys.stderr.isatty()
+        problems = tqdm(pool.map(problem, entries), "verify", len(entries), unit="file", disable=hidden)
+        lines = [line for line in problems if line is not None]
     for size in manifest["sizes"]:  # a reader of WebDataset shards would also read extra files
         for path in sorted((place / str(size)).glob(f"*.{ENDINGS[manifest['format']]}")):
-            if path not in expected:
-                lines.append(f"{size}/{path.name}: is not in the manifest")
+            if (name := f"{size}/{path.name}") not in entries:
+                lines.append(f"{name}: is not in the manifest")
     return lines
 
 
@@ -188,16 +194,19 @@ def pack(
             "`source` must have one image per sample. Found: a packed source of several sizes or versions. Set one "
             "`source.size`, or pack the original source."
         )
+    if decode.reduced:
+        raise ConfigError(
+            "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: true. "
+            "Set decode.reduced=false."
+        )
     targets = describe(source, pixel_centers=what.pixel_centers, orientation=what.orientation, colors=what.colors)
     if what.epochs:
         check_recipe(augment, targets)
-    store.refuse_reduced(decode)
     checks.one_of("on", on, ("local", "ray"))
     checks.whole_number("num_workers", num_workers, 0, optional=True)
-    place = checked_out(Path(out), source)
     job = Job(
         source=source,
-        out=place,
+        out=checked_out(Path(out), source),
         what=what,
         # resolve `auto` now, because another machine could choose another backend
         decode=replace(decode, num_threads=1, backend=choose_backend(decode.backend)),  # type: ignore[arg-type]
@@ -207,133 +216,42 @@ def pack(
         augment=augment if what.epochs else None,
         seed=checks.whole_number("seed", seed, None),
     )
-    if (manifest := finished(place)) is not None:
-        store.refuse_changes(place, manifest["job"], job.describe())
+    if (manifest := finished(job.out)) is not None:
+        job.refuse_changes(manifest["job"])
         shutil.rmtree(job.work, ignore_errors=True)  # a run that was killed at its very end leaves this folder
-        log.info("pack %s: already finished", place)
+        log.info("pack %s: already finished", job.out)
         return manifest
-    with store.only_writer(job.work, out=place):
-        job.begin()
+    with job.only_writer():
         if not (job.work / MANIFEST).exists():
-            _write_shards(job, faults, num_workers=num_workers, on=on)
-            _write_index(job)
+            _write_missing_shards(job, faults, num_workers=num_workers, on=on)
+            write_index(job)
         return _publish(job)
 
 
-def _write_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str) -> None:
+def _write_missing_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str) -> None:
     before = {shard: note["faults"] for shard in range(job.shards) if (note := job.note(shard)) is not None}
-    todo = [shard for shard in range(job.shards) if shard not in before]
-    samples, bad = sum(len(job.numbers(shard)) for shard in before), 0
+    missing = [shard for shard in range(job.shards) if shard not in before]
     if before:
         log.info("pack %s: %d of %d shards are already done", job.out, len(before), job.shards)
-    bar = tqdm(total=len(job.source), initial=samples, desc="pack", unit="img", disable=not sys.stderr.isatty())
-    made = store.results(partial(Packer, job), todo, on=on, progress=bar.update, num_workers=num_workers)
-    with bar, closing(made):
-        for shard, shard_faults in chain(before.items(), made if todo else ()):
-            bad += len(shard_faults)
+    written = write_shards(job, missing, on=on, num_workers=num_workers)
+    done, bad, hidden = sum(len(job.numbers(shard)) for shard in before), 0, not sys.stderr.isatty()
+    with tqdm(total=len(job.source), initial=done, desc="pack", unit="img", disable=hidden) as bar, closing(written):
+        for shard, listed in chain(before.items(), written if missing else ()):
+            samples, bad = len(job.numbers(shard)), bad + len(listed)
             bar.set_postfix(bad=bad, refresh=False)
-            listed = [
+            if shard not in before:
+                bar.update(samples)
+            rows = [
                 Fault(row, stage, reason, size, bytes.fromhex(head))
-                for row, (_, stage, reason, size, head) in enumerate(shard_faults)
+                for row, (_, stage, reason, size, head) in enumerate(listed)
             ]
-            numbers, samples = [number for number, *_ in shard_faults], len(job.numbers(shard))
+            numbers = [number for number, *_ in listed]
             try:
-                faults.handle(listed, indices=numbers, epoch=0, samples=samples, key_of=job.source.key)
+                faults.handle(rows, indices=numbers, epoch=0, samples=samples, key_of=job.source.key)
             except DataError as error:
                 remedy = "To leave out such samples, set `faults.policy=drop`."
                 raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
     faults.end_of_epoch(0, rescued=0, truncated=0)
-
-
-def _write_index(job: Job) -> None:
-    """Write the index, then the manifest."""
-    columns, written, dropped = _read_notes(job)
-    shards = [len(keys) for keys in columns["keys"]]
-    if not any(shards):
-        raise SourceError(f"all {len(job.source)} samples are bad, so nothing could be packed.")
-
-    def put(name: str, *parts: bytes | memoryview) -> None:
-        files.write(job.work / name, *parts, sync=True)
-        written[name] = [sum(map(len, parts)), store.digest(*parts)]
-
-    for name in ("keys", "extra"):
-        lines = [os.fsencode(text) for part in columns.pop(name) for text in part]
-        if name == "keys" or any(line != b"null" for line in lines):
-            put(f"index/{name}.bin", b"".join(lines))
-            put(f"index/{name}.npy", *store.npy(np.cumsum([0, *map(len, lines)]), np.int64))
-    if (labels := _labels([*chain(*columns.pop("labels"))])) is not None:
-        put("index/labels.npy", *store.npy(labels))
-    targets = None if job.targets is None else dict(job.targets)
-    for name, parts in columns.items():
-        array = _joined(name, parts, targets)
-        put(f"index/{name}.npy", *store.npy(array))
-        if targets is not None and name.endswith(".keypoints"):
-            targets["num_keypoints"] = array.shape[1]
-        if name == "numbers" and job.source.image_ids is not None:
-            put("index/image_ids.npy", *store.npy(job.source.image_ids.numpy()[array]))
-    if job.source.category_ids is not None:
-        put("index/category_ids.npy", *store.npy(job.source.category_ids.numpy()))
-    classes = None if job.source.classes is None else list(job.source.classes)
-    for size in job.what.names if classes is not None else ():
-        put(f"{size}/classes.json", json.dumps(classes, indent=1).encode())
-    manifest = {
-        "kind": KIND,
-        "version": VERSION,
-        "format": job.what.form,
-        "sizes": job.what.names,
-        "samples": sum(shards),
-        "shards": shards,
-        "classes": classes,
-        "labels": None if labels is None else labels.dtype.name,
-        **({} if targets is None else {"targets": targets}),
-        "augmented": job.augmented,
-        "dropped": dropped,
-        "job": job.describe(),
-        "files": dict(sorted(written.items())),
-    }
-    store.write_manifest(job.work / MANIFEST, manifest)
-
-
-def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], list[dict[str, Any]]]:
-    """What the notes of all shards list: columns (one part per shard), size and digest of each file, bad samples."""
-    columns, written, dropped = defaultdict[str, list[Any]](list), dict[str, list[Any]](), list[dict[str, Any]]()
-    num_keypoints = set[int]()
-    for shard in range(job.shards):
-        if (note := job.note(shard)) is None:
-            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {store.GO_ON}")
-        for name, values in note["columns"].items():
-            if name.endswith(".keypoints"):
-                num_keypoints.update(map(len, values))
-            if len(num_keypoints) > 1:
-                listed = sorted(num_keypoints)
-                raise SourceError(f"all objects must have the same number of keypoints. Found: {listed}.")
-            kind = COLUMNS.get(name.rpartition(".")[2])
-            columns[name].append(values if kind is None else np.array(values, kind))  # lists take more memory
-        for size, entry in note["files"].items():
-            written[shard_name(size, shard, job.what.form)] = entry
-        for number, stage, reason, *_ in note["faults"]:
-            dropped.append({"key": job.source.key(number), "index": number, "stage": stage, "reason": reason})
-    return columns, written, dropped
-
-
-def _joined(name: str, parts: list[NDArray[Any]], targets: dict[str, Any] | None) -> NDArray[Any]:
-    """Join the parts of a column. An empty column gets zero rows of the usual shape."""
-    if name == "object_bounds":
-        return np.cumsum([0, *chain(*parts)], dtype=np.int64)
-    some, field = [part for part in parts if len(part)], name.rpartition(".")[2]
-    if not some:
-        num_keypoints = (targets or {}).get("num_keypoints") or 0
-        return np.zeros({"boxes": (0, 4), "keypoints": (0, num_keypoints, 3)}.get(field, 0), COLUMNS[field])
-    return np.concatenate(some)
-
-
-def _labels(labels: list[Any]) -> NDArray[Any] | None:
-    """The labels of all samples, int64 or float32; None if no sample has one."""
-    if missing := sum(label is None for label in labels):
-        if missing < len(labels):
-            raise SourceError("some samples have no label. Label all samples, or set `source.labels=none`.")
-        return None
-    return np.array(labels, np.int64 if all(isinstance(label, int) for label in labels) else np.float32)
 
 
 def _publish(job: Job) -> dict[str, Any]:

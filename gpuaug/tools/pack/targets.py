@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
-from gpuaug.batch import CropWindows, EncodedBatch, Fault
+from gpuaug.augment.target_mover import TargetMover
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import GpuaugError
@@ -26,7 +26,7 @@ from gpuaug.source.adapt import Source
 from gpuaug.source.packed import Size
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.colors import Color
-from gpuaug.targets.objects import Objects
+from gpuaug.targets.objects import output_keypoints
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Orientation, Targets
 
 Columns = dict[str, NDArray[Any]]
@@ -83,15 +83,20 @@ class TargetPacker:
             keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
             orientation=described["orientation"],
         )
-        self._stage = TargetStage(self._rules, Augment(), source=source)
+        self._mover = TargetMover(self._rules, Augment(), source=source)
 
-    def encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> TargetRows:
-        """The targets of a batch at every size. ``windows[k]`` resizes the whole images to size k."""
-        upright = self._stage.upright(batch, headers, self._decoder)
+    def encode(
+        self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
+    ) -> tuple[list[Fault], dict[int, list[bytes]], list[Objects]]:
+        """The targets of a batch at every size. ``windows[k]`` resizes the whole images to size k.
+
+        Returns the faults; for each row that has a mask, the encoded mask at every size; the objects at every size.
+        """
+        upright, faults = self._mover.upright(batch, headers, self._decoder)
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
-        faults, encoded = list(upright.faults), dict[int, list[bytes]]()
+        encoded = dict[int, list[bytes]]()
         for row in range(len(batch.masks)):  # one at a time, because masks can be large
-            read, bad = self._stage.read_masks(batch, headers, self._decoder, rows=[row])
+            read, bad = self._mover.read_masks(batch, headers, self._decoder, rows=[row], keep_ids=True)
             faults += bad
             if (mask := read[row]) is not None:
                 encoded[row] = self._masks(row, mask, windows)
@@ -99,7 +104,20 @@ class TargetPacker:
         for window in windows:
             matrices, scale = geometry.crop(window) @ upright.matrices, window.resized / window.window[:, 2:]
             sizes.append(_moved(objects, matrices, scale.prod(axis=1)))
-        return TargetRows(faults, encoded, sizes, self._rules)
+        return faults, encoded, sizes
+
+    def columns(self, sizes: Sequence[Objects], kept: Sequence[int], names: Sequence[Size]) -> Columns:
+        """Columns of the index for the objects of the rows ``kept``. But ``object_bounds`` counts objects per row."""
+        columns: Columns = {}
+        for name, whole in zip(names, sizes, strict=True) if self._rules.boxes or self._rules.keypoints else ():
+            objects = whole.rows(np.array(kept, dtype=np.int64))
+            columns |= {"object_bounds": objects.counts, "object_labels": objects.labels}
+            columns |= {"object_crowd": objects.crowd, "object_ids": objects.ids, f"{name}.area": objects.area}
+            if objects.boxes is not None:
+                columns[f"{name}.boxes"] = objects.boxes.astype(np.float32)
+            if (keypoints := output_keypoints(objects, self._rules)) is not None:
+                columns[f"{name}.keypoints"] = keypoints
+        return columns
 
     def _masks(self, row: int, mask: NDArray[Any], windows: Sequence[CropWindows]) -> list[bytes]:
         """The mask of one image at every size."""
@@ -111,29 +129,6 @@ class TargetPacker:
             masks.place([mask], replace(to, size=size), out, fill=0)
             made.append(encode_mask(out[0], raw=self._raw, panoptic=self._panoptic))
         return made
-
-
-@dataclass(frozen=True, slots=True)
-class TargetRows:
-    """The targets of a batch at every size."""
-
-    faults: list[Fault]
-    masks: dict[int, list[bytes]]  # for each row that has a mask: the encoded mask at every size
-    sizes: list[Objects]  # one per size; `ids` are the annotations' own ids
-    rules: Targets
-
-    def columns(self, rows: Sequence[int], names: Sequence[Size]) -> Columns:
-        """The objects of ``rows``, as columns of the index. But ``object_bounds`` counts the objects of each row."""
-        columns: Columns = {}
-        for name, whole in zip(names, self.sizes, strict=True) if self.rules.boxes or self.rules.keypoints else ():
-            objects = whole.rows(np.array(rows, dtype=np.int64))
-            columns |= {"object_bounds": objects.counts(len(rows)), "object_labels": objects.labels}
-            columns |= {"object_crowd": objects.crowd, "object_ids": objects.ids, f"{name}.area": objects.area}
-            if objects.boxes is not None:
-                columns[f"{name}.boxes"] = objects.boxes.astype(np.float32)
-            if (keypoints := objects.output_keypoints(self.rules)) is not None:
-                columns[f"{name}.keypoints"] = keypoints
-        return columns
 
 
 def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.float64]) -> Objects:

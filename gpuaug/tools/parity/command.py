@@ -66,8 +66,4 @@ def summary(parity: Parity) -> str:
     )
     rounding = "This is rounding. Expect the same accuracy. To confirm it, evaluate once with augment=eval."
     more = "This is more than rounding. Evaluate the model with augment=eval before you rely on it."
-    text += rounding if first.mean <= 1 and first.off <= 0.02 else more
-    odd = [
-        f"{name} of {policy}" for policy, of in parity.choices.items() for name, row in of.items() if not row["equal"]
-    ]
-    return text + f" The choices differ: {'; '.join(odd)}." * bool(odd)
+    return text + (rounding if first.mean <= 1 and first.off <= 0.02 else more)

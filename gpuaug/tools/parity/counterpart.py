@@ -9,39 +9,35 @@ import numpy as np
 import PIL.Image
 import torch
 
-from gpuaug.augment.auto import Policy
-from gpuaug.augment.ops import by_class
+from gpuaug.augment.auto import FACTORS, Policy
+from gpuaug.augment.auto_timm import TimmAugment
 from gpuaug.augment.ops.kornia_private import fixed_order
+from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Prepared
+from gpuaug.augment.policy import by_class
 from gpuaug.augment.recipe import Augment, MultiView, View
 from gpuaug.batch import CropWindows
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.parity.differences import Image
-from gpuaug.tools.parity.policies import applied
-from gpuaug.tools.peers import torchvision
+from gpuaug.tools.peers import timm, torchvision
 
+NO_LEVEL = ("AutoContrast", "Equalize", "Invert")  # operations of timm
 Call = tuple[str, dict[str, Any]]  # a function of torchvision.transforms.v2, or "policy", and its arguments
 
 
-class Operations:
-    """The operations of a view, without crop and normalization. ``ops``: only these. The random numbers stay the same.
+def augmented(
+    loader: Loader, view: View, ops: dict[str, Any], image: Image, *, index: int, epoch: int
+) -> tuple[list[Chosen], Image]:
+    """Run some operations of a view on the crop of one sample, uint8 [H, W, 3], with the recipe's random numbers.
 
-    ``choose`` returns what each operation chooses for images of ``size``, which begins with H, W.
+    Returns what each operation chose, and the image [H, W, 3] in levels 0..255.
     """
-
-    def __init__(self, loader: Loader, view: View, ops: dict[str, Any]) -> None:
-        self.augment = view.augment.replace(crop=None, normalize=None, copies=1, ops=ops)
-        self.recipe: Augment | MultiView = MultiView(views={view.name: self.augment}) if view.name else self.augment
-        self._seed, self._device = loader.seed, loader.device
-
-    def choose(self, indices: Sequence[int], size: tuple[int, ...], epoch: int) -> list[Chosen]:
-        drawn = self.recipe.draw(seed=self._seed, epoch=epoch, indices=indices)
-        return self.recipe.choose(drawn, [(size[0], size[1])])[0]
-
-    def run(self, image: Image, chosen: list[Chosen]) -> Image:
-        """Augment uint8 [H, W, 3]. Returns [H, W, 3] in levels 0..255."""
-        made = self.augment.run(torch.from_numpy(image)[None].to(self._device), chosen)
-        return np.asarray(made[0].permute(1, 2, 0).float().cpu()) * 255
+    augment = view.augment.replace(crop=None, normalize=None, copies=1, ops=ops)
+    recipe: Augment | MultiView = MultiView(views={view.name: augment}) if view.name else augment
+    drawn = recipe.draw(seed=loader.seed, epoch=epoch, indices=[index])
+    (chosen,) = recipe.choose(drawn, [(image.shape[0], image.shape[1])])
+    made = augment.run(torch.from_numpy(image)[None].to(loader.device), chosen)
+    return chosen, np.asarray(made[0].permute(1, 2, 0).float().cpu()) * 255
 
 
 def run(calls: Sequence[Call], image: Image) -> Image:
@@ -131,3 +127,46 @@ TABLE: dict[str, Make] = {
         ("erase", {k: int(p[v]) for k, v in _BOX.items()} | {"v": torch.tensor(p["values"])})
     ],
 }
+
+
+# --- policies
+
+
+def library(policy: Policy) -> str:
+    """The library that the policy reproduces, with its version."""
+    of_timm = isinstance(policy, TimmAugment)
+    return f"timm {timm().__version__}, PIL" if of_timm else f"torchvision {torchvision()[1]}, PIL"
+
+
+def applied(op: Prepared, chosen: Chosen, image: Image) -> Image:
+    """Run the library's functions for one sample's choices on its image, uint8 [H, W, 3]."""
+    by = _by_timm if isinstance(op.op, TimmAugment) else _by_torchvision
+    made = PIL.Image.fromarray(image)
+    for slot, alternative in enumerate(chosen.choice[0].tolist()):
+        if alternative < 0:
+            continue
+        module: Any = op.slots[slot][alternative]
+        level = float(chosen.params[slot][alternative]["magnitude"][0])
+        if module.name == "posterize" and level == 0:  # Pillow 13 refuses it; older releases give black
+            made = PIL.Image.new("RGB", made.size)
+        else:
+            made = by(module.name.title().replace("_", ""), level, made, module)
+    return np.array(made)
+
+
+def _by_torchvision(name: str, level: float, image: PIL.Image.Image, module: PillowOp) -> Any:
+    from torchvision.transforms import InterpolationMode, autoaugment
+
+    mode = InterpolationMode(module.interpolation)
+    level -= module.name in FACTORS
+    return autoaugment._apply_op(image, name, level, interpolation=mode, fill=list(module.fill))
+
+
+def _by_timm(name: str, level: float, image: PIL.Image.Image, module: PillowOp) -> Any:
+    from timm.data.auto_augment import NAME_TO_OP
+
+    if name.startswith("Translate"):
+        name, level = f"{name}Rel", -level / image.size[name == "TranslateY"]
+    levels = () if name in NO_LEVEL else (int(level) if name.startswith(("Poster", "Solar")) else level,)
+    resample = PIL.Image.Resampling[module.interpolation.upper()]
+    return NAME_TO_OP[name](image, *levels, fillcolor=module.fill, resample=resample)

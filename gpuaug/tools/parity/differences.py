@@ -67,8 +67,8 @@ class Parity:
 
     torchvision: str  # its version
     samples: int = 0  # number of compared images
+    turned: int = 0  # those with an EXIF orientation
     differences: list[Difference] = field(default_factory=list)
-    choices: dict[str, dict[str, Any]] = field(default_factory=dict)  # for each policy: the result of `choices`
     notes: list[str] = field(default_factory=list)  # what could not be compared, and other remarks
 
     def at(self, stage: str, name: str, reference: str, *, view: str = "") -> Difference:
@@ -84,20 +84,15 @@ class Parity:
             self.notes.append(text)
 
     def lines(self) -> list[str]:
-        """The lines to print: for each stage a table, then choices and notes."""
+        """The lines to print: for each stage a table, then notes."""
         lines = [f"{self.samples} images; differences in levels of 1/255; torchvision {self.torchvision}"]
         wide, refer = (max((len(getattr(d, k)) for d in self.differences), default=0) for k in ("title", "reference"))
         for stage, heading in STAGES.items():
-            if not (differences := [d for d in self.differences if d.stage == stage]):
-                continue
-            columns = f"{'largest':>8} {'mean':>8} {'> 1 level':>10}"
-            lines += ["", f"{heading}:", f"  {'':{wide}}  {'against':{refer}}  {columns}  verdict"]
-            for d in differences:
+            columns = f"{'largest':>8} {'mean':>8} {'> 1 level':>10}  verdict"
+            rows = [f"  {'':{wide}}  {'against':{refer}}  {columns}"]
+            for d in (d for d in self.differences if d.stage == stage):
                 numbers = f"{d.largest:8.2f} {d.mean:8.3f} {d.off:10.3%}"
-                lines.append(f"  {d.title:{wide}}  {d.reference:{refer}}  {numbers}  {d.verdict}")
-        for policy, operations in self.choices.items():
-            lines += ["", f"choices of {policy}:", f"  {'per image:':>24} ours  theirs  distance of levels  verdict"]
-            for name, row in operations.items():
-                verdict = "equal" if row["equal"] else "DIFFERENT"
-                lines.append(f"  {name:18}{row['ours']:11.3f} {row['theirs']:7.3f} {row['levels']:19.3f}  {verdict}")
+                rows.append(f"  {d.title:{wide}}  {d.reference:{refer}}  {numbers}  {d.verdict}")
+            if len(rows) > 1:
+                lines += ["", f"{heading}:", *rows]
         return [*lines, "", *(f"note: {note}" for note in self.notes), *[""] * bool(self.notes)]

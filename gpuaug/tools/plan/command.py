@@ -1,4 +1,4 @@
-"""`gpuaug plan`: runs a loader in a child process for a short time, and reports the memory that each part needed.
+"""`gpuaug plan`: runs a loader in a child process for a short time, and reports the memory that each stage needed.
 
 :class:`gpuaug.tools.memory.Usage` says which memory counts. The rehearsal has no cache and no buffer ``ahead``: their
 sizes are computed.
@@ -43,7 +43,7 @@ PLACES: dict[Place, str] = {"host": "host memory", "device": "device memory"}
 SECONDS = 15.0  # duration of a rehearsal after its first batch
 SPARE = 0.1  # a plan leaves this share of the free memory for other processes and wrong estimates
 CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused, because a plan may be wrong by 15 %
-SAMPLED = 128  # images that are read first: they tell the mean size of an image, and the largest stage
+SAMPLED = 128  # images that are read first: they tell the mean size of an image
 FILLED = 64  # batches that a rehearsal tries to run, because malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
 # for `python -c`: with `python -m`, spawned workers would run this file again
@@ -62,16 +62,16 @@ class Settings(Keys):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One part of the memory.
+class StageMemory:
+    """The memory of one stage.
 
     Attributes:
-        name, place, bytes: what it is.
+        stage, place, bytes: what it is.
         text: where the number comes from.
         key: the setting that makes it smaller.
     """
 
-    name: str
+    stage: str
     place: Place
     bytes: int
     text: str
@@ -100,13 +100,10 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     config = request.loader()
-    loader: Loader
     with request.build(config) as loader:
         count_batches(loader)
-        left = memory_left(loader.device)
-        run = rehearsed(
-            request, Run(loader=loader, config=config, prefix=request.prefix), left, seconds=settings.seconds
-        )
+        left, run = memory_left(loader.device), Run(loader=loader, config=config, prefix=request.prefix)
+        run = rehearsed(request, run, left, seconds=settings.seconds)
         if run.peak is None:
             here = " and ".join(f"{format_bytes(available)} ({by})" for available, by in left.values())
             text = (
@@ -120,13 +117,13 @@ def main(request: Request) -> int:
 
 
 def _say(report: Report, run: Run, peak: Peak, left: Left) -> None:
-    loader, listed = run.loader, parts(run.loader, peak)
+    loader, listed = run.loader, stages(run.loader, peak)
     report.add("image", peak.image, f"{peak.image / 1024:.0f} KiB encoded, mean of {peak.sampled} images")
     if peak.bad:
         text = f"{peak.bad} of {peak.images} images could not be read or decoded, so more memory may be needed; "
         report.add("faults", peak.bad, f"{text}to list them, train with `faults.policy=blank faults.file=FILE`")
-    lines = [f"{part.name:<34} {part.place:<7} {format_bytes(part.bytes):>11}   {part.text}" for part in listed]
-    report.add("parts", [asdict(part) for part in listed], "\n".join(["", *lines]))
+    lines = [f"{each.stage:<20} {each.place:<7} {format_bytes(each.bytes):>11}   {each.text}" for each in listed]
+    report.add("stages", [asdict(each) for each in listed], "\n".join(["", *lines]))
     ranks = machine.local_world_size()
     for place, title in PLACES.items():
         if needed := total(listed, place):
@@ -165,8 +162,8 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
         log.warning("memory may not suffice: %s", short)
 
 
-def parts(loader: Loader, peak: Peak) -> list[Part]:
-    """The memory of a run by part: what a rehearsal measured, and what grows later."""
+def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
+    """The memory of a run by stage: what a rehearsal measured, and what grows later."""
     workers, prefetch, cache = loader.num_workers, loader.prefetch, loader.pipeline.cache
     there: Place = "host" if loader.device.type == "cpu" else "device"
     made, step = min(len(loader), prefetch + 2), peak.step
@@ -176,26 +173,28 @@ def parts(loader: Loader, peak: Peak) -> list[Part]:
     kept, ahead = 0 if cache is None else cache.capacity, loader.ahead or 0
     samples = len(loader.source)
     every = [
-        Part("this process", "host", peak.base.host, "before its first batch: Python, torch, the source"),
-        Part("workers", "host", peak.most.workers, f"processes: {workers}", "num_workers"),
-        Part("encoded batches", "host", peak.most.encoded, "read ahead by the workers", "num_workers"),
-        Part("decoding, augmentation, batches", "host", max(0, work),
-             f"{prefetch} prefetched + 1 in preparation + 1 in use; with freed memory that malloc keeps", "prefetch"),
-        Part("batches that wait later", there, waiting * peak.batch,
-             f"{waiting} more of {format_bytes(peak.batch)}, if the model is the limit", "prefetch"),
-        Part("model step", "host", step, "forward, backward, optimizer", "batch_size"),
-        Part("ahead", "host", int(min(ahead, rest)),
-             f"min(ahead {format_bytes(ahead)}, rest of an epoch {format_bytes(rest)})", "ahead"),
-        Part("cache", "host", int(min(kept, samples * (peak.image + 24))),
-             f"min(max_bytes {format_bytes(kept)}, {samples} samples x {peak.image:.0f} B)", "cache.max_bytes"),
-        Part("device", "device", peak.device, "without the CUDA context", "batch_size"),
+        StageMemory("start", "host", peak.base.host, "this process before its first batch: Python, torch, the source"),
+        StageMemory("read: workers", "host", peak.most.workers, f"processes: {workers}", "num_workers"),
+        StageMemory("read: bytes", "host", peak.most.encoded, "encoded batches, read ahead by the workers",
+                    "num_workers"),
+        StageMemory("decode, augment", "host", max(0, work),
+                    f"{prefetch} prefetched + 1 in preparation + 1 in use; with freed memory that malloc keeps",
+                    "prefetch"),
+        StageMemory("prefetch", there, waiting * peak.batch,
+                    f"{waiting} more batches of {format_bytes(peak.batch)}, if the model is the limit", "prefetch"),
+        StageMemory("step", "host", step, "forward, backward, optimizer", "batch_size"),
+        StageMemory("ahead", "host", int(min(ahead, rest)),
+                    f"min(ahead {format_bytes(ahead)}, rest of an epoch {format_bytes(rest)})", "ahead"),
+        StageMemory("cache", "host", int(min(kept, samples * (peak.image + 24))),
+                    f"min(max_bytes {format_bytes(kept)}, {samples} samples x {peak.image:.0f} B)", "cache.max_bytes"),
+        StageMemory("device", "device", peak.device, "without the CUDA context", "batch_size"),
     ]  # fmt: skip
-    return [part for part in every if part.bytes]
+    return [each for each in every if each.bytes]
 
 
-def total(listed: Sequence[Part], place: Place) -> int:
+def total(listed: Sequence[StageMemory], place: Place) -> int:
     """Total bytes of one place."""
-    return sum(part.bytes for part in listed if part.place == place)
+    return sum(each.bytes for each in listed if each.place == place)
 
 
 def shortage(runs: Sequence[Run], left: Left, *, share: float = 1 - SPARE) -> str:
@@ -203,24 +202,24 @@ def shortage(runs: Sequence[Run], left: Left, *, share: float = 1 - SPARE) -> st
 
     All ranks of the machine are assumed to need the same memory, and to share one cache.
     """
-    ranks, lacks, needed = machine.local_world_size(), list[str](), list[Part]()
+    ranks, lacks, needed = machine.local_world_size(), list[str](), list[StageMemory]()
     for run in runs:
         assert run.peak is not None
-        listed = [part for part in parts(run.loader, run.peak) if part.name != "this process"]
-        needed += [replace(part, key=f"{run.prefix}{part.key}") for part in listed]
+        listed = [each for each in stages(run.loader, run.peak) if each.stage != "start"]
+        needed += [replace(each, key=f"{run.prefix}{each.key}") for each in listed]
     for place, (available, by) in left.items():
-        once = total([part for part in needed if part.name == "cache"], place)
+        once = total([each for each in needed if each.stage == "cache"], place)
         need = total(needed, place) * (1 if place == "device" else ranks) - once * (ranks - 1)
         if need > share * available:
             kind = "" if place == "host" else f"{place} "
             lacks.append(f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(available)} left")
     if not lacks:
         return ""
-    largest = max(needed, key=lambda part: part.bytes)
+    largest = max(needed, key=lambda each: each.bytes)
     size = "" if largest.key.endswith("batch_size") else f" or `{runs[0].prefix}batch_size`"
     return (
-        f"this run needs {'; '.join(lacks)}. The largest part, {largest.name}, takes {format_bytes(largest.bytes)}. "
-        f"Lower `{largest.key}`{size}; `gpuaug plan` lists all parts."
+        f"this run needs {'; '.join(lacks)}. The largest stage, `{largest.stage}`, takes "
+        f"{format_bytes(largest.bytes)}. Lower `{largest.key}`{size}; `gpuaug plan` lists all stages."
     )
 
 
@@ -254,8 +253,8 @@ def measure(
 ) -> Peak:
     """Run a loader that has not been iterated yet, and measure its peak memory.
 
-    No batch is requested later than ``seconds`` after the first batch. ``step`` runs on the last batches. Another
-    thread calls ``watch`` about every 30 ms.
+    No batch is requested later than ``seconds`` after the first batch. ``step`` runs on the last batches, at the latest
+    after 75 % of the time. Another thread calls ``watch`` about every 30 ms.
     """
     peak, cuda, done = Peak(), loader.device.type == "cuda", threading.Event()
     before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
@@ -272,16 +271,25 @@ def measure(
     sampler = threading.Thread(target=sample, name="gpuaug-memory", daemon=True)
     sampler.start()
     filled, alone, steps, end = 3 * (loader.prefetch + 2) + 2, 0, 0, math.inf
-    wanted = max(filled + 2, FILLED)
+    wanted, share = max(filled + 2, FILLED), 0.0 if step is None else 0.25
+
+    def pause(batches_left: int) -> None:
+        """Let the queues fill up: at most 30 % of the time, and on a quick machine 10 %."""
+        began = time.monotonic()
+        while (spent := time.monotonic() - began) < 0.3 * seconds and began + spent < end:
+            if spent > 0.1 * seconds and loader.prefetch_level >= min(loader.prefetch, batches_left):
+                break
+            time.sleep(0.03)
+
     try:
         while steps < 3 and time.monotonic() < end:
-            for batch in loader:
+            for number, batch in enumerate(loader, start=1):
                 peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
                 peak.batch = max(peak.batch, _bytes_of(batch))
                 end = peak.began + seconds
-                if peak.batches in (2, filled, wanted - 2):  # pause, so that the queues fill up
-                    time.sleep(min(0.1 * seconds, max(0.0, end - time.monotonic())))
-                if peak.batches >= wanted or time.monotonic() > end - 0.25 * seconds:
+                if peak.batches in (2, filled, wanted - 2):
+                    pause(len(loader) - number)
+                if peak.batches >= wanted or time.monotonic() > end - share * seconds:
                     alone, steps = alone or peak.most.host, steps + 1
                     if step is not None:
                         step(batch)
@@ -351,7 +359,7 @@ def rehearsal() -> None:
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
         with request.build_held_out(config, classes=job["classes"]) as loader:
-            image, sampled = _largest_stage(loader)
+            image, sampled = set_largest_epoch(loader)
             step = None
             if model is not None:
                 step = training_step(request, loader, Training(**model["settings"]), num_classes=model["classes"])
@@ -362,9 +370,9 @@ def rehearsal() -> None:
         say(error=str(error))
 
 
-def _largest_stage(loader: Loader) -> tuple[float, int]:
+def set_largest_epoch(loader: Loader) -> tuple[float, int]:
     """Set the epoch with the largest images. Returns the mean bytes of encoded images, and their number."""
-    pipeline, stage, order = loader.pipeline, loader.pipeline.stage, loader.epoch_order.epoch
+    pipeline, order = loader.pipeline, loader.epoch_order.epoch
     some = torch.linspace(0, len(order) - 1, min(SAMPLED, len(order))).round().long()
     tasks = [(order.indices[at], order.repeats[at], torch.ones(len(at), dtype=torch.bool)) for at in some.split(16)]
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
@@ -373,12 +381,12 @@ def _largest_stage(loader: Loader) -> tuple[float, int]:
         size, first = size + encoded.data.nbytes, first or [encoded]
 
     def pixels(epoch: int) -> int:
-        windows = stage.read_headers(first[0], epoch).windows
+        windows = pipeline.read_headers(first[0], epoch).windows
         return sum(height * width for height, width in (window.size for window in windows))
 
-    stages = [loader.epoch, *(epoch for epoch in loader.augment.stages if epoch > loader.epoch)]
-    if len(stages) > 1:
-        loader.set_epoch(max(stages, key=pixels))
+    epochs = [loader.epoch, *(epoch for epoch in loader.augment.stages if epoch > loader.epoch)]
+    if len(epochs) > 1:
+        loader.set_epoch(max(epochs, key=pixels))
     return size / len(some), len(some)
 
 

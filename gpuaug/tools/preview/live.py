@@ -33,7 +33,7 @@ class Live:
         listed = [{**asdict(control), "name": control.name} for control in self.controls]
         return {"controls": listed, "indices": self.indices, "epoch": self.settings.epoch, "size": len(self.source)}
 
-    def png(self, asked: Any = None) -> bytes:
+    def render(self, asked: Any = None) -> bytes:
         """The PNG that ``gpuaug preview`` writes with the changed parameters. ``QUESTION`` explains ``asked``."""
         request, stream = self._changed(asked), io.BytesIO()
         given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}

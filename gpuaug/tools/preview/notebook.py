@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
 
 from gpuaug.tools.preview.drawing import Settings
+from gpuaug.tools.preview.live import Live
+from gpuaug.tools.preview.server import PageServer
 from gpuaug.tools.request import Request
 
-if TYPE_CHECKING:
-    from IPython.display import IFrame
+
+class LivePage:
+    """A page that a thread of this process serves. ``src`` is its address. See :func:`preview_page`."""
+
+    def __init__(self, server: PageServer) -> None:
+        self._server, self.src = server, server.address
+        Thread(target=server.serve_forever, args=(0.1,), name="gpuaug-page", daemon=True).start()
+
+    def close(self) -> None:
+        """End the page, and free its port. A second call does nothing."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> LivePage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _repr_html_(self) -> str:
+        return f'<iframe src="{self.src}" width="100%" height="900" frameborder="0" allow="clipboard-write"></iframe>'
 
 
 def preview_page(
@@ -23,12 +41,11 @@ def preview_page(
     name: str | None = None,
     at: str | None = None,
     trust: str | Sequence[str] = (),
-) -> IFrame:
+) -> LivePage:
     """Show the page of `gpuaug preview serve=true` in a notebook: samples, and sliders for a recipe's parameters.
 
-    A thread of this process serves the page until the process ends. The browser must run on this machine, or reach the
-    page's port through a tunnel, as in ``ssh -L 8000:127.0.0.1:8000`` with the override ``port=8000``. Needs
-    ``pip install 'gpuaug[live]'``.
+    A thread of this process serves the page until ``close()``. The browser must run on this machine, or reach the
+    page's port through a tunnel, as in ``ssh -L 8000:127.0.0.1:8000`` with the override ``port=8000``.
 
     Args:
         overrides: strings as on the command line of ``gpuaug preview``, such as ``["source.root=/data", "samples=3"]``.
@@ -38,19 +55,16 @@ def preview_page(
         trust: prefixes of further modules that ``_target_`` may name, as in :func:`gpuaug.build`.
 
     Returns:
-        An IFrame, which the notebook shows if this call is the last line of a cell. Its ``src`` is the page's address.
+        The page, which the notebook shows if this call is the last line of a cell. Its ``src`` is its address.
+        ``close()``, or the end of a ``with`` block, ends the page and frees its port.
 
     Raises:
-        ConfigError: if aiohttp is missing, the port is taken, or the configuration is wrong.
+        ConfigError: if the port is taken, or the configuration is wrong.
 
-    >>> page = gpuaug.preview_page(["source.root=data/train", "augment=simclr", "samples=2"])
-    >>> page.src.startswith("http://127.0.0.1:")
+    >>> with gpuaug.preview_page(["source.root=data/train", "augment=simclr", "samples=2"]) as page:
+    ...     page.src.startswith("http://127.0.0.1:")
     True
     """
-    from IPython.display import IFrame
-
-    from gpuaug.tools.preview import server
-
     request = Request(
         command="preview",
         overrides=tuple(overrides),
@@ -60,6 +74,4 @@ def preview_page(
         trust=(trust,) if isinstance(trust, str) else tuple(trust),
     )
     settings = Settings(**{**request.settings(), "serve": True})
-    served, listening, address = server.prepared(request, settings, ThreadPoolExecutor(1))
-    Thread(target=lambda: asyncio.run(server.serve(served, listening)), name="gpuaug-page", daemon=True).start()
-    return IFrame(address, width="100%", height=900, extras=['allow="clipboard-write"'])
+    return LivePage(PageServer(Live(request, settings), port=settings.port))

@@ -20,15 +20,14 @@ from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
-from gpuaug.augment.policy import OneOf
 from gpuaug.augment.recipe import View
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.display.sheet import Cell, SheetRow, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-# the factor of each step of a ColorJitter; `fixed_order` lists positions in this tuple
-STEPS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
+# the factors of a ColorJitter; `fixed_order` lists positions in this tuple
+FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 EXAMPLES = 3  # largest number of pictures of one range; exact for a seeded operation
 
 
@@ -61,7 +60,7 @@ def spans(op: Prepared, size: Size) -> list[Span]:
 def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Span]:
     module = op.slots[slot][alternative]
     kind, order = _kind(module), fixed_order(module)
-    read = None if order is None else {STEPS[step] for step in order}  # factors that this jitter step reads
+    read = None if order is None else {FACTORS[k] for k in order}  # factors that this jitter reads
 
     def params(u: Float) -> Params:
         return {k: v for k, v in op.draw(u, size).params[slot][alternative].items() if read is None or k in read}
@@ -78,7 +77,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     if groups:
         return [_over(params, op.count, names, columns, (kind, slot, alternative)) for names, columns in groups.items()]
     if read and all(float(v[0]) == (0 if k == "hue_factor" else 1) for k, v in values.items()):
-        return []  # a jitter step that is switched off
+        return []  # a jitter that is switched off
     fixed = {k: v for k, v in values.items() if v.ndim == 1}
     return [Span(kind, slot, alternative, u[:1], [_caption(fixed, 0) if 0 < len(fixed) <= 2 else "after"])]
 
@@ -151,17 +150,7 @@ def _notes(op: Prepared, span: Span, view: str) -> list[str]:
     """The class, the probability and the view. For a member of a random choice, the choice's class comes first."""
     p, whole = getattr(op.op, "p", None), type(op.op).__name__
     notes = [f"{f'{view}: ' if view else ''}p {p:g}"] if isinstance(p, int | float) else [view] * bool(view)
-    if span.what.startswith(whole):
-        return [span.what, *notes]
-    notes = [f"{whole}:", *notes, span.what]
-    if isinstance(op.op, OneOf):
-        members = [member for member in op.op.ops.values() if member is not None]
-        kind = type(op.slots[span.slot][span.alternative])
-        own = {getattr(m, "p", 1.0) for m in members if type(m) is kind}
-        return [*notes, f"one of {len(members)}", *(f"its own p {p:g}" for p in own if len(own) == 1 and p != 1)]
-    if whole in ("RandAugment", "TrivialAugment", "TrivialAugmentWide"):  # AutoAugment chooses pairs instead
-        notes.append(f"{len(op.slots) if len(op.slots) > 1 else 'one'} of {len(op.slots[0])}")
-    return notes
+    return [span.what, *notes] if span.what.startswith(whole) else [f"{whole}:", *notes, span.what]
 
 
 def _applied(

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import EncodedBatch
-from gpuaug.decode.decoder import Decoder
-from gpuaug.decode.request import HeaderInfo
 from gpuaug.display.annotations import Annotated, Annotations
 from gpuaug.display.batches import label_text
 from gpuaug.loader.loader import Loader
-from gpuaug.loader.stages import NO_DRAWS
+from gpuaug.loader.pipeline import LazyDecoder, Streams
 from gpuaug.read.reader import Reader
-from gpuaug.targets.batch import BatchTargets
 
 GRAY = (240, 240, 240)
 
@@ -38,42 +36,38 @@ class Sample:
 
 def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Sequence[int] = ()) -> list[Sample]:
     """Read the original images, and compute their crops in the epochs ``cropped``."""
-    augmented = loader.source.augmented_by
+    augmented, own, cpu = loader.source.augmented_by, loader.pipeline, torch.device("cpu")
     absent = "not stored, unlike its augmented images" if augmented else "cannot be decoded"
-    decoder, samples = replace(loader.decode, num_threads=1).open("cpu"), []
+    decode, accepted = replace(loader.decode, num_threads=1), loader.faults.truncated == "accept"
+    decoder = LazyDecoder(partial(decode.open, cpu, accept_truncated=accepted))
+    # without a crop and without operations, the output is the whole image
+    whole = replace(own, recipe=Augment(), lazy_decoder=decoder, device=cpu, streams=Streams(cpu), targets=None)
+    pipelines = [] if augmented else [whole]
+    if loader.targets is not None:
+        targets = TargetMover(loader.targets, Augment(), source=loader.source, quiet=True)
+        pipelines.insert(0, replace(whole, targets=targets))
+    samples = []
     for index in indices:
         encoded = read(loader, [index], epoch=epoch)
-        headers = decoder.read_headers(encoded)
-        pixels = decoder.full(encoded, headers)[0].numpy()  # empty if the image cannot be decoded
-        pixels = pixels[:0] if augmented else pixels
         label = label_text(None if encoded.labels is None else encoded.labels.tolist()[0], loader.source.classes)
         sample = Sample(index, loader.source.key(index), label, Annotated(Image.new("RGB", (2, 1), GRAY)), absent)
-        if pixels.size:
-            known = Annotations.of(upright_targets(loader, decoder, encoded, headers), 0, loader.targets)
-            sample.original, sample.absent = Annotated(Image.fromarray(pixels), known), ""
-            for each in cropped:
-                for window in loader.pipeline.stage.read_headers(encoded, each).windows:
-                    top, left, height, width = window.window[0].tolist()
-                    sample.crops.append((left, top, left + width, top + height))
+        for pipeline in pipelines:  # a sample with damaged targets is shown without them
+            decoded = pipeline.decode(pipeline.read_headers(encoded, epoch))
+            if not decoded.faults:
+                known = pipeline.finish_targets(decoded, [], None)
+                annotations = Annotations.of(known[0] if known else None, 0, loader.targets)
+                sample.original, sample.absent = (
+                    Annotated(Image.fromarray(decoded.images[0][0].numpy()), annotations),
+                    "",
+                )
+                break
+        for each in () if sample.absent else cropped:
+            for window in own.read_headers(encoded, each).windows:
+                top, left, height, width = window.window[0].tolist()
+                sample.crops.append((left, top, left + width, top + height))
         samples.append(sample)
     decoder.close()
     return samples
-
-
-def upright_targets(
-    loader: Loader, decoder: Decoder, encoded: EncodedBatch, headers: HeaderInfo
-) -> BatchTargets | None:
-    """The targets of one whole upright image, before the recipe. None if it has no usable targets."""
-    stage = loader.pipeline.stage
-    if stage.targets is None or encoded.faults or headers.faults:
-        return None
-    recipe = Augment()  # no crop and no operations: the output is the whole image
-    whole = TargetStage(stage.targets.rules, recipe, source=loader.source, quiet=True)
-    upright = whole.upright(encoded, headers, decoder)
-    batch = whole.place(upright, recipe.windows(NO_DRAWS, headers.height, headers.width), [[]], epoch=0)
-    if upright.faults or whole.decode(batch, encoded, headers, decoder):
-        return None
-    return whole.finish(batch, encoded.indices, bad=[], keep=None, device=torch.device("cpu"))[0]
 
 
 def read(loader: Loader, indices: Sequence[int], *, epoch: int) -> EncodedBatch:

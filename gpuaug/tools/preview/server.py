@@ -6,27 +6,23 @@ host name point to this machine (DNS rebinding). So only the host names 127.0.0.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import re
 import secrets
-import socket
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+import threading
 from contextlib import suppress
-from functools import partial
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
 
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.tools.preview.live import Live
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from gpuaug.tools.preview.drawing import Settings
     from gpuaug.tools.request import Request
 
@@ -35,8 +31,9 @@ log = logging.getLogger("gpuaug")
 HOST = "127.0.0.1"
 LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any port: an SSH tunnel may use another one
 LARGEST_BODY = 1 << 16  # bytes
-TIMEOUT_S = 20.0  # seconds that a request may take to arrive
-FILES = {"": "live.html", "live.js": "live.js"}
+TEXT = "text/plain; charset=utf-8"
+FILES = {"": ("live.html", "text/html; charset=utf-8"), "live.js": ("live.js", "text/javascript; charset=utf-8")}
+PLACES = {"GET": (*FILES, "state"), "POST": ("render", "overrides", "yaml")}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -50,134 +47,92 @@ HEADERS = {
 
 def main(request: Request, settings: Settings) -> int:
     """Serve the page until Ctrl-C."""
-    worker = ThreadPoolExecutor(1)
-    served, listening, address = prepared(request, settings, worker)
-    with listening:
-        print(address, flush=True)
+    with PageServer(Live(request, settings), port=settings.port) as server:
+        print(server.address, flush=True)
         log.info("open this address in a browser on this machine; Ctrl-C ends the page")
         log.setLevel(logging.WARNING)  # each change builds a loader, which would log the same lines again
         with suppress(KeyboardInterrupt):
-            asyncio.run(serve(served, listening))
-    idle = worker.submit(int)  # this empty task waits while a picture is being drawn
-    worker.shutdown(wait=False)
-    if not wait([idle], timeout=0.1).done:
-        sys.stdout.flush()
-        os._exit(0)  # a normal exit would wait for the thread that draws
+            server.serve_forever()
+        if server.drawing.locked():
+            sys.stdout.flush()
+            os._exit(0)  # a normal exit could crash, because it frees what the drawing thread still uses
     return 0
 
 
-def prepared(
-    request: Request, settings: Settings, worker: ThreadPoolExecutor
-) -> tuple[web.Application, socket.socket, str]:
-    """The page's routes, its listening socket and its address. ``worker`` must have one thread."""
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"The live page needs aiohttp ({error}). Install it: pip install 'gpuaug[live]'.") from error
-    live, token = Live(request, settings), secrets.token_urlsafe(16)
-    try:
-        listening = socket.create_server((HOST, settings.port))
-    except OSError as error:
-        raise ConfigError(f"`port={settings.port}` cannot be used: {error}. port=0 takes a free port.") from error
-    return application(live, token, worker), listening, f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
+class PageServer(ThreadingTCPServer):  # HTTPServer would first look up the host's name, which can take seconds
+    """Serves the page of a recipe. Each request has a connection and a thread; pictures are drawn one at a time."""
 
+    allow_reuse_address = daemon_threads = True
 
-async def serve(served: web.Application, listening: socket.socket, *, timeout: float = TIMEOUT_S) -> None:
-    """Answer requests until this task is cancelled. A connection may take ``timeout`` seconds to send its request."""
-    from aiohttp import web
-
-    silent = logging.Logger("gpuaug.live")  # aiohttp logs a traceback for every request that is not HTTP
-    silent.addHandler(logging.NullHandler())
-    runner = web.AppRunner(served, access_log=None, logger=silent, shutdown_timeout=1, keepalive_timeout=timeout)
-    await runner.setup()
-    loop, waiting = asyncio.get_running_loop(), set[Any]()  # connections without a request
-    assert runner.server is not None
-    answer = runner.server.request_handler
-
-    async def hear(request: web.BaseRequest) -> web.StreamResponse:
-        waiting.discard(request.protocol)
-        return await answer(request)
-
-    runner.server.request_handler = hear
-
-    def drop(protocol: Any) -> None:
-        if protocol in waiting:
-            waiting.discard(protocol)
-            protocol.force_close()
-
-    def connected() -> Any:
-        assert runner.server is not None
-        protocol = runner.server()
-        waiting.add(protocol)
-        loop.call_later(timeout, drop, protocol)
-        return protocol
-
-    try:
-        async with await loop.create_server(connected, sock=listening) as server:
-            await server.serve_forever()
-    finally:
-        await runner.cleanup()
-
-
-def _guard(token: str) -> Any:
-    """A middleware that refuses other hosts, requests from other pages, and addresses without the token."""
-    from aiohttp import web
-
-    @web.middleware
-    async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
-        origin = request.headers.get("Origin", f"http://{HOST}")  # the server whose page sent the request
-        if not all(map(LOCAL.fullmatch, (request.headers.get("Host", ""), origin.partition("//")[2]))):
-            raise web.HTTPForbidden(text="This page is only for 127.0.0.1 and localhost.")
-        first = request.path.removeprefix("/").partition("/")[0]
-        if not secrets.compare_digest(first.encode("utf-8", "replace"), token.encode()):
-            raise web.HTTPNotFound(text="There is nothing here. Open the address that the terminal shows.")
-        return await handler(request)
-
-    return guarded
-
-
-def application(live: Live, token: str, worker: ThreadPoolExecutor) -> web.Application:
-    """The page's routes. ``worker`` must have one thread. A waiting picture is not drawn if its page was closed."""
-    from aiohttp import web
-
-    async def headers(_: web.Request, response: web.StreamResponse) -> None:
-        response.headers.update(HEADERS)
-
-    async def file(_: web.Request, *, name: str) -> web.FileResponse:
-        return web.FileResponse(Path(__file__).with_name(name))
-
-    async def state(_: web.Request) -> web.Response:
-        return web.json_response(live.state())
-
-    async def made(request: web.Request, *, make: Callable[[Any], str | bytes]) -> web.Response:
+    def __init__(self, live: Live, *, port: int = 0) -> None:
+        self.live, self.token, self.drawing = live, secrets.token_urlsafe(16), threading.Lock()
         try:
-            asked = json.loads(await asyncio.wait_for(request.read(), TIMEOUT_S))
-        except (ValueError, RecursionError, TimeoutError) as error:
-            raise web.HTTPBadRequest(text="The body must be JSON.") from error
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"`port={port}` cannot be used: {error}. port=0 takes a free port.") from error
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # OSError: the browser closed the connection
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version, sys_version = "gpuaug", ""
+    timeout = 20.0  # seconds that a connection may be silent
+
+    def do_GET(self) -> None:
+        status, kind, content = self._answer()
+        data = content.encode() if isinstance(content, str) else content
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_GET  # noqa: N815
+
+    def end_headers(self) -> None:
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Log no requests."""
+
+    def _answer(self) -> tuple[int, str, str | bytes]:
+        """Status, content type and content."""
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > LARGEST_BODY:
+            return 413, TEXT, f"A request must give its length, at most {LARGEST_BODY} bytes."
+        body = self.rfile.read(int(length))
+        origin = self.headers.get("Origin", f"http://{HOST}")  # the server whose page sent the request
+        if not all(map(LOCAL.fullmatch, (self.headers.get("Host", ""), origin.partition("//")[2]))):
+            return 403, TEXT, "This page is only for 127.0.0.1 and localhost."
+        token, slash, name = self.path.removeprefix("/").partition("/")
+        known = slash and name in PLACES[self.command]
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()) or not known:
+            return 404, TEXT, "There is nothing here. Open the address that the terminal shows."
+        if name in FILES:
+            return 200, FILES[name][1], Path(__file__).with_name(FILES[name][0]).read_bytes()
+        if name == "state":
+            return 200, "application/json", json.dumps(self.server.live.state())
+        return self._made(name, body)
+
+    def _made(self, name: str, body: bytes) -> tuple[int, str, str | bytes]:
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(worker, make, asked)
+            asked = json.loads(body)
+        except (ValueError, RecursionError):
+            return 400, TEXT, "The body must be JSON."
+        try:
+            with self.server.drawing:
+                made: str | bytes = getattr(self.server.live, name)(asked)
         except GpuaugError as error:
-            raise web.HTTPBadRequest(text=str(error)) from error
-        except (MemoryError, OSError, RuntimeError) as error:  # no memory, source gone, error in torch
-            raise web.HTTPInternalServerError(text=f"{type(error).__name__}: {error}") from error
-        if isinstance(answer, bytes):
-            return web.Response(body=answer, content_type="image/png")
-        return web.Response(text=answer)
-
-    async def render(request: web.Request) -> web.Response:
-        def picture(asked: Any) -> bytes:
-            if request.transport is None:
-                raise ConfigError("the page that asked for this picture was closed.")
-            return live.png(asked)
-
-        return await made(request, make=picture)
-
-    served = web.Application(middlewares=[_guard(token)], client_max_size=LARGEST_BODY)
-    served.on_response_prepare.append(headers)
-    for place, name in FILES.items():
-        served.router.add_get(f"/{token}/{place}", partial(file, name=name))
-    served.router.add_get(f"/{token}/state", state)
-    served.router.add_post(f"/{token}/render", render)
-    served.router.add_post(f"/{token}/overrides", partial(made, make=live.overrides))
-    served.router.add_post(f"/{token}/yaml", partial(made, make=live.yaml))
-    return served
+            return 400, TEXT, str(error)
+        except Exception as error:  # no memory, source gone, error in torch: the page shows it
+            return 500, TEXT, f"{type(error).__name__}: {error}"
+        return 200, "image/png" if isinstance(made, bytes) else TEXT, made

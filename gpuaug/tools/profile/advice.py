@@ -1,4 +1,7 @@
-"""Names the stage that limits a pass, and tries what may help: each remedy runs, in turns with the loader as it is."""
+"""Names the stage that limits a pass, and tries what may help: each remedy runs, in turns with the loader as it is.
+
+No remedy changes the recipe. What its operations cost is printed as information.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ GAIN = 1.07  # a remedy with a smaller measured gain is not proposed, because me
 TRIED = 3  # remedies per bottleneck
 WORTH = 0.9  # if the training step takes a larger share of the pass, a faster loader is not worth it
 PACKED = 96  # images of a packed copy for a trial
-FEW = 16  # images for the time of an operation
+FEW = 16  # images for the cost of an operation
 
 TITLES = {  # bottleneck: its stage, and title
     "storage": ("read", "storage: reading bytes is slow"),
@@ -47,12 +50,12 @@ TITLES = {  # bottleneck: its stage, and title
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that may help.
+    """A change of the configuration that may help, and keeps the recipe.
 
     Attributes:
         overrides: of the configuration.
         text: what the change does.
-        same: whether pixels and labels stay the same.
+        same: whether all pixels stay the same. Otherwise they change a little.
         trial: overrides for the trial, if they differ.
         rate: measured images per second; 0: not tried yet.
         gain: ``rate`` over that of the loader as it is, both measured in turns.
@@ -74,7 +77,11 @@ class Verdict:
     trace: Trace
     bottleneck: str  # a key of TITLES
     evidence: str
-    tried: list[Remedy] = field(default_factory=list)  # the largest gain first
+    tried: list[Remedy] = field(default_factory=list)  # sorted: those that keep all pixels, then by gain
+    costs: dict[str, float] = field(default_factory=dict)  # seconds per image, by operation, if `augment` is the limit
+
+    def __post_init__(self) -> None:
+        self.tried.sort(key=lambda remedy: (not remedy.same, -remedy.gain))
 
     @property
     def helping(self) -> list[Remedy]:
@@ -93,9 +100,10 @@ class Verdict:
         text = f"{TITLES[self.bottleneck][1]}."
         if self.bottleneck == "workers" and not self.loader.num_workers:
             text = "workers: there are none, so reading keeps this process busy."
-        if self.helping:
-            best = self.helping[0]
-            return f"{text} {' '.join(best.overrides)} is {best.gain:.2g} times as fast, measured."
+        for remedy in self.helping[:1]:
+            but = "" if remedy.same else "No change that was tried keeps all pixels and helps. "
+            end = "" if remedy.same else "; pixels change a little"
+            return f"{text} {but}{' '.join(remedy.overrides)} is {remedy.gain:.2g} times as fast, measured{end}."
         if self.bottleneck == "model" and self.ideal_gain is not None:
             if self.trace.share("step") > WORTH:
                 return f"{text} A faster loader would not help."
@@ -129,7 +137,8 @@ def diagnose(
     """
     how: dict[str, Any] = {"seconds": seconds, "batches": batches}
     progress("as it is", 0.0)
-    found = merged([trace(loader, step, **how) for _ in range(repeats)])
+    traces = sorted((trace(loader, step, **how) for _ in range(repeats)), key=lambda each: each.rate)
+    found = traces[repeats // 2]  # a whole trace, because its times belong together
     slow = trace(loader, step, seconds=seconds / 2, lockstep=True)
     found = replace(found, cpu=found.cpu | {name: value for name, value in slow.cpu.items() if name != "read"})
     name, evidence = bottleneck(loader, found)
@@ -143,13 +152,8 @@ def diagnose(
                 pairs = [(trace(loader, step, **how).rate, trace(other, step, **how).rate) for _ in range(repeats)]
                 before, after = map(statistics.median, zip(*pairs, strict=True))
                 tried.append(replace(remedy, rate=after, gain=after / before))
-    tried.sort(key=lambda remedy: -remedy.gain)
-    return Verdict(loader=loader, trace=found, bottleneck=name, evidence=evidence, tried=tried)
-
-
-def merged(traces: list[Trace]) -> Trace:
-    """The trace with the median rate. Its times are representative, and belong together."""
-    return sorted(traces, key=lambda each: each.rate)[len(traces) // 2]
+    costs = op_seconds(loader) if name == "augment" else {}
+    return Verdict(loader=loader, trace=found, bottleneck=name, evidence=evidence, tried=tried, costs=costs)
 
 
 def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
@@ -218,23 +222,19 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
         yield from _decoding(loader, name, key)
     if name in ("decode", "masks", "inter-process copy", "storage"):
         yield from _packing(loader, found, prefix, stack)
-    if name == "augment":
-        yield from _augmenting(loader, prefix)
-    if name == "host overhead" and loader.mix is not None and found.share("mix") > 0.3:
-        yield Remedy((_group(prefix, "mix", "none"),), "without mixing: other training data", same=False)
+    if name == "augment" and any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
+        yield Remedy((key("augment.backend=fused"),), "the fused backend gives the same result in one pass")
 
 
 def _decoding(loader: Loader, name: str, key: Callable[[str], str]) -> Iterator[Remedy]:
-    decoder, cores = loader.pipeline.stage.decoder, machine.usable_cpus()
+    decoder, cores = loader.pipeline.decoder, machine.usable_cpus()
     if decoder.num_threads < cores:
         text = f"{cores} decoding threads instead of {decoder.num_threads}"
         yield Remedy((key(f"decode.num_threads={cores}"),), text)
     if name == "decode" and decoder.backend == "pillow" and find_spec("nvidia.dali") is not None:
-        yield Remedy(
-            (key("decode.backend=dali"),), "DALI decodes instead of Pillow; pixels change a little", same=False
-        )
+        yield Remedy((key("decode.backend=dali"),), "DALI decodes instead of Pillow", same=False)
     if name == "decode" and decoder.backend == "pillow" and not loader.decode.reduced:
-        text = "large JPEGs are decoded at a part of their size; pixels change a little"
+        text = "large JPEGs are decoded at a part of their size"
         yield Remedy((key("decode.reduced=true"),), text, same=False)
 
 
@@ -244,59 +244,47 @@ def _packing(loader: Loader, found: Trace, prefix: str, stack: contextlib.ExitSt
     if not 0 < side < 0.67 * found.shorter:
         return
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    masks: dict[str, Any] = (
-        {"format": "uint8"} if loader.targets is not None and loader.targets.masks is not None else {}
-    )
-    what = Pack(sizes=[side], **masks)
+    has_masks = loader.targets is not None and loader.targets.masks is not None
+    masks: dict[str, Any] = {"format": "uint8"} if has_masks else {}
     source: Any = loader.source
     numbers = range(min(PACKED, len(source))) if source.indices is None else source.indices[:PACKED].tolist()
     with contextlib.suppress(GpuaugError):
         few: Any = adapt(Subset(source, list(numbers)))
-        pack(few, f"{folder}/packed", what=what, decode=loader.decode, num_workers=0)
+        pack(few, f"{folder}/packed", what=Pack(sizes=[side], **masks), decode=loader.decode, num_workers=0)
         use = _group(prefix, "source", "packed")
         words = " ".join(["gpuaug pack", *(f"{name}={value}" for name, value in masks.items()), f"sizes=[{side}]"])
-        text = f"after `{words} out=DIR`: shorter side {side} instead of {found.shorter:.0f}; pixels change a little"
+        text = f"after `{words} out=DIR`: shorter side {side} instead of {found.shorter:.0f}"
         trial = (use, f"{prefix}source.root={folder}/packed")
         yield Remedy((use, f"{prefix}source.root=DIR"), text, same=False, trial=trial)
 
 
-def _augmenting(loader: Loader, prefix: str) -> Iterator[Remedy]:
-    if any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
-        yield Remedy((f"{prefix}augment.backend=fused",), "the fused backend gives the same result in one pass")
-    costs = op_seconds(loader)
-    for name in sorted(costs, key=lambda each: -costs[each])[:2]:
-        keys = [f"~{prefix}{key}.ops.{name}" for key, view in views_of(loader.augment)
-                if view.copy == 0 and name in view.augment.ops]  # fmt: skip
-        yield Remedy(tuple(keys), f"without operation `{name}`: other training data", same=False)
-
-
 def op_seconds(loader: Loader) -> dict[str, float]:
-    """Seconds that a few images take less without an operation, by the operation's name."""
+    """Seconds per image that augmentation takes less without an operation, by the operation's name."""
     pipeline, epoch = loader.pipeline, loader.epoch
     task = next(endless(loader))
     encoded = next(iter(pipeline.read([tuple(part[:FEW] for part in task)], epoch)))  # type: ignore[list-item]
-    item = pipeline.decode(encoded, epoch)
-    stages: Any = pipeline.stage.recipe
+    images, indices = pipeline.decode(pipeline.read_headers(encoded, epoch)).images, encoded.indices.numpy()
+    stages: Any = pipeline.recipe
     views = [view for view in stages.at(epoch).views if not view.copy]
+
+    def seconds(without: str | None) -> float:
+        best = math.inf
+        made = [view.augment.replace(ops={n: op for n, op in view.augment.ops.items() if n != without})
+                for view in views]  # fmt: skip
+        drawn = [augment.draw(seed=loader.seed, epoch=epoch, indices=indices) for augment in made]
+        for _ in range(3):  # the first round compiles
+            began = time.perf_counter()
+            for image, augment, draws in zip(images, made, drawn, strict=False):
+                augment.apply([image] * len(augment.views), draws, dtype=loader.dtype,
+                              memory_format=loader.memory_format)  # fmt: skip
+            best = min(best, time.perf_counter() - began)
+        return best / len(indices)
+
     level = log.level
     log.setLevel(max(logging.WARNING, level))  # messages about trial recipes would mislead
     try:
-
-        def seconds(without: str | None) -> float:
-            best = math.inf
-            made = [view.augment.replace(ops={n: op for n, op in view.augment.ops.items() if n != without})
-                    for view in views]  # fmt: skip
-            drawn = [a.draw(seed=loader.seed, epoch=epoch, indices=encoded.indices.numpy()) for a in made]
-            for _ in range(3):  # the first round compiles
-                began = time.perf_counter()
-                for image, augment, draws in zip(item.images, made, drawn, strict=False):
-                    augment.apply([image] * len(augment.views), draws, dtype=loader.dtype,
-                                  memory_format=loader.memory_format)  # fmt: skip
-                best = min(best, time.perf_counter() - began)
-            return best
-
-        every = seconds(None)
-        return {name: every - seconds(name) for name in dict.fromkeys(n for view in views for n in view.augment.ops)}
+        whole = seconds(None)
+        return {name: whole - seconds(name) for name in dict.fromkeys(n for view in views for n in view.augment.ops)}
     finally:
         log.setLevel(level)
 

@@ -161,6 +161,10 @@ def _say(report: Report, verdict: Verdict) -> None:
     report.add("cores", used, f"{used:.2g} of {cores} cores were busy on average")
     report.add("bottleneck", verdict.bottleneck, verdict.text)
     report.add("because", verdict.evidence, verdict.evidence)
+    if verdict.costs:
+        costs = sorted(verdict.costs.items(), key=lambda each: -each[1])
+        text = ", ".join(f"{name} {max(0.0, seconds) * 1e3:.2g}" for name, seconds in costs)
+        report.add("operations", verdict.costs, f"ms per image that each takes: {text}")
     tried = []
     for number, remedy in enumerate(verdict.tried, start=1):
         tried.append({name: getattr(remedy, name) for name in ("overrides", "text", "same", "rate", "gain")})
@@ -178,8 +182,9 @@ def _say(report: Report, verdict: Verdict) -> None:
 
 def advice(remedy: Remedy) -> str:
     """One line about a remedy that was tried."""
-    words = " ".join(f"'{text}'" if text.startswith("~") else text for text in remedy.overrides)
-    return f"{words}   {remedy.gain:.2f} x, {remedy.rate:,.0f} images/s ({remedy.text})"
+    pixels = "" if remedy.same else "; pixels change a little"
+    words = " ".join(remedy.overrides)
+    return f"{words}   {remedy.gain:.2f} x, {remedy.rate:,.0f} images/s ({remedy.text}{pixels})"
 
 
 def _ideal(gain: float) -> str:
@@ -206,7 +211,7 @@ def bars(verdict: Verdict, *, heading: str) -> Image.Image:
 
 
 def _heading(loader: Loader) -> str:
-    root = getattr(loader.source, "root", None)
+    root = loader.source.root
     where = type(loader.source).__name__ if root is None else Path(str(root)).name
     stage = f", stage of epoch {loader.epoch}" if len(loader.augment.stages) > 1 else ""
     return (

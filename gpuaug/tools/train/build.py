@@ -57,15 +57,14 @@ def _named(library: str, name: str, arguments: Mapping[str, Any], *, num_classes
                 f"`model.{key}` cannot be set: training begins with random weights, and the source decides the "
                 "number of classes. Remove this argument."
             )
-    fixed: dict[str, Any]
     if library == "timm":
         timm = peers.timm()
-        known, create, fixed = timm.list_models(), timm.create_model, {"pretrained": False}
+        known, create = timm.list_models(), timm.create_model  # by default with random weights, as torchvision's
     else:
         peers.torchvision()
         from torchvision import models
 
-        known, create, fixed = models.list_models(module=models), models.get_model, {"weights": None}
+        known, create = models.list_models(module=models), models.get_model
     if name not in known:
         near = ", ".join(f"{library}:{other}" for other in get_close_matches(name, known, n=3))
         raise ConfigError(
@@ -73,6 +72,6 @@ def _named(library: str, name: str, arguments: Mapping[str, Any], *, num_classes
             + (f"Did you mean {near}?" if near else f"It has {len(known)} others, such as {known[0]}.")
         )
     try:
-        return create(name, num_classes=num_classes, **fixed, **arguments)
+        return create(name, num_classes=num_classes, **arguments)
     except Exception as error:  # a model may refuse its arguments in any way
         raise ConfigError(f"{library}:{name} refused its arguments: {type(error).__name__}: {error}") from error

@@ -26,7 +26,7 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         with zipfile.ZipFile(file) as members:  # torch does not check the checksums
             if damaged := members.testzip():
                 raise OSError(f"the checksum of {damaged} is wrong")
-        parts = torch.load(file, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises IndexError, KeyError, ... for files that are not checkpoints
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if isinstance(error, UnpicklingError):  # torch's message advises the user to execute the content
@@ -34,23 +34,23 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         raise StateError(
             f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
         ) from error
-    version = parts.get("version") if isinstance(parts, dict) else None
+    version = checkpoint.get("version") if isinstance(checkpoint, dict) else None
     if version != VERSION:
         raise StateError(
             f"`resume` must name a checkpoint of version {VERSION}. Found: version {version} in {str(file)!r}."
         )
-    found = digest({name: part for name, part in parts.items() if name != "digest"})
-    if found != (written := parts.get("digest")):
+    written = checkpoint.pop("digest", None)
+    if (found := digest(checkpoint)) != written:
         raise StateError(
             f"{file} was changed after `gpuaug train` wrote it: its content has the digest {found}, not "
             f"{written!r:.60}. Resume from another checkpoint, or start again with resume=null."
         )
-    return parts
+    return checkpoint
 
 
-def digest(parts: Any) -> str:
+def digest(checkpoint: Any) -> str:
     """Hash of dictionaries, lists, numbers, text and tensors, as hex. StateError if they have too many values."""
-    total, todo = xxhash.xxh3_128(), [parts]
+    total, todo = xxhash.xxh3_128(), [checkpoint]
     for _ in range(LARGEST):
         if not todo:
             return total.hexdigest()
@@ -60,7 +60,7 @@ def digest(parts: Any) -> str:
             total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(value, dict | list | tuple):
             text = f"{len(value)} {isinstance(value, dict)}"
-            todo += [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
+            todo += [each for pair in value.items() for each in pair] if isinstance(value, dict) else value
         else:
             text = f"{type(value).__name__} {value!r}"
         total.update(text.encode())

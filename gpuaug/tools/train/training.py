@@ -91,12 +91,11 @@ class Settings(Keys):
             )
 
 
-class Stop(contextlib.AbstractContextManager["Stop"]):
+class Stop:
     """Sets ``asked`` on SIGTERM, so that the running step can finish."""
 
     def __init__(self) -> None:
-        self.asked = False
-        self._pid = os.getpid()
+        self.asked, self._pid = False, os.getpid()
         self._before: Any = None
 
     def __enter__(self) -> Stop:
@@ -404,7 +403,7 @@ class Training:
         """Write the checkpoint atomically. Only the first rank writes."""
         if not self.first:
             return
-        parts = {
+        checkpoint = {
             "version": VERSION,
             "model": self.model.state_dict(),
             "ema": None if self.ema is None else self.ema.module.state_dict(),
@@ -418,7 +417,7 @@ class Training:
         }
         try:
             with files.replacing(file, sync=True) as stream:
-                torch.save({**parts, "digest": digest(parts)}, stream)
+                torch.save({**checkpoint, "digest": digest(checkpoint)}, stream)
         except (OSError, RuntimeError) as error:
             # on a full disk torch raises RuntimeError, which hides the reason
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
@@ -428,45 +427,39 @@ class Training:
 
     def load(self, file: Path) -> None:
         """Load a checkpoint, so that training continues with the next sample."""
-        parts = read_checkpoint(file)
-        if parts["classes"] not in (None, self.classes):
+        checkpoint = read_checkpoint(file)
+        if checkpoint["classes"] not in (None, self.classes):
             raise StateError(
-                f"{file} was trained on the classes {parts['classes']}. The source now has: {self.classes}. Set the "
-                "same source, or start again with resume=null."
+                f"{file} was trained on the classes {checkpoint['classes']}. The source now has: {self.classes}. Set "
+                "the same source, or start again with resume=null."
             )
-        if (parts["ema"] is None) != (self.ema is None):
+        if (checkpoint["ema"] is None) != (self.ema is None):
             was, remedy = ("with", "the value of that run") if self.ema is None else ("without", "null")
             raise StateError(f"{file} was trained {was} averaged weights. Set `ema` to {remedy}.")
         try:
-            self.model.load_state_dict(parts["model"])
+            self.model.load_state_dict(checkpoint["model"])
             if self.ema is not None:
-                self.ema.module.load_state_dict(parts["ema"])
-                self.ema.n_averaged.fill_(parts["steps"])
+                self.ema.module.load_state_dict(checkpoint["ema"])
+                self.ema.n_averaged.fill_(checkpoint["steps"])
             own = [dict(group) for group in self.optimizer.param_groups]
-            self.optimizer.load_state_dict(parts["optimizer"])
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
             for group, settings in zip(self.optimizer.param_groups, own, strict=True):
                 if group.keys() != settings.keys():
                     raise ValueError(f"the optimizer of the checkpoint has the settings {', '.join(sorted(group))}")
                 group.update(settings)  # keep the settings of this run, such as a new `weight_decay`
-            for parameter, state in self.optimizer.state.items():
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
-                        raise ValueError(
-                            f"`{name}` has shape {list(value.shape)}, but its parameter {list(parameter.shape)}"
-                        )
-            if parts["scaler"]:
-                self.scaler.load_state_dict(parts["scaler"])
+            if checkpoint["scaler"]:
+                self.scaler.load_state_dict(checkpoint["scaler"])
         except Exception as error:  # torch raises many types
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
             raise StateError(
                 f"{file} belongs to another model or optimizer ({reason}). Set `model` and `optimizer` as in that run, "
                 "or start again with resume=null."
             ) from error
-        self.loader.load_state_dict(parts["loader"])
+        self.loader.load_state_dict(checkpoint["loader"])
         if self.first:  # a checkpoint has the sums of all ranks, so only one rank adds them
-            self.sums += torch.tensor(parts["sums"], dtype=torch.float64, device=self.device)
-        self.steps, self.history = parts["steps"], parts["history"]
-        log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, parts["loader"]["position"])
+            self.sums += torch.tensor(checkpoint["sums"], dtype=torch.float64, device=self.device)
+        self.steps, self.history = checkpoint["steps"], checkpoint["history"]
+        log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, checkpoint["loader"]["position"])
 
     def _report(self, report: Report, file: Path) -> None:
         pace, last = self.pace, self.history[-1] if self.history else {}

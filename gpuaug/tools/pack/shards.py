@@ -1,0 +1,253 @@
+"""Writes the shards of `gpuaug pack`: reads, decodes and resizes samples, and encodes them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from gpuaug import files
+from gpuaug.augment.crop import ResizeCenterCrop
+from gpuaug.batch import CropWindows, EncodedBatch, Fault
+from gpuaug.decode import header
+from gpuaug.decode.request import HeaderInfo
+from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.files import check_regular
+from gpuaug.read.reader import Reader
+from gpuaug.source import runs
+from gpuaug.source.packed import Size, sample_checksum, shard_name
+from gpuaug.tools.pack.job import GO_ON, Job, Pack
+from gpuaug.tools.pack.targets import TargetPacker
+from gpuaug.tools.pack.versions import Versions
+
+_READ_SAMPLES = 32  # samples per read
+_CANVAS_BYTES = 1 << 28  # if the resized images of a batch need more memory, they are resized one by one
+_LONGEST_JPEG = 65_535  # pixels per side
+
+Encoded = list[tuple[bytes, tuple[int, int]]]  # for each size: the bytes to write, and (height, width)
+Written = tuple[int, list[list[Any]]]  # a shard, and its faults as [number, stage, reason, size, head in hex]
+
+
+class Packer:
+    """Writes shards of a job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._decoder = job.decode.open("cpu", accept_truncated=job.truncated)
+        raw = job.what.form == "uint8"
+        self._targets = None if job.targets is None else TargetPacker(job.targets, job.source, self._decoder, raw=raw)
+        self._versions = None if job.augment is None else Versions(job.augment, job.seed, count=len(job.what.names))
+        self._reader = Reader(job.source, num_workers=0, targets=() if self._targets is None else self._targets.kinds)
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def write(self, shard: int) -> Written:
+        """Write a shard at all sizes, then its note.
+
+        If bad samples are not dropped, the first batch with a bad sample stops the work, and the shard gets no note.
+        """
+        job, numbers = self.job, self.job.numbers(shard)
+        paths = {name: job.work / shard_name(name, shard, job.what.form) for name in job.what.names}
+        columns, faults = defaultdict[str, list[Any]](list), list[list[Any]]()
+        columns |= {"keys": [], "extra": [], "labels": []}  # also if all samples of the shard are bad
+        try:
+            with ExitStack() as stack:
+                outs = {name: _opened(stack, path) for name, path in paths.items()}
+                for first in range(0, len(numbers), _READ_SAMPLES):
+                    faults += self._write_batch(numbers[first : first + _READ_SAMPLES], outs, columns)
+                    if faults and not job.drop:
+                        raise _BadSampleError
+            written = {name: [path.stat().st_size, file_digest(path)] for name, path in paths.items()}
+            note = {"files": written, "faults": faults, "columns": columns}
+            files.write(job.note_file(shard), json.dumps(note), sync=True)
+        except _BadSampleError:
+            pass
+        except OSError as error:
+            raise GpuaugError(f"shard {shard} cannot be written to {str(job.work)!r}: {error}. {GO_ON}") from error
+        return shard, faults
+
+    def _write_batch(
+        self, numbers: NDArray[np.int64], outs: dict[Size, _Out], columns: dict[str, list[Any]]
+    ) -> list[list[Any]]:
+        """Append samples to the shard and to the columns of its note. Returns the faults."""
+        indices = torch.from_numpy(numbers.astype(np.int64))
+        batch = next(self._reader.batches([(indices, indices * 0, indices >= 0)]))
+        headers, windows = self._plan(batch)
+        bad, masks, objects = ([], {}, []) if self._targets is None else self._targets.encode(batch, headers, windows)
+        faults, kept = {fault.row: fault for fault in bad}, []
+        for row, encoded in enumerate(self._encode(batch, headers, windows)):
+            if isinstance(encoded, Fault):
+                faults[row] = encoded
+                continue
+            if row in faults:
+                continue
+            kept.append(row)
+            number, label = int(numbers[row]), None if batch.labels is None else batch.labels[row].tolist()
+            key, extra = self.job.source.key(number), None if batch.extra is None else batch.extra[row]
+            if label is not None and not np.isfinite(label).all():  # a packed source would refuse it
+                raise SourceError(f"labels must be finite. Found: {label!r:.100} of {key!r}. Replace this label.")
+            _write_sample(outs, columns, f"{number:09d}", encoded, masks.get(row), label)
+            for name, value in {"numbers": number, "keys": key, "labels": label, "extra": _json(extra, key)}.items():
+                columns[name].append(value)
+        for name, column in {} if self._targets is None else self._targets.columns(objects, kept, [*outs]).items():
+            columns[name] += column.tolist()
+        return [[int(numbers[row]), f.stage, f.reason, f.size, f.head.hex()] for row, f in sorted(faults.items())]
+
+    def _plan(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:
+        """Read the headers of a batch, and make the windows of each size, or of each view in each version."""
+        headers = self._decoder.read_headers(batch)
+        if self._versions is not None:
+            return headers, self._versions.windows(batch, headers)
+        sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
+        return headers, [_whole(sizes, name, self.job.what) for name in self.job.what.names]
+
+    def _encode(self, batch: EncodedBatch, headers: HeaderInfo, windows: list[CropWindows]) -> list[Encoded | Fault]:
+        """The bytes to write for each row, or the row's fault."""
+        faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
+        rows = range(len(batch))
+        if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (each.size for each in windows)) > _CANVAS_BYTES:
+            alone = (_single(batch, row) for row in rows)
+            return [faults.get(row) or self._encode(one, *self._plan(one))[0] for row, one in enumerate(alone)]
+        images, bad = self._decoder.pixels(batch, headers, windows)
+        faults |= {fault.row: fault for fault in bad if fault.row not in faults}
+        if self._versions is not None:
+            made = self._versions.augment(batch, images)  # K arrays [B, H, W, 3]
+            shape = made[0].shape[1:3]
+            head = header.raw_header(*shape)
+            return [faults.get(row) or [(head + each[row].tobytes(), shape) for each in made] for row in rows]
+        return [
+            faults.get(row) or self._encode_row(row, batch, headers, zip(windows, images, strict=True)) for row in rows
+        ]
+
+    def _encode_row(
+        self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]
+    ) -> Encoded | Fault:
+        """The bytes to write for one image. ``views``: for each size, the batch's windows and resized images."""
+        what, data = self.job.what, batch.encoded(row).numpy()
+        begin = data[:16].tobytes()
+        upright = headers.orientation[row] == 1 and row not in headers.replaced
+        original = (headers.height[row], headers.width[row]) if upright and header.sniff(begin) == "jpeg" else None
+        encoded: Encoded = []
+        for windows, canvases in views:
+            height, width = windows.resized[row].tolist()
+            pixels = canvases[row, :height, :width].numpy()
+            if what.form == "uint8":
+                made = header.raw_header(height, width) + pixels.tobytes()
+            elif (height, width) == original:
+                made = data.tobytes()
+            elif max(height, width) > _LONGEST_JPEG:
+                reason = f"{height}x{width} pixels: a side of a JPEG has at most {_LONGEST_JPEG}"
+                return Fault(row, "encode", reason, len(data), begin)
+            else:
+                stream = io.BytesIO()
+                Image.fromarray(pixels).save(stream, "JPEG", quality=what.quality, subsampling=what.subsampling)
+                made = stream.getvalue()
+            encoded.append((made, (height, width)))
+        return encoded
+
+
+def _json(value: Any, key: str) -> str:
+    """An extra value as JSON. Raises ConfigError if JSON would change it."""
+    with suppress(TypeError, ValueError, RecursionError):
+        if _same(json.loads(text := json.dumps(value)), value):
+            return text
+    raise ConfigError(
+        f"`source.extra` must give text, numbers, lists or dictionaries, because `gpuaug pack` stores the values as "
+        f"JSON. Found: {value!r:.100} of {key!r}. Remove `source.extra`, or choose other fields."
+    )
+
+
+def _same(read: Any, value: Any) -> bool:
+    """Whether JSON kept a value. JSON turns tuples into lists, and keys of dictionaries into text."""
+    if isinstance(read, dict):
+        return read.keys() == value.keys() and all(_same(read[key], value[key]) for key in read)
+    if isinstance(read, list):
+        return isinstance(value, list) and all(map(_same, read, value))
+    return bool(read == value) or read != read  # NaN differs from itself
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE2b of a file, as hex. OSError if the file cannot be read or is not regular."""
+    check_regular(path.stat(), path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+class _BadSampleError(Exception):
+    """Stops the writing of a shard, so that its files are removed."""
+
+
+def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
+    data = batch.encoded(row)
+    rows = {name: getattr(batch, name)[row : row + 1] for name in ("indices", "repeats", "valid")}
+    return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
+
+
+def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
+    """Windows that resize whole images of ``sizes`` [B, 2] to a shorter side of at most ``size``."""
+    box = np.maximum(sizes, 1)  # bad rows are 0x0
+    resized = box.copy()
+    if isinstance(size, int) and (larger := box.min(axis=1) > size).any():
+        resized[larger] = ResizeCenterCrop(size, size).windows(None, *box[larger].T).resized
+    zero = np.zeros_like(box)
+    canvas = int(resized[:, 0].max()), int(resized[:, 1].max())
+    return CropWindows(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)
+
+
+_Out = tarfile.TarFile | BinaryIO  # an open shard file: a tar of JPEGs, or pixels with a header before each image
+
+
+def _opened(stack: ExitStack, path: Path) -> _Out:
+    file = stack.enter_context(files.replacing(path, sync=True))
+    if path.suffix != ".tar":
+        return file
+    return stack.enter_context(tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT))
+
+
+def _write_sample(
+    outs: dict[Size, _Out], columns: dict[str, list[Any]], name: str, encoded: Encoded, masks: Any, label: Any
+) -> None:
+    """Append a sample at every size: the image, then its mask, then its label.
+
+    A tar stores a whole-number label as WebDataset's ``cls``, and any other label as JSON.
+    """
+    for k, (size, out) in enumerate(outs.items()):
+        data, shape = encoded[k]
+        begin = _append(out, f"{name}.jpg", data)
+        own = [] if masks is None else [masks[k]]
+        values = {"offsets": begin, "lengths": len(data), "checksums": sample_checksum(data, *own), "shapes": shape}
+        for mask in own:
+            begin = _append(out, f"{name}.seg.{'runs' if mask.startswith(runs.MAGIC) else 'png'}", mask)
+            values |= {"mask_offsets": begin, "mask_lengths": len(mask)}
+        for field, value in values.items():
+            columns[f"{size}.{field}"].append(value)
+        if isinstance(out, tarfile.TarFile) and isinstance(label, int):
+            _append(out, f"{name}.cls", b"%d" % label)
+        elif isinstance(out, tarfile.TarFile) and label is not None:
+            _append(out, f"{name}.json", json.dumps({"label": label}).encode())
+
+
+def _append(out: _Out, name: str, data: bytes) -> int:
+    """Append ``data``; in a tar, as the member ``name``. Returns the position of the first byte."""
+    if not isinstance(out, tarfile.TarFile):
+        begin = out.tell()
+        out.write(data)
+        return begin
+    info = tarfile.TarInfo(name)  # times and owners are left out, because they differ between runs
+    info.size = len(data)
+    begin = out.offset + tarfile.BLOCKSIZE  # after the member's header
+    out.addfile(info, io.BytesIO(data))
+    return begin
