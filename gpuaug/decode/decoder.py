@@ -153,7 +153,7 @@ class Decoder:
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
         memory = np.zeros(len(batch), dtype=np.int64)
-        faults, replaced = [], dict[int, Pixels]()
+        codec, faults, replaced = [""] * len(batch), [], dict[int, Pixels]()
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs per sample
             if row in unread:
@@ -166,13 +166,13 @@ class Decoder:
             if replacement is not None:
                 replaced[row] = replacement
                 self.truncated += info.codec == "jpeg"
-            orientation[row] = info.orientation
+            codec[row], orientation[row] = info.codec, info.orientation
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
             each = info.pixel_bytes + (3 if info.orientation == 1 else 6)
             memory[row] = info.height * info.width * each + len(encoded)
         height, width = shape.T.copy()
-        return HeaderInfo(height, width, orientation, faults, route, memory, replaced)
+        return HeaderInfo(codec, height, width, orientation, faults, route, memory, replaced)
 
     def pixels(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -236,9 +236,9 @@ class Decoder:
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
         """The image's header and route, and repaired bytes to decode instead of ``encoded``; None: no repair."""
-        if raw := header.read_raw(encoded.data):
-            return *self._check_header(b"", raw), None
-        data = original = encoded.tobytes()
+        # only the headers of other codecs need a copy, because a memoryview has no `find`
+        data: Any = encoded.data if header.sniff(encoded.data) == "raw" else encoded.tobytes()
+        original = data
         try:
             info = header.read(data)
         except TruncatedError:
@@ -264,7 +264,7 @@ class Decoder:
         if pixels > max_pixels:
             raise HeaderError(f"{name} is larger than `decode.max_pixels` ({max_pixels})")
         work = pixels * info.effort
-        if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(data)) and codec != "raw":
+        if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(data)):
             raise HeaderError(
                 f"{name} has only {len(data)} bytes: an image this large needs a byte for every "
                 f"{_PIXELS_PER_BYTE // info.effort} pixels. To accept it, raise `decode.max_pixels` to {4 * work}"
@@ -441,11 +441,11 @@ class Decoder:
 
         def one(k: int) -> None:
             data, row, max_pixels = request.encoded[k].tobytes(), request.take(np.array([k])), self.settings.max_pixels
-            reduced = self._reduced and header.sniff(data) == "jpeg"
+            codec, reduced = request.codec[k], self._reduced and request.codec[k] == "jpeg"
             try:
                 views = pillow.reduced(data, request.stored[k], row.stored_views()) if reduced else None
                 if views is None:
-                    image = pillow.decode(data, request.stored[k], request.union[k], max_pixels)
+                    image = pillow.decode(data, codec, request.stored[k], request.union[k], max_pixels)
                     self._paint(row, [image], canvases, alone=True)
                     return
             except HeaderError as e:

@@ -80,14 +80,17 @@ class Header:
     ancillary: int = 0
 
 
-def sniff(data: bytes) -> str | None:
+def sniff(data: bytes | memoryview) -> str | None:
     """The codec, from the first bytes; None if it is not in `CODECS`."""
     match = _SIGNATURES.match(data)
     return match and match.lastgroup
 
 
 def read(data: bytes) -> Header:
-    """Read the header of an encoded image. HeaderError if the image is empty, unknown or broken."""
+    """Read the header of an encoded image. HeaderError if the image is empty, unknown or broken.
+
+    A "raw" image may be a memoryview, so that its pixels are not copied.
+    """
     if not data:
         raise HeaderError("empty: 0 bytes")
     codec = sniff(data)
@@ -104,11 +107,6 @@ def read(data: bytes) -> Header:
 def raw_header(height: int, width: int) -> bytes:
     """The header of a "raw" image, `RAW_HEADER` bytes. The pixels, uint8 [height, width, 3], follow."""
     return _RAW + struct.pack("<II", height, width)
-
-
-def read_raw(data: memoryview) -> Header | None:
-    """Read the header of a "raw" image without copying its pixels. None for other codecs."""
-    return read(data) if data[: len(_RAW)] == _RAW else None  # type: ignore[arg-type]
 
 
 def exif_orientation(data: bytes) -> int | None:

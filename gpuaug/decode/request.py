@@ -37,6 +37,7 @@ class HeaderInfo:
     """Header information of a batch. Each row is a sample.
 
     Attributes:
+        codec: [B], one of `header.CODECS`; "" if the sample cannot be decoded.
         height, width: [B], after orientation; 0 if the sample cannot be decoded.
         orientation: [B], EXIF's 1..8.
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
@@ -46,6 +47,7 @@ class HeaderInfo:
             marker was added, or a PNG from which long texts and profiles were removed.
     """
 
+    codec: list[str]
     height: Int64
     width: Int64
     orientation: Int64
@@ -63,6 +65,7 @@ class DecodeRequest:
         rows: [n], row numbers in the batch.
         route: [n], the :class:`Route` of each row.
         encoded: n uint8 arrays.
+        codec: n codecs.
         orientation: [n], EXIF's 1..8.
         stored: [n, 2], (height, width) before orientation.
         memory: [n], bytes that Pillow takes to decode the image, and resizing to make its largest view.
@@ -74,6 +77,7 @@ class DecodeRequest:
     rows: Int64
     route: NDArray[np.int8]
     encoded: list[Pixels]
+    codec: list[str]
     orientation: Int64
     stored: Int64
     memory: Int64
@@ -104,6 +108,7 @@ class DecodeRequest:
             rows=rows,
             route=headers.route[rows],
             encoded=[headers.replaced.get(row, images[row]) for row in rows.tolist()],
+            codec=[headers.codec[row] for row in rows.tolist()],
             orientation=orientation,
             stored=stored,
             memory=headers.memory[rows] + 3 * largest_view(taken),
@@ -126,6 +131,7 @@ class DecodeRequest:
         return DecodeRequest(
             **{name: getattr(self, name)[keep] for name in names},
             encoded=[self.encoded[k] for k in keep],
+            codec=[self.codec[k] for k in keep],
             windows=[b.take(keep) for b in self.windows],
             parts=[part[keep] for part in self.parts],
         )

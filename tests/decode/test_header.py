@@ -157,14 +157,12 @@ def test_any_bytes_after_a_signature(signature, rest):
 def test_raw_is_its_size_and_its_pixels(size):
     data = header.raw_header(*size) + bytes(size[0] * size[1] * 3)
     assert len(header.raw_header(*size)) == header.RAW_HEADER
-    assert header.read(data) == header.read_raw(memoryview(data)) == Header("raw", *size)
+    assert header.read(data) == header.read(memoryview(data)) == Header("raw", *size)
     for wrong in (data[:-1], data + b"\0", data[:12]):
         with pytest.raises(HeaderError, match=r"raw of .* \d+ bytes. Found: \d+|raw header is truncated"):
             header.read(wrong)
         with pytest.raises(HeaderError, match="raw"):
-            header.read_raw(memoryview(wrong))
-    assert header.read_raw(memoryview(gradient("PNG"))) is None
-    assert header.read_raw(memoryview(b"")) is None
+            header.read(memoryview(wrong))
 
 
 @pytest.mark.parametrize("kind", [b"tEXt", b"zTXt"])
