@@ -216,7 +216,8 @@ def _png(data: bytes) -> Header:
         elif kind in (b"tEXt", b"zTXt") and data.startswith(_PROFILE, at):
             profile = data[at + len(_PROFILE) : at + length]
             if kind == b"zTXt":
-                profile = _inflated(profile[1:])
+                with suppress(zlib.error):  # else it is no hexadecimal text
+                    profile = zlib.decompressobj().decompress(profile[1:], _PROFILE_BYTES)
         if kind not in _PIECES:
             ancillary += length
     if exif is None and profile is not None:
@@ -249,13 +250,6 @@ def png_pixels(data: bytes) -> bytes:
     """Remove PNG chunks that do not affect pixels, because readers may inflate texts to 1,000 times their size."""
     pieces = (data[at - 8 : end] for kind, at, _, end in chunks(data, "png", 8) if kind in _PIECES)
     return data[:8] + b"".join(pieces)
-
-
-def _inflated(data: bytes) -> bytes:
-    try:
-        return zlib.decompressobj().decompress(data, _PROFILE_BYTES)
-    except zlib.error:
-        return b""
 
 
 def _unhexed(profile: bytes) -> bytes | None:
