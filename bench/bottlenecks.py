@@ -130,7 +130,7 @@ def build(plant: Plant, data: Data, overrides: tuple[str, ...]) -> Loader:
     """The loader with the bottleneck. The last override of a key counts."""
     words = [*BASE, *(["~source"] if plant.source else plant.where(data)), *overrides]
     objects: dict[str, Any] = {"source": plant.source(data)} if plant.source else {}
-    if plant.mix and "mix=none" not in overrides:
+    if plant.mix:
         objects["mix"] = planted.SlowMix()
     made: Loader = gpuaug.build(gpuaug.compose("train", words), trust=["planted."], **objects)
     return made

@@ -130,7 +130,7 @@ def limit(name: str) -> tuple[int, int]:
 def gpus(root: str = NVIDIA) -> list[str]:
     """Models of the NVIDIA devices."""
     texts = [read(file) or "" for file in sorted(Path(root).glob("gpus/*/information"))]
-    models = [match[1].strip() for text in texts if (match := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
+    models = re.findall(r"^Model:\s*(.*\S)", "\n".join(texts), re.MULTILINE)
     return models or [line.partition(",")[0].strip() for line in _smi(root)]
 
 
@@ -147,10 +147,9 @@ def _smi(root: str) -> list[str]:
         return []
     command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[:-1]
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line for line in done.stdout.splitlines() if line.strip()]
 
 
 # -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --

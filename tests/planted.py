@@ -31,26 +31,17 @@ def burn(seconds: float) -> None:
 
 
 class Source:
-    """The same few files again and again, as so many samples.
-
-    Args:
-        files: encoded images.
-        count: samples.
-        wait: seconds without work per read: storage that answers late.
-        turns: FILE; waiting takes turns over all processes: storage with a bandwidth.
-        work: CPU-seconds per read.
-        broken: every so many-th sample cannot be read.
-    """
+    """The same few files again and again, as so many samples."""
 
     def __init__(
         self,
         files: Sequence[bytes],
         *,
         count: int = 100_000,
-        wait: float = 0.0,
-        turns: str | None = None,
-        work: float = 0.0,
-        broken: int | None = None,
+        wait: float = 0.0,  # seconds without work per read: storage that answers late
+        turns: str | None = None,  # a file; waiting takes turns over all processes: storage with a bandwidth
+        work: float = 0.0,  # CPU-seconds per read
+        broken: int | None = None,  # every so many-th sample cannot be read
     ) -> None:
         self.files, self.count = list(files), count
         self.wait, self.turns, self.work, self.broken = wait, turns, work, broken
@@ -99,13 +90,7 @@ class SlowMix(gpuaug.Mix):
 
 
 class Noting(nn.Module):
-    """A model that appends the sum of every batch it is shown to a file.
-
-    Args:
-        num_classes: how many.
-        file: where to.
-        wait: seconds per batch.
-    """
+    """A model that appends the sum of every batch it is shown to a file, and waits for so many seconds."""
 
     def __init__(self, *, num_classes: int, file: str, wait: float = 0.0) -> None:
         super().__init__()

@@ -23,15 +23,15 @@ class Proxy:
     """Forwards to a server on the loopback, after ``latency`` seconds to the first byte.
 
     ``trouble(path, count)`` says what happens to a request, the count-th one for its path and range from 0: None, an
-    HTTP status, ``"cut"`` (the body ends in its middle), ``"hang"`` (no answer for 30 seconds). ``headers`` are added
-    to answers. The first GETs after ``together`` was set wait for one another, until so many are there at the same
-    time, or for 30 seconds.
+    HTTP status, ``"cut"`` (the body ends in its middle), ``"hang"`` (no answer for 30 seconds). ``cut`` is a part of a
+    path and a first byte: answers for ranges that begin there are cut. ``headers`` are added to answers. The first GETs
+    after ``together`` was set wait for one another, until so many are there at the same time, or for 30 seconds.
     """
 
     def __init__(self, port, latency=0.0, trouble=None, headers=()):
         self.upstream, self.latency, self.trouble = port, latency, trouble or (lambda path, count: None)
         self.lock = threading.Condition()
-        self.headers = dict(headers)
+        self.headers, self.cut = dict(headers), None
         self.stop = threading.Event()
         self.reset()
 
@@ -65,6 +65,8 @@ class Proxy:
                 self.lock.notify_all()
         try:
             what = self.trouble(handler.path, count)
+            if self.cut and self.cut[0] in handler.path and (key[2] or "").startswith(f"bytes={self.cut[1]}-"):
+                what = "cut"
             time.sleep(self.latency)
             if what == "hang":
                 self.stop.wait(30)
@@ -245,12 +247,17 @@ def _listens(process, port, patience=300.0):
     return False
 
 
-def bucket_of(port, folder, bucket, prefix="train", **more):
-    """Put all files of a folder into a new bucket; the URL. ``more`` goes to boto3's put_object."""
+def client_of(port):
+    """boto3's client of a server for S3."""
     import boto3
 
-    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
-                          aws_access_key_id="x", aws_secret_access_key="x")  # fmt: skip
+    return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1",
+                        aws_access_key_id="x", aws_secret_access_key="x")  # fmt: skip
+
+
+def bucket_of(port, folder, bucket, prefix="train", **more):
+    """Put all files of a folder into a new bucket; the URL. ``more`` goes to boto3's put_object."""
+    client = client_of(port)
     client.create_bucket(Bucket=bucket)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():

@@ -225,16 +225,18 @@ def seen(call: Any) -> list[str]:
     return [text for w in caught if "LeafSpec" not in (text := str(w.message))]
 
 
-def test_lightning_takes_a_loader_without_a_warning(overrides: list[str], tmp_path: Path) -> None:
+def lightning(**how: Any) -> tuple[Any, Any]:
+    """A trainer that prints nothing, and a model that records the numbers of its samples."""
     lightning = pytest.importorskip("lightning")
 
     class Model(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = torch.nn.Linear(3, 5)
+            self.layer, self.seen = torch.nn.Linear(3, 5), []
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             images, labels = batch
+            self.seen.append(batch.indices.tolist())
             loss = torch.nn.functional.cross_entropy(self.layer(images.mean(dim=(2, 3))), labels)
             self.log("loss", loss, on_epoch=True)  # asks the batch for its size
             return loss
@@ -246,42 +248,27 @@ def test_lightning_takes_a_loader_without_a_warning(overrides: list[str], tmp_pa
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", enable_checkpointing=False, default_root_dir=tmp_path, **quiet
-    )
+    return lightning.Trainer(accelerator="cpu", enable_checkpointing=False, **quiet, **how), Model()
+
+
+def test_lightning_takes_a_loader_without_a_warning(overrides: list[str], tmp_path: Path) -> None:
+    trainer, model = lightning(max_epochs=2, default_root_dir=tmp_path)
     with (
         gpuaug.build(gpuaug.compose("train", overrides)) as loader,
         gpuaug.build(gpuaug.compose("eval", [*overrides, "order=sequential"])) as held_out,
     ):
-        assert seen(lambda: trainer.fit(Model(), loader, held_out)) == []
+        assert seen(lambda: trainer.fit(model, loader, held_out)) == []
         assert trainer.global_step == 10
 
 
 def test_overfitting_says_how_to_repeat_the_same_batches(overrides: list[str], caplog: Any) -> None:
     """Lightning's `overfit_batches` stops each pass after a few batches, and cannot switch off our shuffling."""
-    lightning = pytest.importorskip("lightning")
-
-    class Model(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.seen = torch.nn.Linear(3, 5), []
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.seen.append(batch.indices.tolist())
-            return self.layer(batch.images.mean(dim=(2, 3))).sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     said = []
     for more in ([], ["limit_batches=2", "order=sequential"]):
         caplog.clear()
-        trainer = lightning.Trainer(
-            max_epochs=3, accelerator="cpu", overfit_batches=2, enable_checkpointing=False, **quiet
-        )
+        trainer, model = lightning(max_epochs=3, overfit_batches=2)
         with gpuaug.build(gpuaug.compose("train", [*overrides, *more])) as loader:
-            trainer.fit(model := Model(), loader)
+            trainer.fit(model, loader)
         said += [[record.message for record in caplog.records if "was left" in record.message]]
         assert (model.seen[:2] == model.seen[2:4] == model.seen[4:]) == bool(more)
     assert said[0][0].startswith("train: epoch 0 was left 3 batches before its end; epoch 1 begins, with other samples")
@@ -484,13 +471,6 @@ def test_an_environment_variable_where_a_number_is_wanted(
     assert said.endswith(f"Found: '{value}'. In quotes it is text. For an environment variable, write "
                          "'${oc.decode:${oc.env:NAME}}'.")  # fmt: skip
     made("'${oc.decode:${oc.env:MY_NUMBER}}'").close()
-
-
-def test_a_recipe_shows_the_values_of_its_operations() -> None:
-    ops = {"jitter": K.ColorJitter(0.4, 0.3, 0.2, 0.1, p=0.8), "mine": K.auto.RandAugment(2, 9)}
-    text = repr(gpuaug.Augment(ops=ops))
-    assert "jitter=ColorJitter(brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1, p=0.8" in text
-    assert "mine=RandAugment(...)" in text  # its own text is 3,000 characters
 
 
 def test_dir_holds_public_names_only() -> None:

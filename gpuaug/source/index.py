@@ -73,14 +73,6 @@ def range_problem(numbers: NDArray[Any], count: int) -> str:
     return f"{numbers.min()} .. {numbers.max()}"
 
 
-def check_array(array: NDArray[Any], dtype: Any, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-    """Return the array; ValueError if its dtype or shape differs. ``shape`` None: one dimension of any length."""
-    if array.dtype != dtype or (array.ndim != 1 if shape is None else array.shape != shape):
-        wanted = "one dimension" if shape is None else f"shape {shape}"
-        raise ValueError(f"expected {np.dtype(dtype)} of {wanted}, found {array.dtype} of shape {array.shape}")
-    return array
-
-
 def read_numbers(file: str | os.PathLike[str], *, key: str, dtype: Any) -> NDArray[Any]:
     """Read numbers from a file: .npy, .json (a list), or text with numbers separated by white space.
 

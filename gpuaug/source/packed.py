@@ -27,7 +27,7 @@ from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource, checksum, digest
 from gpuaug.source.classes import class_mapping, numbers_of
 from gpuaug.source.filters import Subset
-from gpuaug.source.index import NO_ARRAY, Names, bounds_of, check_array, locate, share
+from gpuaug.source.index import NO_ARRAY, Names, bounds_of, locate, share
 from gpuaug.source.objects import ObjectTable, checked
 from gpuaug.source.paths import absolute, is_url, join, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
@@ -270,7 +270,9 @@ class PackedSource(ListedSource):
             if name.endswith(".bin"):
                 return np.frombuffer(data, dtype).copy()
             array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-            return check_array(array, dtype, shape or array.shape)
+            if array.dtype != dtype or array.shape != (shape or array.shape):
+                raise ValueError(f"expected {np.dtype(dtype)} of shape {shape}, found {array.dtype} of {array.shape}")
+            return array
         except NO_ARRAY as error:
             raise SourceError(f"{name} in {redact(self.root)!r} cannot be read: {error}. {_REPAIR}") from error
 

@@ -283,8 +283,6 @@ def _in_threads(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any
 def _metadata(file: FileInfo, storage: Storage) -> Any:
     """The footer of a file."""
     pyarrow = import_pyarrow()
-    if file.size < 0:
-        raise SourceError(f"{redact(file.path)!r}: the server reports no size. Use another server, or a copy.")
     try:
         meta = pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage), mode="r"))
         str(meta.schema.to_arrow_schema())  # UnicodeDecodeError if a column's name is not UTF-8

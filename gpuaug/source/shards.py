@@ -457,8 +457,6 @@ def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[
 
 def _reader(shard: FileInfo, storage: Storage) -> Callable[[int, int], bytes]:
     """Return a function ``read(at, size)`` that keeps the latest piece in memory."""
-    if shard.size < 0:
-        raise SourceError(f"shard {redact(shard.path)!r}: the server reports no size. Use another server, or a copy.")
     piece = PIECE_BYTES if is_url(shard.path) else LOCAL_PIECE_BYTES
     begin, data = 0, b""
 

@@ -15,7 +15,7 @@ from gpuaug.source.cache import RamCache
 def mapped(pid):
     """Bytes of unnamed memory of ours that this process maps: share (PSS) of the cache and of index tensors."""
     found = {"cache": 0, "index": 0}
-    sizes, kind = {}, None
+    kind = None
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first = line.split(maxsplit=5)
         if "-" in first[0] and not first[0].endswith(":"):
@@ -23,7 +23,6 @@ def mapped(pid):
             if len(first) == 6 and "memfd:gpuaug" in first[5]:
                 begin, end = (int(x, 16) for x in first[0].split("-"))
                 kind = "cache" if end - begin > LARGE else "index"
-                sizes[first[5]] = end - begin
         elif kind and line.startswith("Pss:"):
             found[kind] += int(line.split()[1]) * 1024
     return found
@@ -32,37 +31,18 @@ def mapped(pid):
 LARGE = 48 << 20
 
 
-class Blobs:
-    """Samples of about 40 KB whose bytes say which one they are; `labels` only with the bytes."""
-
-    def __init__(self, number):
-        self.number = number
-
-    def __len__(self):
-        return self.number
-
-    def __getitem__(self, index):
-        if os.environ.get("NO_SOURCE"):
-            raise OSError("the storage is gone")
-        return content(index), [float(index), 0.5]
-
-    def key(self, index):
-        return f"{index:020d}" * 5  # so long that its index counts
-
-
 def content(index):
-    return index.to_bytes(8, "little") * (5000 + index % 100)
+    return index.to_bytes(8, "little") * (500 + index % 100)
 
 
 def main():
     settings = json.loads(sys.argv[1])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from gpuaug.read.reader import Reader
-    from gpuaug.source import adapt
 
     torch.set_num_threads(1)
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5  # else forked workers look for their parent every 5 s
-    source = gpuaug.FolderSource(settings["folder"]) if "folder" in settings else adapt(Blobs(settings["number"]))
+    source = gpuaug.FolderSource(settings["folder"])
     cached = RamCache(max_bytes="64MiB").open(source)
     reader = Reader(cached, num_workers=2, start_method=settings.get("start_method"))
 
@@ -71,10 +51,9 @@ def main():
         tasks = [(c, c * 0, c == c) for c in numbers.split(8)]
         for (task, _, _), batch in zip(tasks, reader.batches(tasks), strict=True):
             assert not batch.faults, batch.faults
-            if "number" in settings:
-                for row, index in enumerate(task.tolist()):
-                    assert bytes(batch.encoded(row).numpy()) == content(index)
-                    assert batch.labels[row].tolist() == [index, 0.5]
+            for row, index in enumerate(task.tolist()):
+                assert bytes(batch.encoded(row).numpy()) == content(index)
+                assert batch.labels[row] == index // (len(source) // 2)
 
     def barrier(word):
         print(word, flush=True)
@@ -88,19 +67,8 @@ def main():
     barrier("read")
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     found = [mapped(pid) for pid in pids]
-    print(
-        json.dumps(
-            {
-                "processes": len(pids),
-                "pids": pids,
-                "cache": sum(f["cache"] for f in found),
-                "index": sum(f["index"] for f in found),
-                "bytes": cached.nbytes,
-                "samples": cached.samples,
-            }
-        ),
-        flush=True,
-    )
+    sums = {kind: sum(f[kind] for f in found) for kind in ("cache", "index")}
+    print(json.dumps({"pids": pids, "bytes": cached.nbytes, "samples": cached.samples, **sums}), flush=True)
     sys.stdin.readline()
     reader.close()
     cached.close()

@@ -16,6 +16,7 @@ import forked
 import numpy as np
 import pytest
 import torch
+from cache_worker import content
 from common import ended
 
 import gpuaug
@@ -411,54 +412,38 @@ def claimed(pids):
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_three_ranks_with_two_workers_hold_the_bytes_once(method):
-    number = 300
-    processes = ranks({"number": number, "start_method": method})
+def test_three_ranks_with_two_workers_hold_the_bytes_and_the_index_once(tmp_path, method):
+    number = 1200
+    for k in range(number):
+        path = tmp_path / "train" / "ab"[k // 600] / f"{'x' * 100}{k:05d}.jpg"  # so long that the index counts
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content(k))
+    processes = ranks({"folder": str(tmp_path / "train"), "start_method": method})
     try:
         for word in ("ready", "filled", "read"):
             assert answers(processes) == [word] * 3
             go_on(processes)
         reports = [json.loads(line) for line in answers(processes)]
-        encoded = sum(8 * (5000 + i % 100) for i in range(number))
+        pids = [pid for r in reports for pid in r["pids"]]
+        encoded, names = sum(len(content(k)) for k in range(number)), number * (2 + 105 + 4)
         assert [r["samples"] for r in reports] == [number] * 3
         assert len({r["bytes"] for r in reports}) == 1
-        assert reports[0]["bytes"] <= 1.01 * encoded
-        assert [r["processes"] for r in reports] == [3] * 3
-        together = sum(r["cache"] for r in reports)
-        assert 0.9 * encoded < together <= 1.1 * encoded
-        names = claimed(pid for r in reports for pid in r["pids"])
-        assert names
+        assert reports[0]["bytes"] <= 1.05 * encoded
+        assert len(pids) == 9
+        assert 0.9 * encoded < sum(r["cache"] for r in reports) <= 1.1 * encoded
+        assert 0.5 * names < sum(r["index"] for r in reports) <= 1.1 * names + 9 * 4096
+        sockets_of_ranks = claimed(pids)
+        assert sockets_of_ranks
         for rank, process in enumerate(processes):  # the first of them owns the name
             process.kill()
             process.wait()
-            assert not left_behind([pid for r in reports for pid in r["pids"]]), rank
-        assert ended([pid for r in reports for pid in r["pids"]])  # workers notice that their parent is gone
-        assert not names & set(sockets().values())
+            assert not left_behind(pids), rank
+        assert ended(pids)  # workers notice that their parent is gone
+        assert not sockets_of_ranks & set(sockets().values())
     finally:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def test_an_index_is_there_once_for_all_ranks(tmp_path):
-    folder = tmp_path / "train"
-    for name in ("a", "b"):
-        (folder / name).mkdir(parents=True)
-        for k in range(600):
-            (folder / name / f"{'x' * 100}{k:05d}.jpg").write_bytes(b"encoded")
-    processes = ranks({"folder": str(folder)})
-    try:
-        for word in ("ready", "filled", "read"):
-            assert answers(processes) == [word] * 3
-            go_on(processes)
-        reports = [json.loads(line) for line in answers(processes)]
-        names = 1200 * (2 + 105 + 4)
-        together = sum(r["index"] for r in reports)
-        assert 0.5 * names < together <= 1.1 * names + 9 * 4096, (together, names)
-    finally:
-        go_on(processes)
-        for process in processes:
-            process.wait(100)
 
 
 def test_tensors_of_equal_values_are_one_and_others_are_not(monkeypatch):

@@ -34,8 +34,7 @@ from gpuaug.source.folder import FolderSource
 from gpuaug.source.packed import MANIFEST, PackedSource
 from gpuaug.source.shards import ShardSource
 from gpuaug.tools.main import main
-from gpuaug.tools.pack.command import pack, verify
-from gpuaug.tools.pack.index import write_manifest
+from gpuaug.tools.pack.command import pack, verify, write_manifest
 from gpuaug.tools.pack.job import Pack, finished
 
 PILLOW = Decode(backend="pillow")  # starts at once

@@ -26,8 +26,7 @@ from gpuaug.source.shards import ShardSource
 from gpuaug.targets import geometry, masks
 from gpuaug.tools.main import main
 from gpuaug.tools.pack import shards as writing
-from gpuaug.tools.pack.command import pack
-from gpuaug.tools.pack.index import write_manifest
+from gpuaug.tools.pack.command import pack, write_manifest
 from gpuaug.tools.pack.job import Pack
 from gpuaug.tools.pack.targets import encode_mask
 

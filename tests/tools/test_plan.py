@@ -11,6 +11,7 @@ from typing import Any
 
 import forked
 import PIL.Image
+import planted
 import pytest
 from conftest import ROOT
 from scenes import write
@@ -189,6 +190,14 @@ def test_images_that_cannot_be_read_are_counted(tmp_path: Path, capsys: pytest.C
     assert main(["plan", *words, f"json={tmp_path}/plan.json"]) == 0
     assert "images could not be read or decoded" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["faults"] >= 2
+
+
+def test_a_rehearsal_waits_until_the_queues_are_full(photos: Path) -> None:
+    """Also where a batch takes 5 % of the time, as on a busy machine."""
+    source = planted.Source(planted.jpegs(photos, count=4), wait=0.04)
+    words = ["~source", "device=cpu", "augment=flip", "augment.crop.size=32", "num_workers=0", "prefetch=3"]
+    with gpuaug.build(gpuaug.compose("train", [*words, "batch_size=4"]), source=source) as loader:
+        assert plan.measure(loader, seconds=3.0).ready >= 3
 
 
 @pytest.mark.usefixtures("_forked")

@@ -23,7 +23,7 @@ from PIL import Image
 
 import gpuaug
 from gpuaug.augment.fused import backend as fused
-from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.main import main
@@ -193,28 +193,16 @@ def test_large_images(photos: Path, tmp_path: Path) -> None:
     assert not packed.same
 
 
-def test_busy_worker(small: list[bytes]) -> None:
-    assert judged(planted.Source(small, work=0.02), FEW).bottleneck == "workers"
-    found = judged(planted.Source(small, work=0.02), FEW, "num_workers=0")
-    assert found.text.startswith("workers: there are none") or "times as fast" in found.text
-
-
-@pytest.mark.long
-def test_storage_with_a_bandwidth(small: list[bytes], tmp_path: Path) -> None:
-    source = planted.Source(small, wait=0.015, turns=str(tmp_path / "lock"), count=64)
-    plant(source, "num_workers=2", named="storage", helps="cache=ram", repeats=3)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_busy_worker(workers: int, small: list[bytes]) -> None:
+    with build(planted.Source(small, work=0.02), FEW, f"num_workers={workers}") as loader:
+        assert advice.bottleneck(loader, trace(loader, seconds=0.05))[0] == "workers"
 
 
 @pytest.mark.long
 def test_large_copies_between_processes() -> None:
     crop = ("~augment.crop", "+augment.crop={_target_: gpuaug.RandomCrop, size: 32}")
     assert judged(planted.Source(planted.raws(1500)), *crop).bottleneck == "inter-process copy"
-
-
-@pytest.mark.long
-def test_one_thread_that_decodes(photos: Path) -> None:
-    files = planted.jpegs(photos, count=8, size=(1200, 900))
-    assert judged(planted.Source(files), "decode.num_threads=1").bottleneck == "decode"
 
 
 def test_overrides_name_the_place_of_the_loader(photos: Path, tmp_path: Path) -> None:
@@ -243,30 +231,23 @@ def sensible(verdict: Verdict) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("num_workers=0",),
         ("num_workers=0", "prefetch=0"),
-        ("batch_size=1",),
-        ("batch_size=1000",),  # more than there are
-        ("cache=ram",),
-        ("ahead=1MiB", "num_workers=2"),
-        ("augment=dino", "batch_size=4"),
-        ("augment=none",),
-        ("mix=mixup_cutmix", "last=pad"),
-        ("dtype=bfloat16", "memory_format=channels_last", "order=sequential", "limit_batches=1"),
-        pytest.param(("start_method=spawn",), marks=pytest.mark.long),
+        ("batch_size=1000", "num_workers=0"),  # more than there are
+        ("cache=ram", "ahead=1MiB", "num_workers=2"),
+        ("augment=dino", "batch_size=4", "num_workers=0"),
+        ("mix=mixup_cutmix", "last=pad", "num_workers=0", "dtype=bfloat16", "memory_format=channels_last"),
     ],
     ids=" ".join,
 )
 def test_loaders_of_all_kinds(overrides: tuple[str, ...], photos: Path) -> None:
-    base = [o for o in BASE if "crop" not in o or not {"augment=dino", "augment=none"} & set(overrides)]
-    config = gpuaug.compose("train", [*base, f"source.root={photos}", *overrides])
+    base = [o for o in BASE if "crop" not in o or "augment=dino" not in overrides]
 
-    def other(more: tuple[str, ...]) -> Loader:
-        made: Loader = gpuaug.build(gpuaug.compose("train", [*base, f"source.root={photos}", *overrides, *more]))
-        return made
+    def made(more: tuple[str, ...] = ()) -> Loader:
+        loader: Loader = gpuaug.build(gpuaug.compose("train", [*base, f"source.root={photos}", *overrides, *more]))
+        return loader
 
-    with gpuaug.build(config) as loader:
-        sensible(diagnose(loader, sleeping(0.001), other, repeats=1, seconds=0.02))
+    with made() as loader:
+        sensible(diagnose(loader, sleeping(0.001), made, repeats=1, seconds=0.02))
         assert len(next(iter(loader)))  # it still runs
 
 
@@ -289,18 +270,19 @@ def test_a_packed_source_is_not_packed_again(photos: Path, tmp_path: Path) -> No
     assert not any("packed" in str(remedy) or "cache" in str(remedy.overrides) for remedy in verdict.tried)
 
 
-@pytest.mark.parametrize("policy", ["raise", "blank", "drop"])
-def test_bad_samples_end_nothing_and_are_not_recorded(policy: str, small: list[bytes], tmp_path: Path) -> None:
+def test_bad_samples_end_nothing_and_are_not_recorded(small: list[bytes], tmp_path: Path) -> None:
     source = planted.Source([*small[:3], b"no image"], broken=5, count=64)
     file = tmp_path / "faults.jsonl"
-    how = (f"faults.policy={policy}", f"faults.file={file}", "faults.max=0")
-    with build(source, *how, "num_workers=0", "order=sequential") as loader:
-        found = trace(loader, seconds=0.02)
-        assert 0 < found.faults < found.tried
-        assert not file.exists()
-        assert loader.faults.count == 0
-        with pytest.raises(GpuaugError):  # the loader itself is as strict as before
-            next(iter(loader))
+    for policy in ("raise", "blank", "drop"):
+        how = (f"faults.policy={policy}", f"faults.file={file}", "faults.max=0")
+        with build(source, *how, "num_workers=0", "order=sequential") as loader:
+            found = trace(loader, seconds=0.02)
+            assert 0 < found.faults < found.tried
+            assert not file.exists()
+            assert loader.faults.count == 0
+            with pytest.raises(GpuaugError):  # the loader itself is as strict as before
+                next(iter(loader))
+        file.unlink(missing_ok=True)
 
 
 def test_nothing_but_bad_samples_is_an_error(small: list[bytes]) -> None:
@@ -367,9 +349,8 @@ def test_profiling_changes_nothing_of_the_loader(photos: Path) -> None:
         assert loader.state_dict() == state
 
 
-@pytest.mark.parametrize("how", ["profiling=true", "profiling=4"])
 def test_training_is_profiled_with_its_own_model_and_stays_the_same(
-    how: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpuaug.tools.profile import command as profile
 
@@ -378,7 +359,7 @@ def test_training_is_profiled_with_its_own_model_and_stays_the_same(
     fast = ["augment=standard", "augment.crop.size=32", "batch_size=8", "num_workers=0", "cache=ram", "dtype=float32"]
     call = ["train", f"source.root={photos}", "device=cpu", "epochs=1", *fast, "--trust", "planted."]
     shown, losses, weights = [], [], []
-    for number, more in enumerate(([], [how])):
+    for number, more in enumerate(([], ["profiling=4"])):
         out, file = tmp_path / str(number), tmp_path / f"{number}.txt"
         model = ["model._target_=planted.Noting", f"+model.file={file}", "+model.wait=0.1"]
         before = random.getstate()
@@ -395,12 +376,6 @@ def test_training_is_profiled_with_its_own_model_and_stays_the_same(
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-@pytest.mark.parametrize("wrong", ["repeats=0", "seconds=-1", "optimizer=lion", "out=7", "model=net"])
-def test_wrong_keys_are_refused(photos: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", f"source.root={photos}", wrong]) == 2
-    assert f"`{wrong.partition('=')[0]}` must be" in capsys.readouterr().err
-
-
 def test_labels_that_are_no_classes_are_an_error(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,22 +385,3 @@ def test_labels_that_are_no_classes_are_an_error(
     call = ["profile", "source=table", f"source.root={tmp_path}/table.csv", "num_workers=0", "device=cpu", "out=null"]
     assert main([*call, "model._target_=gpuaug.tools.train.model.SmallNet", "seconds=0.01"]) == 2
     assert "`loss=cross_entropy` needs classes" in capsys.readouterr().err
-
-
-def test_no_batch_is_an_error(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call = ["profile", f"source.root={photos}", "batch_size=1000", "last=drop", "num_workers=0", "device=cpu"]
-    assert main(call) == 2
-    assert "an epoch has no batch" in capsys.readouterr().err
-
-
-def test_step_needs_a_known_model(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call = ["profile", f"source.root={photos}", "model._target_=os.system", "device=cpu", "num_workers=0"]
-    assert main(call) == 2
-    assert "os.system" in capsys.readouterr().err
-
-
-def test_settings_reject_text_for_numbers() -> None:
-    from gpuaug.tools.profile.command import Settings
-
-    with pytest.raises(ConfigError, match="num_classes"):
-        Settings(num_classes="ten")  # type: ignore[arg-type]

@@ -84,13 +84,13 @@ def test_resuming_with_another_batch_size_sees_the_rest_once(
     StopAfter.left = 3
     assert main(words(photos, tmp_path, "epochs=1")) == training.TERMINATED
     seen: list[int] = []
-    step = training.Training.step
+    train_batch = training.Training.train_batch
 
     def noting(self: training.Training, batch: Any, **more: Any) -> None:
         seen.extend(batch.indices.tolist())
-        step(self, batch, **more)
+        train_batch(self, batch, **more)
 
-    monkeypatch.setattr(training.Training, "step", noting)
+    monkeypatch.setattr(training.Training, "train_batch", noting)
     StopAfter.left = 10**6
     assert main(words(photos, tmp_path, "epochs=1", f"resume={tmp_path}/last.pt", "batch_size=5")) == 0
     assert len(seen) == len(set(seen)) == 64 - 24

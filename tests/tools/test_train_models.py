@@ -208,15 +208,15 @@ def test_accumulated_batches_are_one_large_batch(nets: Path, photos: Path, tmp_p
 def test_a_step_is_the_formula(nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD without momentum on the mean gradient, clipped; label smoothing; the average; written out."""
     seen: list[tuple[Tensor, Tensor]] = []
-    step = training.Training.step
+    train_batch = training.Training.train_batch
 
     def noting(self: training.Training, batch: Batch, **more: Any) -> None:
         assert isinstance(batch.images, Tensor)
         assert batch.labels is not None
         seen.append((batch.images.clone(), batch.labels.clone()))
-        step(self, batch, **more)
+        train_batch(self, batch, **more)
 
-    monkeypatch.setattr(training.Training, "step", noting)
+    monkeypatch.setattr(training.Training, "train_batch", noting)
     more = ["accumulate=2", "limit_batches=6", "clip_grad_norm=0.1", "ema=0.9", "label_smoothing=0.2", "momentum=0"]
     more += ["warmup=0", "weight_decay=0.01", "lr=0.3"]
     assert main(words(photos, tmp_path, "train_nets.Flat", *more)) == 0

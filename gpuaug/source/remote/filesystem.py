@@ -17,16 +17,14 @@ import fsspec
 from fsspec.asyn import get_loop
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from gpuaug.errors import ConfigError, ReadError, SourceError
+from gpuaug.errors import ConfigError, ReadError
 from gpuaug.source.paths import redact
-from gpuaug.source.remote.ranges import Range, check_size, clean, status_error, too_long, version_of
+from gpuaug.source.remote.ranges import Range, StatusError, check_size, clean, status_error, too_long, version_of
 
-PACKAGES = {"hdfs": "pyarrow", "webhdfs": "requests", "sftp": "paramiko", "hf": "huggingface_hub"}  # by protocol
 # protocols of fsspec whose URLs do not begin with a server
 UNFIT = {"data", "dir", "file", "local", "reference", "generic", "tar", "zip", "libarchive", "cached", "blockcache"}
 UNFIT |= {"filecache", "simplecache", "async_wrapper", "asynclocal", "asyncwrapper"}
 VERSIONS = ["ETag", "etag", "Content-MD5", "LastModified", "Last-Modified", "mtime", "modified", "updated"]
-HDFS = " It needs Java and Hadoop's libhdfs. Set JAVA_HOME, HADOOP_HOME and CLASSPATH, or use webhdfs://."
 
 
 class FileSystem:
@@ -45,23 +43,13 @@ class FileSystem:
         if protocol not in known:
             text = f"{protocol}:// is not supported: {redact(url)!r}. Supported: {', '.join(sorted(known))}."
             raise ConfigError(text)
-        try:
-            if self._is_web:
-                # proxies of the environment, which take 200 us of CPU time per request to look up
-                more = {"headers": {"User-Agent": "gpuaug"}, "trust_env": bool(getproxies())}
-                more |= {} if remote.redirects else {"trace_configs": [_refuse_redirects()]}
-                settings["client_kwargs"] = {**more, **(settings.get("client_kwargs") or {})}
-            # no cache of listings, because it takes a gigabyte for a million files
-            system, _ = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **settings)
-        except ImportError as error:
-            package = PACKAGES.get(protocol, "gpuaug[remote]")
-            raise SourceError(f"{protocol}:// needs another package: {error}. Run `pip install {package}`.") from error
-        except OSError as error:
-            text = f"{protocol}:// cannot be opened: {clean(str(error).partition(chr(10))[0] or repr(error))}."
-            raise SourceError(text + (HDFS if protocol == "hdfs" else "")) from error
-        except (TypeError, ValueError) as error:
-            text = clean(f"{type(error).__name__}: {error}")
-            raise ConfigError(f"`source.remote.options` are not valid. {text}.") from error
+        if self._is_web:
+            # proxies of the environment, which take 200 us of CPU time per request to look up
+            more = {"headers": {"User-Agent": "gpuaug"}, "trust_env": bool(getproxies())}
+            more |= {} if remote.redirects else {"trace_configs": [_refuse_redirects()]}
+            settings["client_kwargs"] = {**more, **(settings.get("client_kwargs") or {})}
+        # no cache of listings, because it takes a gigabyte for a million files
+        system, _ = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **settings)
         self._strip = system._strip_protocol  # older wrappers lack it
         self._system: Any = system if system.async_impl else AsyncFileSystemWrapper(system)
 
@@ -92,20 +80,25 @@ class FileSystem:
         return info
 
     @asynccontextmanager
-    async def _get(self, part: Range) -> AsyncIterator[Any]:
-        """The answer to a GET on fsspec's session. fsspec's own GET has no size limit, and takes a whole file."""
+    async def _get(self, part: Range, method: str = "GET") -> AsyncIterator[Any]:
+        """The answer to a request on fsspec's session. fsspec's own GET has no size limit, and takes a whole file."""
         session, options = await self._system.set_session(), dict(self._system.kwargs)
         headers = {**(options.pop("headers", None) or {}), "Accept-Encoding": "identity"}
         if part.size is not None:
             headers["Range"] = f"bytes={part.begin}-{part.begin + part.size - 1}"
-        async with session.get(self._system.encode_url(part.path), headers=headers, **options) as response:
+        url = self._system.encode_url(part.path)
+        async with session.request(method, url, headers=headers, **options) as response:
             if response.status >= 300:
                 raise status_error(response.status, part, response.reason or "")
             yield response
 
     async def _headers(self, part: Range) -> Mapping[str, Any]:
-        async with self._get(part) as response:  # not HEAD, which the signature of a URL may not allow
-            return {**response.headers, "size": response.content_length}
+        try:
+            async with self._get(part, "HEAD") as response:
+                return {**response.headers, "size": response.content_length}
+        except (PermissionError, StatusError):  # some servers and signatures of URLs allow only GET
+            async with self._get(part) as response:
+                return {**response.headers, "size": response.content_length}
 
     async def _read_web(self, part: Range) -> bytes:
         async with self._get(part) as response:

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
-from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
+from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.paths import redact
 from gpuaug.source.remote.ranges import Range, StatusError, check_size, clean, status_error, too_long, version_of
 
@@ -103,23 +103,17 @@ class Bucket:
         self._options = options
         self._place = f"{SCHEMES[scheme]}://{bucket}"
         self._store = lru_cache(None)(self._open)
+        self._from_url = _load().from_url
+        self._error = sys.modules["obstore.exceptions"].BaseError
         try:
-            self._from_url = _load().from_url
-            self._error = sys.modules["obstore.exceptions"].BaseError
             config = self._open(remote.timeout, 0).config
-            if SCHEMES[scheme] == "s3":
-                self._find_s3(bucket, profile, verify)
-                config = self._options
-            if not remote.redirects:
-                self._refuse_redirects(SCHEMES[scheme][0], config)
-        except ImportError as error:
-            text = f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]`."
-            raise SourceError(text) from error
-        except (TypeError, ValueError, self._error) as error:
-            if isinstance(error, GpuaugError):
-                raise
-            text = clean(str(error).partition("\n")[0])
-            raise ConfigError(f"`source.remote.options` are not valid for {scheme}://. {text}") from error
+        except self._error as error:
+            raise ValueError(str(error)) from error
+        if SCHEMES[scheme] == "s3":
+            self._find_s3(bucket, profile, verify)
+            config = self._options
+        if not remote.redirects:
+            self._refuse_redirects(SCHEMES[scheme][0], config)
 
     def _open(self, seconds: float, retries: int) -> Any:
         insecure = any(str(self._options.get(key)).startswith("http://") for key in ("endpoint", "base_url"))

@@ -86,12 +86,9 @@ def version_of(size: Any, marks: Sequence[Any]) -> str:
     return hashlib.blake2b(f"{size} {[str(x) for x in marks if x is not None]}".encode(), digest_size=8).hexdigest()
 
 
-def may_pass(error: Any) -> bool:
+def may_pass(error: Exception) -> bool:
     """Whether another try may succeed after ``error``."""
-    if not isinstance(error, Exception):
-        return False
     if status := getattr(error, "status", None):
         return status in RETRIED_STATUS
-    if isinstance(error, (*local.FINAL, *BUGS, GpuaugError)):
-        return False
-    return getattr(error, "errno", None) not in (errno.EFBIG, errno.EINVAL, errno.ENAMETOOLONG)
+    final = isinstance(error, (*local.FINAL, GpuaugError))
+    return not final and getattr(error, "errno", None) not in (errno.EFBIG, errno.EINVAL, errno.ENAMETOOLONG)

@@ -33,6 +33,8 @@ GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, 
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # limit for levels of folders, because a server may list a folder in itself
 LEFT_OVER = 256  # prefetched ranges that are kept at least
+PACKAGES = {"hdfs": "pyarrow", "webhdfs": "requests", "sftp": "paramiko", "hf": "huggingface_hub"}  # by protocol
+HDFS = " It needs Java and Hadoop's libhdfs. Set JAVA_HOME, HADOOP_HOME and CLASSPATH, or use webhdfs://."
 
 _ABANDONED: list[Any] = []  # the parent's clients; closing them after a fork would wait for threads that do not exist
 
@@ -220,7 +222,10 @@ class Storage:
             raise SourceError(f"`source.root` must name each file once. Found twice: {redact(twice)!r}.")
         missing = [path for path, info in files if info is None]
         known |= zip(missing, self.stat(missing), strict=True)
-        return [info for info in known.values() if info is not None]
+        found = [info for info in known.values() if info is not None]
+        if unknown := [info.path for info in found if info.size < 0]:
+            raise SourceError(f"{redact(unknown[0])!r}: the server reports no size. Use another server, or a copy.")
+        return found
 
     def _match(self, path: str, ending: str) -> dict[str, FileInfo | None]:
         """The files that a path, a folder or a pattern names. None: the size is not known yet."""
@@ -259,13 +264,24 @@ class Storage:
 
     def _open(self, bucket: str) -> Any:
         """The client for a bucket or server (its URL without a path)."""
-        if bucket.split("://", 1)[0] in SCHEMES:
-            return Bucket(bucket, self.remote)
+        scheme = bucket.split("://", 1)[0]
         try:
+            if scheme in SCHEMES:
+                return Bucket(bucket, self.remote)
             from gpuaug.source.remote.filesystem import FileSystem
+
+            return FileSystem(bucket, self.remote)
+        except GpuaugError:
+            raise
         except ImportError as error:
-            raise SourceError(f"URLs need another package: {error}. Run `pip install gpuaug[remote]`.") from error
-        return FileSystem(bucket, self.remote)
+            package = PACKAGES.get(scheme, "gpuaug[remote]")
+            raise SourceError(f"{scheme}:// needs another package: {error}. Run `pip install {package}`.") from error
+        except OSError as error:
+            text = f"{scheme}:// cannot be opened: {clean(str(error).partition(chr(10))[0] or repr(error))}."
+            raise SourceError(text + (HDFS if scheme == "hdfs" else "")) from error
+        except (TypeError, ValueError) as error:
+            text = clean(str(error).partition("\n")[0])
+            raise ConfigError(f"`source.remote.options` are not valid for {scheme}://. {text}.") from error
 
     def _ask(self, parts: Iterable[Range], call: str, prefetch: Sequence[Range] = ()) -> dict[Range, Any]:
         """The answer of ``call`` for each range, or the exception of its last try. Also start to read ``prefetch``."""
@@ -298,14 +314,12 @@ class Storage:
                 raise
             except Exception as caught:
                 error = caught
-            if not may_pass(error):
-                break
+            if isinstance(error, OSError | GpuaugError) and not may_pass(error):
+                return error
             # random, so that workers do not retry together. The global generator belongs to the user
             pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1)) * random.Random().uniform(0.75, 1.25)
-            if attempt == self.remote.tries or stop.wait(pause):
+            if not may_pass(error) or attempt == self.remote.tries or stop.wait(pause):
                 break
-        if isinstance(error, GpuaugError) or (isinstance(error, OSError) and not may_pass(error)):
-            return error
         late = f"no answer within {part.seconds(self.remote.timeout):.3g} s"
         text = late if isinstance(error, TimeoutError) else _text(error)
         failed = ReadError(f"{redact(part.path)!r} cannot be read, tried {attempt} times: {text}")

@@ -153,16 +153,16 @@ def required_ranges() -> dict[str, Any]:
 
 def devices(cuda: Answer) -> Iterator[Finding]:
     """Check the driver and the devices. ``cuda`` is the result of the test "cuda"."""
-    gpus, driver, details = machine.gpus(), machine.driver(), cuda.details or {}
+    gpus, driver = machine.gpus(), machine.driver()
     yield Finding("driver", driver or "no NVIDIA driver: everything runs on the CPU", OK if driver else NOTE)
-    for k, device in enumerate(details.get("devices", ())):
+    for k, device in enumerate(cuda.details or ()):
         text = f"{device['name']}, {format_bytes(device['memory'])}, compute capability {device['capability']}"
         yield Finding(f"cuda:{k}", f"{text}; {cuda.text}")
     if not cuda.good:
         status, advice = SLOW, "Install torch for the driver's CUDA: https://pytorch.org/get-started/locally."
         if not (driver or gpus):
             status, advice = NOTE, ""
-        elif not details:
+        elif cuda.details is None:
             status, advice = BROKEN, "Set device=cpu, and look at nvidia-smi: the test of the devices failed."
         yield Finding("cuda", f"{len(gpus)} devices; {cuda.text}", status, advice)
 

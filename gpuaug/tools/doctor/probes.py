@@ -46,21 +46,21 @@ def main() -> None:
 
 def cuda() -> Result:
     devices: list[dict[str, Any]] = []
-    build, details = torch.version.cuda, {"build": torch.version.cuda, "devices": devices}
-    if build is None:
-        return False, "this torch is built without CUDA", details
+    text = f"torch is built for CUDA {torch.version.cuda}"
+    if torch.version.cuda is None:
+        return False, "this torch is built without CUDA", devices
     if not torch.cuda.is_available():
         why = "no device is visible"
         try:
             torch.cuda.init()
         except Exception as error:
             why = str(error).strip().splitlines()[0][:200]
-        return False, f"torch is built for CUDA {build}, but {why}", details
+        return False, f"{text}, but {why}", devices
     for k in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(k)
         devices.append({"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"})
         torch.ones(8, device=f"cuda:{k}").sum().item()  # a listed device may still fail
-    return True, f"torch is built for CUDA {build}", details
+    return True, text, devices
 
 
 # -- decoders ---------------------------------------------------------------------------------------------------------

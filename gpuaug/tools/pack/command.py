@@ -6,11 +6,15 @@ Until the last file is written, all files are in ``out/.partial``.
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import os
 import shutil
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,24 +22,25 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from gpuaug import checks, machine
+from gpuaug import checks, files, machine
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Fault
 from gpuaug.decode.dali import choose_backend
 from gpuaug.decode.decoder import Decode
-from gpuaug.errors import ConfigError, DataError, SourceError
+from gpuaug.errors import ConfigError, DataError, GpuaugError, SourceError
 from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
+from gpuaug.source.base import checksum, digest
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import ENDINGS, MANIFEST, parse
-from gpuaug.tools.pack.index import write_index
-from gpuaug.tools.pack.job import Job, Pack, checked_out, finished
+from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, parse, shard_name
+from gpuaug.tools.pack.job import GO_ON, Job, Pack, checked_out, finished
 from gpuaug.tools.pack.shards import file_digest
 from gpuaug.tools.pack.targets import describe
-from gpuaug.tools.pack.versions import check_recipe
 from gpuaug.tools.pack.workers import write_shards
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
@@ -44,6 +49,14 @@ log = logging.getLogger("gpuaug")
 
 USED = ("source", "decode", "faults")  # `gpuaug pack` uses these keys of the loader
 AUGMENTED = ("augment", "seed")  # and, with `epochs`, these
+
+
+# columns of the index; a column that differs between the sizes has a name such as `224.offsets`
+COLUMNS: dict[str, Any] = {
+    "numbers": np.int64, "offsets": np.int64, "lengths": np.int32, "checksums": np.int64, "shapes": np.int32,
+    "mask_offsets": np.int64, "mask_lengths": np.int32, "object_bounds": np.int64, "object_labels": np.int64,
+    "object_crowd": np.bool_, "object_ids": np.int64, "area": np.float32, "boxes": np.float32, "keypoints": np.float32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +214,7 @@ def pack(
         )
     targets = describe(source, pixel_centers=what.pixel_centers, orientation=what.orientation, colors=what.colors)
     if what.epochs:
-        check_recipe(augment, targets)
+        _check_recipe(augment, targets)
     checks.one_of("on", on, ("local", "ray"))
     checks.whole_number("num_workers", num_workers, 0, optional=True)
     job = Job(
@@ -224,8 +237,25 @@ def pack(
     with job.only_writer():
         if not (job.work / MANIFEST).exists():
             _write_missing_shards(job, faults, num_workers=num_workers, on=on)
-            write_index(job)
+            _write_index(job)
         return _publish(job)
+
+
+def _check_recipe(augment: Any, targets: dict[str, Any] | None) -> None:
+    """Raise ConfigError if the versions cannot be stored. ``targets``: the description of the source's targets."""
+    checks.instance("augment", augment, Augment, MultiView)
+    if targets is not None:
+        raise ConfigError(
+            "`epochs` stores augmented images and labels, but no masks, boxes or keypoints. Found: a source with "
+            f"{', '.join(targets['kinds'])}. Pack without `epochs`; training then augments images and targets together."
+        )
+    for view in augment.views:
+        crop = view.augment.crop
+        if crop is None or crop.needs or isinstance(crop.size, int):
+            raise ConfigError(
+                "`augment.crop` must give images of one size (H, W) with `epochs`, and cannot depend on targets. "
+                f"Found: {crop!r}. Use gpuaug.RandomResizedCrop or gpuaug.Resize((H, W))."
+            )
 
 
 def _write_missing_shards(job: Job, faults: Faults, *, num_workers: int | None, on: str) -> None:
@@ -252,6 +282,104 @@ def _write_missing_shards(job: Job, faults: Faults, *, num_workers: int | None, 
                 remedy = "To leave out such samples, set `faults.policy=drop`."
                 raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
     faults.end_of_epoch(0, rescued=0, truncated=0)
+
+
+def _write_index(job: Job) -> None:
+    """Write the index, then the manifest."""
+    columns, written, dropped = _read_notes(job)
+    shards = [len(keys) for keys in columns["keys"]]
+    if not any(shards):
+        raise SourceError(f"all {len(job.source)} samples are bad, so nothing could be packed.")
+
+    def put(name: str, data: bytes) -> None:
+        files.write(job.work / name, data, sync=True)
+        written[name] = [len(data), digest(data)]
+
+    def put_array(name: str, values: Any, dtype: Any = None) -> None:
+        stream = io.BytesIO()
+        np.lib.format.write_array(stream, np.asarray(values, dtype=dtype), version=(2, 0))
+        put(f"index/{name}.npy", stream.getvalue())
+
+    for name in ("keys", "extra"):
+        lines = [os.fsencode(text) for column in columns.pop(name) for text in column]
+        if name == "keys" or any(line != b"null" for line in lines):
+            put(f"index/{name}.bin", b"".join(lines))
+            put_array(name, np.cumsum([0, *map(len, lines)]), np.int64)
+    if (labels := _labels([*chain(*columns.pop("labels"))])) is not None:
+        put_array("labels", labels)
+    targets = None if job.targets is None else dict(job.targets)
+    for name, per_shard in columns.items():
+        array = _joined(name, per_shard, (targets or {}).get("num_keypoints") or 0)
+        put_array(name, array)
+        if targets is not None and name.endswith(".keypoints"):
+            targets["num_keypoints"] = array.shape[1]
+        if name == "numbers" and job.source.image_ids is not None:
+            put_array("image_ids", job.source.image_ids.numpy()[array])
+    if job.source.category_ids is not None:
+        put_array("category_ids", job.source.category_ids.numpy())
+    classes = None if job.source.classes is None else list(job.source.classes)
+    for size in job.what.names if classes is not None else ():
+        put(f"{size}/classes.json", json.dumps(classes, indent=1).encode())
+    manifest = {
+        "kind": KIND,
+        "version": VERSION,
+        "format": job.what.form,
+        "sizes": job.what.names,
+        "samples": sum(shards),
+        "shards": shards,
+        "classes": classes,
+        "labels": None if labels is None else labels.dtype.name,
+        **({} if targets is None else {"targets": targets}),
+        "augmented": job.augmented,
+        "dropped": dropped,
+        "job": job.describe(),
+        "files": dict(sorted(written.items())),
+    }
+    write_manifest(job.work / MANIFEST, manifest)
+
+
+def write_manifest(file: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest with its checksum, completely or not at all."""
+    files.write(file, json.dumps({**manifest, "checksum": checksum(manifest)}, indent=1) + "\n", sync=True)
+
+
+def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], list[dict[str, Any]]]:
+    """What the notes list: columns (one array or list per shard), size and digest of each file, bad samples."""
+    columns, written, dropped = defaultdict[str, list[Any]](list), dict[str, list[Any]](), list[dict[str, Any]]()
+    num_keypoints = set[int]()
+    for shard in range(job.shards):
+        if (note := job.note(shard)) is None:
+            raise GpuaugError(f"shard {shard} of {str(job.out)!r} disappeared while others were written. {GO_ON}")
+        for name, values in note["columns"].items():
+            if name.endswith(".keypoints"):
+                num_keypoints.update(map(len, values))
+            if len(num_keypoints) > 1:
+                listed = sorted(num_keypoints)
+                raise SourceError(f"all objects must have the same number of keypoints. Found: {listed}.")
+            kind = COLUMNS.get(name.rpartition(".")[2])
+            columns[name].append(values if kind is None else np.array(values, kind))  # lists take more memory
+        for size, entry in note["files"].items():
+            written[shard_name(size, shard, job.what.form)] = entry
+        for number, stage, reason, *_ in note["faults"]:
+            dropped.append({"key": job.source.key(number), "index": number, "stage": stage, "reason": reason})
+    return columns, written, dropped
+
+
+def _joined(name: str, per_shard: list[NDArray[Any]], num_keypoints: int) -> NDArray[Any]:
+    """Join the arrays of a column. An empty column gets zero rows of the usual shape."""
+    if name == "object_bounds":
+        return np.cumsum([0, *chain(*per_shard)], dtype=np.int64)
+    shape = {"boxes": (0, 4), "keypoints": (0, num_keypoints, 3)}.get(name.rpartition(".")[2], 0)
+    return np.concatenate([array for array in per_shard if len(array)] or [np.zeros(shape, per_shard[0].dtype)])
+
+
+def _labels(labels: list[Any]) -> NDArray[Any] | None:
+    """The labels of all samples, int64 or float32; None if no sample has one."""
+    if missing := sum(label is None for label in labels):
+        if missing < len(labels):
+            raise SourceError("some samples have no label. Label all samples, or set `source.labels=none`.")
+        return None
+    return np.array(labels, np.int64 if all(isinstance(label, int) for label in labels) else np.float32)
 
 
 def _publish(job: Job) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import io
 import json
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,18 +19,19 @@ from PIL import Image
 from torch import Tensor
 
 from gpuaug import files
-from gpuaug.augment.crop import ResizeCenterCrop
+from gpuaug.augment.crop import ResizeCenterCrop, side_by_side
+from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode import header
 from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import check_regular
+from gpuaug.loader.augmented import before_normalization
 from gpuaug.read.reader import Reader
 from gpuaug.source import runs
 from gpuaug.source.packed import Size, sample_checksum, shard_name
 from gpuaug.tools.pack.job import GO_ON, Job, Pack
 from gpuaug.tools.pack.targets import TargetPacker
-from gpuaug.tools.pack.versions import Versions
 
 _READ_SAMPLES = 32  # samples per read
 _CANVAS_BYTES = 1 << 28  # if the resized images of a batch need more memory, they are resized one by one
@@ -251,3 +252,41 @@ def _append(out: _Out, name: str, data: bytes) -> int:
     begin = out.offset + tarfile.BLOCKSIZE  # after the member's header
     out.addfile(info, io.BytesIO(data))
     return begin
+
+
+class Versions:
+    """Makes ``count`` versions of images. Version e has the random parameters of epoch e."""
+
+    def __init__(self, augment: Augment | MultiView, seed: int, *, count: int) -> None:
+        self._recipe, self._seed, self._count = before_normalization(augment), seed, count
+        self._places, self._size = side_by_side([view.augment.crop.size for view in augment.views])
+
+    def windows(self, batch: EncodedBatch, headers: HeaderInfo) -> list[CropWindows]:
+        """The windows of each view in each version: the views of version 0, then those of version 1, ..."""
+        each = (self._recipe.draw(seed=self._seed, epoch=e, indices=batch.indices) for e in range(self._count))
+        return [window for drawn in each for window in self._recipe.windows(drawn, headers.height, headers.width)]
+
+    def augment(self, batch: EncodedBatch, images: Sequence[Tensor]) -> list[NDArray[np.uint8]]:
+        """The versions, each uint8 [B, H, W, 3], with all views side by side. ``images``: one tensor per window."""
+        views, versions = len(self._places), []
+        for epoch in range(self._count):
+            drawn = self._recipe.draw(seed=self._seed, epoch=epoch, indices=batch.indices)
+            made = self._recipe.apply(images[epoch * views : (epoch + 1) * views], drawn)
+            canvas = np.zeros((len(batch), *self._size, 3), dtype=np.uint8)
+            for place, view in zip(self._places, made, strict=True):
+                (top, left), (height, width) = place.corner, place.size
+                canvas[:, top : top + height, left : left + width] = _levels(view)
+            versions.append(canvas)
+        return versions
+
+
+def _levels(view: Tensor) -> NDArray[np.uint8]:
+    """Pixels float32 [B, 3, H, W] in 0..1, rounded to uint8 [B, H, W, 3]."""
+    low, high = (float(value) for value in view.aminmax())
+    if not (low >= -0.5 / 255 and high <= 1 + 0.5 / 255):
+        raise ConfigError(
+            f"`epochs` stores pixels from 0 to 1. Found: {low:.3f} to {high:.3f} before normalization. For example, "
+            "RandomGaussianNoise can give such pixels. Leave out such an operation, or pack without `epochs`."
+        )
+    levels: NDArray[np.uint8] = view.mul(255).round_().clamp_(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    return levels

@@ -99,7 +99,7 @@ class TargetPacker:
             read, bad = self._mover.read_masks(batch, headers, self._decoder, rows=[row], keep_ids=True)
             faults += bad
             if (mask := read[row]) is not None:
-                encoded[row] = self._masks(row, mask, windows)
+                encoded[row] = [self._resized(mask, window.take(np.array([row]))) for window in windows]
         sizes = []
         for window in windows:
             matrices, scale = geometry.crop(window) @ upright.matrices, window.resized / window.window[:, 2:]
@@ -119,16 +119,12 @@ class TargetPacker:
                 columns[f"{name}.keypoints"] = keypoints
         return columns
 
-    def _masks(self, row: int, mask: NDArray[Any], windows: Sequence[CropWindows]) -> list[bytes]:
-        """The mask of one image at every size."""
-        made = []
-        for window in windows:
-            to = window.take(np.array([row]))
-            size = int(to.resized[0, 0]), int(to.resized[0, 1])
-            out = np.empty((1, *size), dtype=mask.dtype)
-            masks.place([mask], replace(to, size=size), out, fill=0)
-            made.append(encode_mask(out[0], raw=self._raw, panoptic=self._panoptic))
-        return made
+    def _resized(self, mask: NDArray[Any], window: CropWindows) -> bytes:
+        """A mask at one size. ``window``: that of its image."""
+        height, width = window.resized[0].tolist()
+        out = np.empty((1, height, width), dtype=mask.dtype)
+        masks.place([mask], replace(window, size=(height, width)), out, fill=0)
+        return encode_mask(out[0], raw=self._raw, panoptic=self._panoptic)
 
 
 def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.float64]) -> Objects:

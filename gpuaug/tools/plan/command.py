@@ -63,37 +63,24 @@ class Settings(Keys):
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """The memory of one stage.
-
-    Attributes:
-        stage, place, bytes: what it is.
-        text: where the number comes from.
-        key: the setting that makes it smaller.
-    """
+    """The memory of one stage."""
 
     stage: str
     place: Place
     bytes: int
-    text: str
-    key: str = ""
+    text: str  # where the number comes from
+    key: str = ""  # the setting that makes it smaller
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A loader that will run, not iterated yet.
-
-    Attributes:
-        config: of the loader.
-        prefix: start of the loader's keys on the command line, such as `val.`.
-        classes: class names for the loader's source; None: the source finds the names.
-        peak: what the rehearsal measured; None: not rehearsed, or stopped because memory ran out.
-    """
+    """A loader that will run, not iterated yet."""
 
     loader: Loader
-    config: Any = None
-    prefix: str = ""
-    classes: Sequence[str] | None = None
-    peak: Peak | None = None
+    config: Any = None  # of the loader
+    prefix: str = ""  # start of the loader's keys on the command line, such as `val.`
+    classes: Sequence[str] | None = None  # for the loader's source; None: the source finds the names
+    peak: Peak | None = None  # what the rehearsal measured; None: not rehearsed, or stopped because memory ran out
 
 
 def main(request: Request) -> int:
@@ -256,16 +243,19 @@ def measure(
     No batch is requested later than ``seconds`` after the first batch. ``step`` runs on the last batches, at the latest
     after 75 % of the time. Another thread calls ``watch`` about every 30 ms.
     """
-    peak, cuda, done = Peak(), loader.device.type == "cuda", threading.Event()
+    peak, cuda, done, lock = Peak(), loader.device.type == "cuda", threading.Event(), threading.Lock()
     before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
 
-    def sample() -> None:
-        while not done.wait(0.03):
-            now = usage()
-            peak.most = max(peak.most, now, key=lambda each: each.host)
+    def record() -> None:
+        with lock:
+            peak.most = max(peak.most, usage(), key=lambda each: each.host)
             peak.ready = max(peak.ready, loader.prefetch_level)
             if cuda:
                 peak.device = max(peak.device, before - torch.cuda.mem_get_info(loader.device)[0])
+
+    def sample() -> None:
+        while not done.wait(0.03):
+            record()
             watch(peak)
 
     sampler = threading.Thread(target=sample, name="gpuaug-memory", daemon=True)
@@ -280,6 +270,7 @@ def measure(
             if spent > 0.1 * seconds and loader.prefetch_level >= min(loader.prefetch, batches_left):
                 break
             time.sleep(0.03)
+        record()
 
     try:
         while steps < 3 and time.monotonic() < end:

@@ -56,10 +56,8 @@ def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Se
             if not decoded.faults:
                 known = pipeline.finish_targets(decoded, [], None)
                 annotations = Annotations.of(known[0] if known else None, 0, loader.targets)
-                sample.original, sample.absent = (
-                    Annotated(Image.fromarray(decoded.images[0][0].numpy()), annotations),
-                    "",
-                )
+                sample.original = Annotated(Image.fromarray(decoded.images[0][0].numpy()), annotations)
+                sample.absent = ""
                 break
         for each in () if sample.absent else cropped:
             for window in own.read_headers(encoded, each).windows:

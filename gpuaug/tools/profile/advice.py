@@ -50,23 +50,14 @@ TITLES = {  # bottleneck: its stage, and title
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the configuration that may help, and keeps the recipe.
-
-    Attributes:
-        overrides: of the configuration.
-        text: what the change does.
-        same: whether all pixels stay the same. Otherwise they change a little.
-        trial: overrides for the trial, if they differ.
-        rate: measured images per second; 0: not tried yet.
-        gain: ``rate`` over that of the loader as it is, both measured in turns.
-    """
+    """A change of the configuration that may help, and keeps the recipe."""
 
     overrides: tuple[str, ...]
-    text: str
-    same: bool = True
-    trial: tuple[str, ...] = ()
-    rate: float = 0.0
-    gain: float = 0.0
+    text: str  # what the change does
+    same: bool = True  # whether all pixels stay the same; otherwise they change a little
+    trial: tuple[str, ...] = ()  # overrides for the trial, if they differ
+    rate: float = 0.0  # measured images per second; 0: not tried yet
+    gain: float = 0.0  # `rate` over that of the loader as it is, both measured in turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,13 +180,12 @@ def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
     waits = f"Waiting for encoded images takes {share}, and reading uses a processor {found.reading:.0%} of the time."
     if found.reading < 0.5:
         return "storage", waits
-    if loader.num_workers:
-        reading, all_of_it = read_cpu(loader), found.cpu["read"]
-        if reading < 0.4 * all_of_it:
-            return "inter-process copy", (
-                f"Reading an image takes {reading * 1e3:.2g} ms of processor time, and handing over its "
-                f"{found.encoded / 2**20:.2g} MiB another {(all_of_it - reading) * 1e3:.2g} ms."
-            )
+    reading, all_of_it = read_cpu(loader), found.cpu["read"]
+    if loader.num_workers and reading < 0.4 * all_of_it:
+        return "inter-process copy", (
+            f"Reading an image takes {reading * 1e3:.2g} ms of processor time, and handing over its "
+            f"{found.encoded / 2**20:.2g} MiB another {(all_of_it - reading) * 1e3:.2g} ms."
+        )
     return "workers", waits
 
 
@@ -204,7 +194,7 @@ def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
 
 def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:
     """Remedies for a bottleneck, the most likely first. ``stack`` removes what trials need at the end."""
-    workers, cores = loader.num_workers, machine.usable_cpus()
+    workers, cores, decoder = loader.num_workers, machine.usable_cpus(), loader.pipeline.decoder
     key = partial("{}{}".format, prefix)
     if loader.prefetch == 0:
         yield Remedy((key("prefetch=2"),), "stages work at the same time, and while the model works")
@@ -218,24 +208,19 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
         yield Remedy((key(f"num_workers={cores}"),), f"{cores} workers instead of {workers}")
     if name == "inter-process copy":
         yield Remedy((key("num_workers=0"),), "this process reads, so nothing is handed over")
-    if name in ("decode", "masks"):
-        yield from _decoding(loader, name, key)
+    if name in ("decode", "masks") and decoder.num_threads < cores:
+        text = f"{cores} decoding threads instead of {decoder.num_threads}"
+        yield Remedy((key(f"decode.num_threads={cores}"),), text)
+    if name == "decode" and decoder.backend == "pillow":
+        if find_spec("nvidia.dali") is not None:
+            yield Remedy((key("decode.backend=dali"),), "DALI decodes instead of Pillow", same=False)
+        if not loader.decode.reduced:
+            text = "large JPEGs are decoded at a part of their size"
+            yield Remedy((key("decode.reduced=true"),), text, same=False)
     if name in ("decode", "masks", "inter-process copy", "storage"):
         yield from _packing(loader, found, prefix, stack)
     if name == "augment" and any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
         yield Remedy((key("augment.backend=fused"),), "the fused backend gives the same result in one pass")
-
-
-def _decoding(loader: Loader, name: str, key: Callable[[str], str]) -> Iterator[Remedy]:
-    decoder, cores = loader.pipeline.decoder, machine.usable_cpus()
-    if decoder.num_threads < cores:
-        text = f"{cores} decoding threads instead of {decoder.num_threads}"
-        yield Remedy((key(f"decode.num_threads={cores}"),), text)
-    if name == "decode" and decoder.backend == "pillow" and find_spec("nvidia.dali") is not None:
-        yield Remedy((key("decode.backend=dali"),), "DALI decodes instead of Pillow", same=False)
-    if name == "decode" and decoder.backend == "pillow" and not loader.decode.reduced:
-        text = "large JPEGs are decoded at a part of their size"
-        yield Remedy((key("decode.reduced=true"),), text, same=False)
 
 
 def _packing(loader: Loader, found: Trace, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:

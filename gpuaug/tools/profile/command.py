@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def training_step(
     def step(batch: Batch) -> None:
         if batch.labels is None:
             batch = replace(batch, labels=torch.zeros(len(batch), dtype=torch.int64, device=loader.device))
-        training.step(batch, valid=float(len(batch)), progress=1.0)
+        training.train_batch(batch, valid=float(len(batch)), progress=1.0)
 
     return step
 
@@ -145,13 +145,10 @@ def report_on(request: Request, loader: Loader, step: Step | None, report: Repor
 
 def _say(report: Report, verdict: Verdict) -> None:
     loader, found = verdict.loader, verdict.trace
-    stages = [stage for stage in STAGES if stage in found.busy]
     report.add("rate", found.rate, f"{found.rate:,.0f} images/s: {found.images} images in {found.seconds:.2g} s")
-    lines = ["", f"{'stage':<40} {'busy':>6} {'ms/image':>9} {'CPU ms':>8}"]
-    values = {}
-    for stage in stages:
-        busy, cpu = found.share(stage), found.cpu[stage]
-        seconds = found.busy[stage] / found.images
+    lines, values = ["", f"{'stage':<40} {'busy':>6} {'ms/image':>9} {'CPU ms':>8}"], {}
+    for stage in (stage for stage in STAGES if stage in found.busy):
+        busy, cpu, seconds = found.share(stage), found.cpu[stage], found.busy[stage] / found.images
         values[stage] = {"busy": busy, "seconds_per_image": seconds, "cpu_seconds_per_image": cpu}
         mark = " <" if stage == TITLES[verdict.bottleneck][0] else ""
         name = f"{NAMES[stage]} ({loader.num_workers} workers)" if stage == "read" else NAMES[stage]
@@ -165,13 +162,10 @@ def _say(report: Report, verdict: Verdict) -> None:
         costs = sorted(verdict.costs.items(), key=lambda each: -each[1])
         text = ", ".join(f"{name} {max(0.0, seconds) * 1e3:.2g}" for name, seconds in costs)
         report.add("operations", verdict.costs, f"ms per image that each takes: {text}")
-    tried = []
     for number, remedy in enumerate(verdict.tried, start=1):
-        tried.append({name: getattr(remedy, name) for name in ("overrides", "text", "same", "rate", "gain")})
-        report.add(f"tried_{number}", tried[-1], advice(remedy))
-    report.values["tried"] = tried
-    same = [remedy for remedy in verdict.helping if remedy.same]
-    report.values["overrides"] = list(same[0].overrides) if same else []
+        report.add(f"tried_{number}", asdict(remedy), advice(remedy))
+    report.values["tried"] = [asdict(remedy) for remedy in verdict.tried]
+    report.values["overrides"] = next((list(remedy.overrides) for remedy in verdict.helping if remedy.same), [])
     if verdict.ideal_gain is not None:
         nothing = ": not worth it" if found.share("step") > WORTH else ""
         report.add("ideal_loader", verdict.ideal_gain, f"{_ideal(verdict.ideal_gain)}{nothing}")

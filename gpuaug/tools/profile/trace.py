@@ -43,29 +43,20 @@ LONGEST_S = 20.0  # a pass ends after this time, even before FEWEST batches
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What the stages did while a pass made ``images`` images in ``seconds``.
-
-    Attributes:
-        busy: seconds of each stage. For ``read``: seconds in which the headers' thread waited for encoded batches.
-        cpu: CPU seconds per image of each stage, over all threads and workers.
-        reading: processor time of a worker by its time, without the time in which it waited for a free processor.
-            Without workers: the same for ``read``.
-        encoded: mean size of an encoded image, in bytes.
-        shorter: median of the images' shorter sides, in pixels; 0: unknown.
-        largest: the largest side of a view, in pixels; 0: unknown.
-        faults, tried: number of bad images, and of all images.
-    """
+    """What the stages did while a pass made ``images`` images in ``seconds``."""
 
     images: int
     seconds: float
-    busy: dict[str, float]
-    cpu: dict[str, float]
+    busy: dict[str, float]  # seconds of each stage; `read`: in which the headers' thread waited for encoded batches
+    cpu: dict[str, float]  # CPU seconds per image of each stage, over all threads and workers
+    # processor time of a worker by its time, without the time in which it waited for a free processor; without
+    # workers: the same for `read`
     reading: float
-    encoded: float
-    shorter: float
-    largest: int
-    faults: int
-    tried: int
+    encoded: float  # mean size of an encoded image, in bytes
+    shorter: float  # median of the images' shorter sides, in pixels; 0: unknown
+    largest: int  # the largest side of a view, in pixels; 0: unknown
+    faults: int  # number of bad images
+    tried: int  # number of all images
 
     @property
     def rate(self) -> float:

@@ -161,8 +161,8 @@ class Training:
         self.divisor = 1.0  # expected number of the group's valid samples; divides the summed loss
         self.before: list[Tensor] = []  # copies of `_undoable`, made before the group's first batch
         self.history: list[dict[str, float | int | None]] = []
-        classes = loader.source.classes
-        self.classes = None if classes is None else list(classes)
+        self.classes = loader.source.classes and list(loader.source.classes)
+        self.averaged = "" if self.ema is None else " of the averaged weights"
 
     def run(self, report: Report) -> int:
         """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training."""
@@ -241,7 +241,7 @@ class Training:
                 asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
                 state = loader.state_dict()
                 last, progress = state["epoch"] != epoch, (epoch + min(1.0, position / samples)) / self.settings.epochs
-                self.step(batch, valid=valid, progress=progress, last=last)
+                self.train_batch(batch, valid=valid, progress=progress, last=last)
                 self.pace.images += int(valid)
                 if bar.update():
                     bar.set_postfix_str(self._postfix(), refresh=False)
@@ -260,7 +260,7 @@ class Training:
             self._end_group()
         return True
 
-    def step(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
+    def train_batch(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
         """Train on one batch. The weights change after ``accumulate`` batches, and after the last batch of an epoch.
 
         ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that was done
@@ -372,14 +372,10 @@ class Training:
         asked, right, samples = _sum([float(self.stop.asked), *sums])
         if self.val is not None and not asked:
             entry["held_out_accuracy"] = accuracy = right / max(1.0, samples)
-            held_out = f", held-out {accuracy:.1%}{self._averaged}"
+            held_out = f", held-out {accuracy:.1%}{self.averaged}"
         text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
         log.info("epoch %d: %s", self.loader.epoch, text)
         return not asked
-
-    @property
-    def _averaged(self) -> str:
-        return "" if self.ema is None else " of the averaged weights"
 
     @torch.no_grad()
     def _evaluate(self, loader: Loader) -> Tensor:
@@ -471,7 +467,7 @@ class Training:
             report.add("waiting_for_data", waited, f"{waited:.1%} of the time")
         for name, note in (
             ("train_accuracy", " on augmented images, last epoch"),
-            ("held_out_accuracy", self._averaged),
+            ("held_out_accuracy", self.averaged),
         ):
             if (value := last.get(name)) is not None:
                 report.add(name, value, f"{value:.1%}{note}")
