@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpuaug.display.tables import table
+from gpuaug.display.sheet import table
 
 LONGEST = 300  # largest number of characters of an operation's settings
 _USUAL = {"keepdim": False, "same_on_batch": False, "p_batch": 1}  # Kornia's defaults, which are left out

@@ -21,7 +21,7 @@ from gpuaug.augment.parameters import Chosen, Size
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
-from gpuaug.decode.plan import HeaderInfo, decode_fault, split_by_bytes
+from gpuaug.decode.request import HeaderInfo, decode_fault, split_by_bytes
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
 from gpuaug.source.base import Source

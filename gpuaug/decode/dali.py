@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gpuaug.batch import CropWindows
 from gpuaug.decode.header import Header
-from gpuaug.decode.plan import Pixels, Plan, to_stored
+from gpuaug.decode.request import DecodeRequest, Pixels, to_stored
 from gpuaug.errors import ConfigError
 from gpuaug.read.ends import end_all
 
@@ -94,16 +94,16 @@ class CpuPipeline:
         self._pipeline: Any = None
         self._capacity = 0
 
-    def run(self, plan: Plan) -> list[Pixels]:
-        """Decode each row's ``plan.union`` box, uint8 [height, width, 3]. The arrays keep DALI's memory alive."""
-        if len(plan) > self._capacity:
-            self._capacity = _capacity(plan)
+    def run(self, request: DecodeRequest) -> list[Pixels]:
+        """Decode each row's ``request.union`` box, uint8 [height, width, 3]. The arrays keep DALI's memory alive."""
+        if len(request) > self._capacity:
+            self._capacity = _capacity(request)
             self._pipeline = self._build()
-        self._pipeline.feed_input("encoded", plan.encoded)
-        _feed(self._pipeline, np.int32, start=plan.union[:, :2], shape=plan.union[:, 2:])
+        self._pipeline.feed_input("encoded", request.encoded)
+        _feed(self._pipeline, np.int32, start=request.union[:, :2], shape=request.union[:, 2:])
         (regions,) = self._pipeline.run()
         # DALI's own numpy arrays are read-only, so torch would have to copy them
-        return [torch.from_dlpack(regions[k]).numpy() for k in range(len(plan))]
+        return [torch.from_dlpack(regions[k]).numpy() for k in range(len(request))]
 
     def _build(self) -> Any:
         def graph(fn: Any, types: Any, fed: Callable[..., Any]) -> list[Any]:
@@ -136,19 +136,19 @@ class CudaPipeline:
         self._hardware_load = float(hardware_load)
         self._pipelines: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
-    def run(self, plan: Plan) -> list[Tensor]:
+    def run(self, request: DecodeRequest) -> list[Tensor]:
         """Queue the work on torch's current stream. Return views before orientation, uint8 [n, h, w, 3]."""
-        key = tuple((b.interpolation, b.fill) for b in plan.windows)
+        key = tuple((b.interpolation, b.fill) for b in request.windows)
         capacity, pipeline = self._pipelines.get(key, (0, None))
-        if len(plan) > capacity:
-            capacity = max(self._batch_size, _capacity(plan))
-            pipeline = self._build(capacity, plan.windows)
+        if len(request) > capacity:
+            capacity = max(self._batch_size, _capacity(request))
+            pipeline = self._build(capacity, request.windows)
             self._pipelines[key] = capacity, pipeline
-        pipeline.feed_input("encoded", plan.encoded)
-        for v, (windows, part) in enumerate(zip(plan.windows, plan.parts, strict=True)):
+        pipeline.feed_input("encoded", request.encoded)
+        for v, (windows, part) in enumerate(zip(request.windows, request.parts, strict=True)):
             size = np.array(windows.size, dtype=np.int64)
-            canvas = np.where(plan.swapped[:, None], size[::-1], size)
-            resized = to_stored(np.concatenate([windows.offset, windows.resized], axis=1), canvas, plan.orientation)
+            canvas = np.where(request.swapped[:, None], size[::-1], size)
+            resized = to_stored(np.concatenate([windows.offset, windows.resized], axis=1), canvas, request.orientation)
             _feed(pipeline, np.int32, **{f"start{v}": part[:, :2], f"shape{v}": part[:, 2:]})
             _feed(pipeline, np.int32, **{f"corner{v}": -resized[:, :2], f"canvas{v}": canvas})
             _feed(pipeline, np.float32, **{f"size{v}": resized[:, 2:]})
@@ -193,9 +193,9 @@ class CudaPipeline:
         return _pipeline(capacity, self._num_threads, index, graph)
 
 
-def _capacity(plan: Plan) -> int:
+def _capacity(request: DecodeRequest) -> int:
     """Batch size of a new pipeline: a power of two, so that few batches need a larger pipeline."""
-    return 1 << max(5, (len(plan) - 1).bit_length())
+    return 1 << max(5, (len(request) - 1).bit_length())
 
 
 def _feed(pipeline: Any, dtype: Any, **inputs: NDArray[Any]) -> None:

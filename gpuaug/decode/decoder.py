@@ -6,7 +6,6 @@ samples of its batch.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import threading
@@ -26,10 +25,10 @@ from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64
 from gpuaug.decode import dali, header, pillow, resize
 from gpuaug.decode.dali import Backend
 from gpuaug.decode.header import CODECS, Header, HeaderError, TruncatedError
-from gpuaug.decode.plan import (
+from gpuaug.decode.request import (
+    DecodeRequest,
     HeaderInfo,
     Pixels,
-    Plan,
     Route,
     decode_fault,
     largest_view,
@@ -154,7 +153,7 @@ class Decoder:
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
         memory = np.zeros(len(batch), dtype=np.int64)
-        faults, replaced = [], dict[int, Pixels]()
+        codec, faults, replaced = [""] * len(batch), [], dict[int, Pixels]()
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs per sample
             if row in unread:
@@ -167,13 +166,13 @@ class Decoder:
             if replacement is not None:
                 replaced[row] = replacement
                 self.truncated += info.codec == "jpeg"
-            orientation[row] = info.orientation
+            codec[row], orientation[row] = info.codec, info.orientation
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
             each = info.pixel_bytes + (3 if info.orientation == 1 else 6)
             memory[row] = info.height * info.width * each + len(encoded)
         height, width = shape.T.copy()
-        return HeaderInfo(height, width, orientation, faults, route, memory, replaced)
+        return HeaderInfo(codec, height, width, orientation, faults, route, memory, replaced)
 
     def pixels(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -193,7 +192,7 @@ class Decoder:
         """
         if not windows:
             return [], []
-        return self._decode(len(batch), Plan.of(batch, headers, windows))
+        return self._decode(len(batch), DecodeRequest.of(batch, headers, windows))
 
     def full(self, batch: EncodedBatch, headers: HeaderInfo) -> list[Tensor]:
         """Decode whole upright images, uint8 [height, width, 3] on the device. A bad row has shape [0, 0, 3]."""
@@ -205,10 +204,12 @@ class Decoder:
             )
         zero = np.zeros((len(batch), 2), dtype=np.int32)
         sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
-        plan = Plan.of(batch, headers, [CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (0, 0))])
+        request = DecodeRequest.of(
+            batch, headers, [CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (0, 0))]
+        )
         images = [torch.zeros((0, 0, 3), dtype=torch.uint8, device=self.device)] * len(batch)
-        for k, row in enumerate(plan.rows.tolist()):  # one by one, because a plan has one output size
-            alone = plan.take(np.array([k]))
+        for k, row in enumerate(request.rows.tolist()):  # one by one, because a request has one output size
+            alone = request.take(np.array([k]))
             h, w = sizes[row].tolist()
             windows = [replace(alone.windows[0], size=(h, w))]
             views, faults = self._decode(1, replace(alone, rows=np.array([0]), windows=windows))
@@ -235,9 +236,9 @@ class Decoder:
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
         """The image's header and route, and repaired bytes to decode instead of ``encoded``; None: no repair."""
-        if raw := header.read_raw(encoded.data):
-            return *self._check_header(b"", raw), None
-        data = original = encoded.tobytes()
+        # only the headers of other codecs need a copy, because a memoryview has no `find`
+        data: Any = encoded.data if header.sniff(encoded.data) == "raw" else encoded.tobytes()
+        original = data
         try:
             info = header.read(data)
         except TruncatedError:
@@ -263,7 +264,7 @@ class Decoder:
         if pixels > max_pixels:
             raise HeaderError(f"{name} is larger than `decode.max_pixels` ({max_pixels})")
         work = pixels * info.effort
-        if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(data)) and codec != "raw":
+        if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(data)):
             raise HeaderError(
                 f"{name} has only {len(data)} bytes: an image this large needs a byte for every "
                 f"{_PIXELS_PER_BYTE // info.effort} pixels. To accept it, raise `decode.max_pixels` to {4 * work}"
@@ -283,8 +284,8 @@ class Decoder:
 
     # -- pixels --
 
-    def _decode(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
-        """Make the views and faults of a batch of ``count`` rows. Rows that are not in the plan are zero."""
+    def _decode(self, count: int, request: DecodeRequest) -> tuple[list[Tensor], list[Fault]]:
+        """Make the views and faults of a batch of ``count`` rows. Rows that are not in the request are zero."""
         self._pid = self._pid or os.getpid()
         if self._pid != os.getpid():
             raise GpuaugError(
@@ -295,44 +296,44 @@ class Decoder:
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:
                 raise GpuaugError("This decoder is closed. Open a new decoder with `Decode.open`.")
-            too_large = self._too_large(plan)
-            plan = plan.take(np.flatnonzero(~np.isin(plan.rows, [fault.row for fault in too_large])))
+            too_large = self._too_large(request)
+            request = request.take(np.flatnonzero(~np.isin(request.rows, [fault.row for fault in too_large])))
             decode = self._on_device if isinstance(self._dali, dali.CudaPipeline) else self._on_host
-            images, faults = decode(count, plan)
+            images, faults = decode(count, request)
             return images, [*too_large, *faults]
 
-    def _too_large(self, plan: Plan) -> list[Fault]:
+    def _too_large(self, request: DecodeRequest) -> list[Fault]:
         """Faults of images that would be too large after resizing, such as very thin images."""
         most = self.settings.max_pixels
-        pixels, faults = largest_view(plan.windows), []
+        pixels, faults = largest_view(request.windows), []
         for k in np.flatnonzero(pixels > most).tolist():
-            h, w = plan.stored[k, :: -1 if plan.swapped[k] else 1]
+            h, w = request.stored[k, :: -1 if request.swapped[k] else 1]
             reason = f"resizing {h}x{w} gives more pixels than `decode.max_pixels` ({most})"
-            faults.append(decode_fault(int(plan.rows[k]), plan.encoded[k], reason))
+            faults.append(decode_fault(int(request.rows[k]), request.encoded[k], reason))
         return faults
 
-    def _on_host(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
+    def _on_host(self, count: int, request: DecodeRequest) -> tuple[list[Tensor], list[Fault]]:
         """Decode and resize on the CPU, then copy the views to the device."""
-        shapes = [(count, *b.size, 3) for b in plan.windows]
+        shapes = [(count, *b.size, 3) for b in request.windows]
         if self.device.type == "cuda":
             images = [torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True) for shape in shapes]
         else:
             images = [buffers.outputs.take(shape, torch.uint8, channels_last=False) for shape in shapes]
         canvases = [x.numpy() for x in images]
         failed: list[int] = []
-        for part, regions in self._by_dali(plan, failed):
+        for part, regions in self._by_dali(request, failed):
             self._paint(part, regions, canvases)
             del regions  # free memory before the next chunk is decoded
-        rest = _left(plan, failed)
+        rest = _left(request, failed)
         raw = rest.take(np.flatnonzero(rest.route == Route.RAW))
         self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)
         faults = self._by_pillow(rest.take(np.flatnonzero(rest.route != Route.RAW)), canvases)
-        bad = np.setdiff1d(np.arange(count), plan.rows).tolist() + [fault.row for fault in faults]
+        bad = np.setdiff1d(np.arange(count), request.rows).tolist() + [fault.row for fault in faults]
         for canvas in canvases:
             canvas[bad] = 0
         return [buffers.to_device(x, self.device) for x in images], faults
 
-    def _on_device(self, count: int, plan: Plan) -> tuple[list[Tensor], list[Fault]]:
+    def _on_device(self, count: int, request: DecodeRequest) -> tuple[list[Tensor], list[Fault]]:
         """Make views with DALI's CUDA pipeline. The CPU makes the rows that DALI does not decode."""
         images: list[Tensor] = []
         failed: list[int] = []
@@ -344,25 +345,27 @@ class Decoder:
             for image, view in zip(images, views, strict=True):
                 image.index_copy_(0, at, view)
 
-        for part, views in self._by_dali(plan, failed):
+        for part, views in self._by_dali(request, failed):
             if len(part) == count and (part.orientation == 1).all():
                 return views, []  # the pipeline decoded the whole batch: no copy needed
             for value in np.unique(part.orientation):
                 k = np.flatnonzero(part.orientation == value)
                 at = buffers.to_device(torch.from_numpy(k), self.device)
                 put(part.rows[k], [oriented_batch(view[at], int(value)) for view in views])
-        rest = _left(plan, failed)
+        rest = _left(request, failed)
         if not len(rest) and images:
             return images, []
         views, faults = self._on_host(len(rest), replace(rest, rows=np.arange(len(rest))))
         put(rest.rows, views)
         return images, [replace(fault, row=int(rest.rows[fault.row])) for fault in faults]
 
-    def _paint(self, plan: Plan, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False) -> None:
-        """Make all views. ``regions``: pixels of the ``plan.union`` boxes. ``alone``: use only the calling thread."""
+    def _paint(
+        self, request: DecodeRequest, regions: Sequence[Pixels], canvases: list[Pixels], *, alone: bool = False
+    ) -> None:
+        """Make all views. ``regions``: pixels of the ``union`` boxes. ``alone``: use only the calling thread."""
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
-        for view, (windows, canvas) in enumerate(zip(plan.windows, canvases, strict=True)):
-            resize.views(plan.view_parts(view, regions), windows, canvas, plan.rows, threads=threads, each=each)
+        for view, (windows, canvas) in enumerate(zip(request.windows, canvases, strict=True)):
+            resize.views(request.view_parts(view, regions), windows, canvas, request.rows, threads=threads, each=each)
 
     # -- by DALI, by Pillow --
 
@@ -385,9 +388,9 @@ class Decoder:
             dali.release_memory()
         self._dali = self._new_pipeline()
 
-    def _by_dali(self, plan: Plan, failed: list[int]) -> Iterator[tuple[Plan, Any]]:
+    def _by_dali(self, request: DecodeRequest, failed: list[int]) -> Iterator[tuple[DecodeRequest, Any]]:
         """Let DALI decode its rows in chunks. Add rows that DALI cannot decode to ``failed``."""
-        pending, rebuilds = self._chunks(plan)[::-1], 0
+        pending, rebuilds = self._chunks(request)[::-1], 0
         while pending:
             part = pending.pop()
             assert self._dali is not None
@@ -421,51 +424,55 @@ class Decoder:
             yield part, result
             del result
 
-    def _chunks(self, plan: Plan) -> list[Plan]:
+    def _chunks(self, request: DecodeRequest) -> list[DecodeRequest]:
         if self._dali is None:
             return []
-        rows, pixels = np.flatnonzero(_for_dali(plan.route, plan)), plan.stored.prod(axis=1)
+        rows, pixels = np.flatnonzero(_for_dali(request.route, request)), request.stored.prod(axis=1)
         if isinstance(self._dali, dali.CudaPipeline):  # a run has one output size; swapped rows need another size
-            groups = [rows[~plan.swapped[rows]], rows[plan.swapped[rows]]]
+            groups = [rows[~request.swapped[rows]], rows[request.swapped[rows]]]
         else:
             groups = np.array_split(rows, num_parts(len(rows), 3 * int(pixels[rows].sum()), self.num_threads))
         sizes, most = pixels * self._dali.bytes_per_pixel, self.settings.max_bytes
         most = most // 2 if self.device.type == "cpu" else most
-        return [plan.take(k) for group in groups for k in split_by_bytes(group, sizes, most)]
+        return [request.take(k) for group in groups for k in split_by_bytes(group, sizes, most)]
 
-    def _by_pillow(self, plan: Plan, canvases: list[Pixels]) -> list[Fault]:
-        faults: list[Fault | None] = [None] * len(plan)
+    def _by_pillow(self, request: DecodeRequest, canvases: list[Pixels]) -> list[Fault]:
+        faults: list[Fault | None] = [None] * len(request)
 
         def one(k: int) -> None:
-            data, row, max_pixels = plan.encoded[k].tobytes(), plan.take(np.array([k])), self.settings.max_pixels
-            reduced = self._reduced and header.sniff(data) == "jpeg"
+            data, row, max_pixels = request.encoded[k].tobytes(), request.take(np.array([k])), self.settings.max_pixels
+            codec, reduced = request.codec[k], self._reduced and request.codec[k] == "jpeg"
             try:
-                views = pillow.reduced(data, plan.stored[k], row.stored_views()) if reduced else None
+                views = pillow.reduced(data, request.stored[k], row.stored_views()) if reduced else None
                 if views is None:
-                    image = pillow.decode(data, plan.stored[k], plan.union[k], max_pixels)
+                    image = pillow.decode(data, codec, request.stored[k], request.union[k], max_pixels)
                     self._paint(row, [image], canvases, alone=True)
                     return
             except HeaderError as e:
-                faults[k] = decode_fault(int(plan.rows[k]), plan.encoded[k], str(e))
+                faults[k] = decode_fault(int(request.rows[k]), request.encoded[k], str(e))
                 return
             for view, windows, canvas in zip(views, row.windows, canvases, strict=True):
-                resize.views([oriented(view, int(plan.orientation[k]))], windows, canvas, row.rows, threads=1)
+                resize.views([oriented(view, int(request.orientation[k]))], windows, canvas, row.rows, threads=1)
 
-        sizes, most = plan.memory, self.settings.max_bytes
+        sizes, most = request.memory, self.settings.max_bytes
         for k in np.flatnonzero(sizes > most).tolist():
-            h, w = plan.stored[k].tolist()
+            h, w = request.stored[k].tolist()
             reason = f"decoding {h}x{w} pixels takes {sizes[k]} bytes, more than `decode.max_bytes` ({most}). Raise it"
-            faults[k] = decode_fault(int(plan.rows[k]), plan.encoded[k], reason)
+            faults[k] = decode_fault(int(request.rows[k]), request.encoded[k], reason)
         beside_dali = most // 2 if isinstance(self._dali, dali.CpuPipeline) else most  # DALI keeps up to the other half
         for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, beside_dali):
             if sizes[group].sum() > beside_dali:
                 self._renew_pipeline()
-                _trim()
+                self._return_freed_memory()
             self.each(group[np.argsort(-sizes[group])].tolist(), one)  # sorted, so that threads get equal shares
             if 4 * self.num_threads * sizes[group].max() > most:
-                _trim()  # each thread's heap would keep the memory of its largest image
-        self.rescued += sum(fault is None for fault, r in zip(faults, plan.route, strict=True) if r == Route.REFUSED)
+                self._return_freed_memory()  # each thread's heap would keep the memory of its largest image
+        self.rescued += sum(fault is None for fault, r in zip(faults, request.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
+
+    def _return_freed_memory(self) -> None:
+        keep = self.settings.max_bytes // (4 * self.num_threads)  # all heaps together keep a quarter of the limit
+        buffers.return_freed_memory(self._pool, self.num_threads, keep)
 
     def each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
         """Call ``work(k)`` for every k of ``rows``, with one task per thread, because a task costs 30 µs."""
@@ -504,21 +511,15 @@ def _threads() -> int:
     return count
 
 
-def _trim() -> None:
-    """Return freed memory to the system. Only glibc keeps and returns it."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _for_dali(route: NDArray[np.int8], plan: Plan) -> NDArray[np.bool_]:
+def _for_dali(route: NDArray[np.int8], request: DecodeRequest) -> NDArray[np.bool_]:
     """The rows that DALI decodes, bool [n].
 
     If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
     """
-    return (route == Route.DALI) & (plan.union[:, 3] > 1)
+    return (route == Route.DALI) & (request.union[:, 3] > 1)
 
 
-def _left(plan: Plan, failed: list[int]) -> Plan:
+def _left(request: DecodeRequest, failed: list[int]) -> DecodeRequest:
     """The rows that DALI has not decoded. Rows in ``failed`` get `Route.REFUSED`."""
-    route = np.where(np.isin(plan.rows, failed), Route.REFUSED, plan.route).astype(np.int8)
-    return replace(plan, route=route).take(np.flatnonzero(~_for_dali(route, plan)))
+    route = np.where(np.isin(request.rows, failed), Route.REFUSED, request.route).astype(np.int8)
+    return replace(request, route=route).take(np.flatnonzero(~_for_dali(route, request)))

@@ -80,14 +80,17 @@ class Header:
     ancillary: int = 0
 
 
-def sniff(data: bytes) -> str | None:
+def sniff(data: bytes | memoryview) -> str | None:
     """The codec, from the first bytes; None if it is not in `CODECS`."""
     match = _SIGNATURES.match(data)
     return match and match.lastgroup
 
 
 def read(data: bytes) -> Header:
-    """Read the header of an encoded image. HeaderError if the image is empty, unknown or broken."""
+    """Read the header of an encoded image. HeaderError if the image is empty, unknown or broken.
+
+    A "raw" image may be a memoryview, so that its pixels are not copied.
+    """
     if not data:
         raise HeaderError("empty: 0 bytes")
     codec = sniff(data)
@@ -104,11 +107,6 @@ def read(data: bytes) -> Header:
 def raw_header(height: int, width: int) -> bytes:
     """The header of a "raw" image, `RAW_HEADER` bytes. The pixels, uint8 [height, width, 3], follow."""
     return _RAW + struct.pack("<II", height, width)
-
-
-def read_raw(data: memoryview) -> Header | None:
-    """Read the header of a "raw" image without copying its pixels. None for other codecs."""
-    return read(data) if data[: len(_RAW)] == _RAW else None  # type: ignore[arg-type]
 
 
 def exif_orientation(data: bytes) -> int | None:
@@ -218,7 +216,8 @@ def _png(data: bytes) -> Header:
         elif kind in (b"tEXt", b"zTXt") and data.startswith(_PROFILE, at):
             profile = data[at + len(_PROFILE) : at + length]
             if kind == b"zTXt":
-                profile = _inflated(profile[1:])
+                with suppress(zlib.error):  # else it is no hexadecimal text
+                    profile = zlib.decompressobj().decompress(profile[1:], _PROFILE_BYTES)
         if kind not in _PIECES:
             ancillary += length
     if exif is None and profile is not None:
@@ -251,13 +250,6 @@ def png_pixels(data: bytes) -> bytes:
     """Remove PNG chunks that do not affect pixels, because readers may inflate texts to 1,000 times their size."""
     pieces = (data[at - 8 : end] for kind, at, _, end in chunks(data, "png", 8) if kind in _PIECES)
     return data[:8] + b"".join(pieces)
-
-
-def _inflated(data: bytes) -> bytes:
-    try:
-        return zlib.decompressobj().decompress(data, _PROFILE_BYTES)
-    except zlib.error:
-        return b""
 
 
 def _unhexed(profile: bytes) -> bytes | None:

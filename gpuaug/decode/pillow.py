@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gpuaug.batch import Int32, Int64, Interpolation
 from gpuaug.decode import header
 from gpuaug.decode.header import Header, HeaderError
-from gpuaug.decode.plan import Pixels
+from gpuaug.decode.request import Pixels
 
 # box (top, left, height, width), size (height, width) after resizing, and filter of one view
 View = tuple[list[int], list[int], Interpolation]
@@ -37,36 +37,25 @@ def complete(info: Header, data: bytes) -> Header:
 
 def _opener(codec: str) -> Any:
     """Pillow's class for images of ``codec``. HeaderError if it is not installed."""
-    if codec == "heif":
-        return _heif()
-    if codec == "avif":
-        return _avif()
-    plugin = _PLUGINS.get(codec, codec.capitalize())
-    return getattr(import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")
-
-
-def _avif() -> Any:
-    """Pillow's class for AVIF. An image uses one thread, because the decoder decodes several images at once."""
     try:
-        from PIL import AvifImagePlugin
-    except ImportError:
-        raise HeaderError("avif needs Pillow 11.3 or later. Install it: pip install -U Pillow") from None
-    AvifImagePlugin.DEFAULT_MAX_THREADS = AvifImagePlugin.DEFAULT_MAX_THREADS or 1
-    return AvifImagePlugin.AvifImageFile
-
-
-def _heif() -> Any:
-    try:
-        from pillow_heif import HeifImageFile
+        if codec == "heif":
+            return import_module("pillow_heif").HeifImageFile
+        plugin = _PLUGINS.get(codec, codec.capitalize())
+        module: Any = import_module(f"PIL.{plugin}ImagePlugin")
     except ImportError as error:
-        raise HeaderError(f"heif needs pillow-heif ({error}). Install it: pip install 'gpuaug[heif]'") from None
-    return HeifImageFile
+        if codec == "heif":
+            raise HeaderError(f"heif needs pillow-heif ({error}). Install it: pip install 'gpuaug[heif]'") from None
+        raise HeaderError(f"{codec} needs Pillow 11.3 or later. Install it: pip install -U Pillow") from None
+    if codec == "avif":  # one thread per image, because the decoder decodes several images at once
+        module.DEFAULT_MAX_THREADS = module.DEFAULT_MAX_THREADS or 1
+    return getattr(module, f"{plugin}ImageFile")
 
 
-def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
+def decode(data: bytes, codec: str, size: Int64, box: Int32, max_pixels: int) -> Pixels:
     """Decode a box of the first frame to RGB, uint8 [h, w, 3]. EXIF orientation is not applied.
 
     Args:
+        codec: one of `header.CODECS`.
         size: (height, width) in the header.
         box: (top, left, height, width), in stored coordinates.
         max_pixels: limit for the whole image.
@@ -74,9 +63,17 @@ def decode(data: bytes, size: Int64, box: Int32, max_pixels: int) -> Pixels:
     Raises:
         HeaderError: if the image cannot be decoded, or its size differs from ``size``.
     """
-    codec = header.sniff(data) or "image"
     with _faults(codec):
-        image = _load(data, codec, size, max_pixels)
+        image = _open(data, codec)
+        if image.width * image.height > max_pixels:
+            found = f"{image.height}x{image.width}"
+            raise HeaderError(f"{codec} of {found} is larger than `decode.max_pixels` ({max_pixels})")
+        if codec == "jpeg":
+            image.decodermaxblock = len(data)  # Pillow's blocks of 64 KiB take a fifth more time
+        image.load()
+        height, width = size.tolist()
+        if image.size != (width, height):
+            raise HeaderError(f"{codec} of {image.height}x{image.width}, but its header says {height}x{width}")
         y, x, h, w = box.tolist()
         image.info.pop("transparency", None)  # Pillow would warn; DALI drops transparency too
         white = (1 << _bits(image)) - 1
@@ -149,20 +146,6 @@ def _faults(codec: str) -> Iterator[None]:
         raise
     except Exception as e:  # Pillow raises many types for damaged bytes
         raise HeaderError(f"{codec} cannot be decoded: {type(e).__name__}: {last_line(str(e))}") from e
-
-
-def _load(data: bytes, codec: str, size: Int64, max_pixels: int) -> Any:
-    """Decode an image. HeaderError if the image does not have ``size``."""
-    image = _open(data, codec)
-    if image.width * image.height > max_pixels:
-        raise HeaderError(f"{codec} of {image.height}x{image.width} is larger than `decode.max_pixels` ({max_pixels})")
-    if codec == "jpeg":
-        image.decodermaxblock = len(data)  # Pillow's blocks of 64 KiB take a fifth more time
-    image.load()
-    height, width = size.tolist()
-    if image.size != (width, height):
-        raise HeaderError(f"{codec} of {image.height}x{image.width}, but its header says {height}x{width}")
-    return image
 
 
 def _open(data: bytes, codec: str) -> Any:

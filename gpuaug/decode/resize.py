@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gpuaug.batch import CropWindows, Int64, Interpolation
-from gpuaug.decode.plan import Pixels
+from gpuaug.decode.request import Pixels
 from gpuaug.native import build
 
 _TORCH = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpuaug import checks
 from gpuaug.display.annotations import Annotated, Annotations, Style, class_name
-from gpuaug.display.sheet import INK, Row, check_pixels, sheet
+from gpuaug.display.sheet import INK, SheetRow, check_pixels, sheet
 from gpuaug.errors import ConfigError
 
 if TYPE_CHECKING:  # loaders import this module, but need PIL only to draw
@@ -136,7 +136,7 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
                 cell = cell._replace(caption=f"{cell.caption} (not valid: {why})")
             cells.append(cell)
     wide = columns * len(views)
-    drawn = [Row("", [], cells[k : k + wide]) for k in range(0, len(cells), wide)]
+    drawn = [SheetRow("", [], cells[k : k + wide]) for k in range(0, len(cells), wide)]
     return sheet(drawn, legend=look.style.legend(shown), groups=len(views))
 
 

@@ -1,4 +1,4 @@
-"""Draws rows of captioned pictures as one picture or as an HTML page."""
+"""Draws rows of captioned pictures as one picture or as an HTML page, and texts as an HTML table."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Cell(NamedTuple):
     color: Color = INK
 
 
-class Row(NamedTuple):
+class SheetRow(NamedTuple):
     """A title, notes below it, and the pictures beside them."""
 
     title: str
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 def sheet(
-    rows: Sequence[Row], *, heading: str = "", lines: Sequence[str] = (), legend: Legend = (), groups: int = 1
+    rows: Sequence[SheetRow], *, heading: str = "", lines: Sequence[str] = (), legend: Legend = (), groups: int = 1
 ) -> Image.Image:
     """Draw rows of pictures below a heading, lines of text and a legend.
 
@@ -127,7 +127,7 @@ def _swatch(color: Color | None) -> Image.Image:
     return swatch
 
 
-def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> str:
+def page(rows: Sequence[SheetRow], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> str:
     """Like :func:`sheet`, but as one HTML file that needs no network and no scripts."""
     body = [f"<p>{html.escape(line)}</p>" for line in lines]
     if legend:
@@ -149,6 +149,22 @@ def page(rows: Sequence[Row], *, heading: str, lines: Sequence[str], legend: Leg
 def _chip(color: Color | None, text: str) -> str:
     code, line = "#{:02x}{:02x}{:02x}".format(*(color or STRIPE)), "dotted" if color is None else "solid"
     return f'<span style="border-left: 14px {line} {code}">&nbsp;{html.escape(text)}</span>&ensp;'
+
+
+def table(rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
+    """An HTML table of texts, for notebooks. Without a ``head``, the first column is bold."""
+    lines = [f"<tr>{''.join(f'<th>{_cell(text)}</th>' for text in head)}</tr>"] if head else []
+    for row in rows:
+        kinds = ["td" if head else "th", *["td"] * (len(row) - 1)]
+        cells = (
+            f'<{kind} style="text-align: left">{_cell(text)}</{kind}>' for kind, text in zip(kinds, row, strict=True)
+        )
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _cell(text: str) -> str:
+    return "<br>".join(html.escape(printable(line)) for line in text.split("\n"))
 
 
 def check_pixels(count: int) -> None:

@@ -11,7 +11,7 @@ from gpuaug.augment import describe as recipes
 from gpuaug.augment.progressive import Recipe
 from gpuaug.display.annotations import Style
 from gpuaug.display.batches import Appearance
-from gpuaug.display.tables import table
+from gpuaug.display.sheet import table
 from gpuaug.read import order as orders
 
 if TYPE_CHECKING:

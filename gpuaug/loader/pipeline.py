@@ -18,7 +18,7 @@ from gpuaug.augment.progressive import Recipe
 from gpuaug.augment.recipe import Drawn
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode.decoder import Decoder
-from gpuaug.decode.plan import HeaderInfo
+from gpuaug.decode.request import HeaderInfo
 from gpuaug.display.batches import Appearance
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch

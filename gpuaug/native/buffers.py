@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import threading
 import weakref
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _SMALL = 1 << 20  # bytes; for smaller tensors malloc is good enough
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of glibc's settings for `mallopt`
 
 
 class Outputs:
@@ -64,6 +68,38 @@ def mapped(size: int) -> Tensor:
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))
+
+
+def return_freed_memory(pool: ThreadPoolExecutor, num_threads: int, keep: int) -> None:
+    """Return the freed memory of all heaps to the system. From then on, each heap keeps at most about ``keep`` bytes.
+
+    Only glibc keeps freed memory, with one heap per thread. `malloc_trim` leaves the end of each heap, which is up to
+    64 MiB. glibc returns it when a block is freed while the threshold is 0. ``num_threads``: the threads of ``pool``.
+    """
+    try:
+        mallopt, malloc_trim = ctypes.CDLL(None).mallopt, ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    tasks = list[Future[None]]()
+    mallopt(_TRIM_THRESHOLD, 0)
+    with ThreadPoolExecutor(2 * num_threads) as new:  # new threads take over the heaps of threads that have ended
+        for threads, count in (pool, num_threads), (new, 2 * num_threads):
+            met = threading.Barrier(count)  # so that each thread gets one task
+
+            def free_block(met: threading.Barrier = met) -> None:
+                bytes(100_000)  # glibc looks at the heap's end if at least 64 KiB are freed
+                met.wait()
+
+            try:
+                tasks += [threads.submit(free_block) for _ in range(count)]
+            except RuntimeError:  # no new threads while the interpreter shuts down
+                met.abort()
+        wait(tasks)
+    bytes(100_000)
+    malloc_trim(0)
+    keep = min(max(keep, 1 << 20), 32 << 20)  # smaller: the whole process becomes slow; larger: glibc refuses
+    mallopt(_MMAP_THRESHOLD, keep)
+    mallopt(_TRIM_THRESHOLD, keep)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

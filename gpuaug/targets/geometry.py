@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.batch import CropWindows, Int64
-from gpuaug.decode.plan import FLIPPED
+from gpuaug.decode.request import FLIPPED
 
 Bool = NDArray[np.bool_]
 Float64 = NDArray[np.float64]

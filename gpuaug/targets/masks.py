@@ -38,7 +38,7 @@ from torch import Tensor
 from gpuaug.batch import CropWindows, Int32, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
-from gpuaug.decode.plan import oriented_batch
+from gpuaug.decode.request import oriented_batch
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers, build
 from gpuaug.targets.geometry import inverse

@@ -22,8 +22,8 @@ from gpuaug.decode.decoder import CODECS, Decode
 SIDE, THREADS = 2400, 4
 
 
-def picture(mode: str = "RGB") -> Image.Image:
-    y, x = np.mgrid[:SIDE, :SIDE]
+def picture(mode: str = "RGB", side: int = SIDE) -> Image.Image:
+    y, x = np.mgrid[:side, :side]
     pixels = np.stack([x // 20, y // 16, (x + y) // 30, x // 9], axis=-1).astype(np.uint8)
     image = Image.fromarray(pixels)
     if mode == "I;16":
@@ -109,8 +109,10 @@ def main(backend: str) -> None:
             limit = max(limit, 24 * SIDE * SIDE)
         found[name] = limit, *peak([data] * 3, backend, limit)
     if backend == "dali":  # it keeps memory while Pillow decodes the others
-        limit, mixed = 24 * SIDE * SIDE, [KINDS["jpeg"](), encode(picture("RGBA"), "PNG", compress_level=1)] * 4
-        found["jpeg among png"] = limit, *peak(mixed, backend, limit)
+        limit, jpeg = 24 * SIDE * SIDE, KINDS["jpeg"]()
+        png, large = (encode(picture("RGBA", side), "PNG", compress_level=1) for side in (SIDE, 4380))
+        found["jpeg among png"] = limit, *peak([jpeg, png] * 4, backend, limit)
+        found["jpeg before a large png"] = limit, *peak([large, *[jpeg] * 4], backend, limit)
     print(json.dumps(found))
 
 

@@ -42,13 +42,6 @@ def test_scans_of_arithmetic_coding_count_twice():
     assert header.read(arithmetic).scans == 2 * header.read(progressive).scans
 
 
-@pytest.mark.parametrize("lossless", [False, True])
-def test_webp_of_both_kinds(lossless):
-    for extra in ({}, {"exif": b"Exif\0\0"}):
-        found = header.read(gradient("WEBP", lossless=lossless, **extra))
-        assert (found.height, found.width) == (21, 37)
-
-
 @pytest.mark.parametrize("form", ["TIFF", "JPEG2000"])
 def test_size_left_to_the_decoder(form):
     assert header.read(gradient(form)) == Header(form.lower(), 0, 0)
@@ -75,7 +68,7 @@ def test_orientation(order, orientation, prefix):
 FORMS = {3: "H", 4: "I", 5: "II", 6: "b", 8: "h", 9: "i", 10: "ii", 11: "f", 12: "d", 13: "I", 16: "Q"}
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from("<>"),
     st.lists(st.tuples(st.integers(0, 17), st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=3),
@@ -107,15 +100,6 @@ def test_no_orientation():
     assert header.exif_orientation(block("<", 0)) == header.exif_orientation(block("<", 9)) == 1
     assert header.exif_orientation(block("<", 6, kind=2)) == 1
     assert header.exif_orientation(b"Exif\0\0MM\0*\xff\xff\xff\xff" + b"\0" * 20) is None
-
-
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_of_files(form, orientation):
-    exif = Image.Exif()
-    exif[0x112] = orientation
-    exif[0x10E] = "a description, so that the block is longer"
-    assert header.read(gradient(form, exif=exif)).orientation == orientation
 
 
 @pytest.mark.parametrize(
@@ -173,14 +157,12 @@ def test_any_bytes_after_a_signature(signature, rest):
 def test_raw_is_its_size_and_its_pixels(size):
     data = header.raw_header(*size) + bytes(size[0] * size[1] * 3)
     assert len(header.raw_header(*size)) == header.RAW_HEADER
-    assert header.read(data) == header.read_raw(memoryview(data)) == Header("raw", *size)
+    assert header.read(data) == header.read(memoryview(data)) == Header("raw", *size)
     for wrong in (data[:-1], data + b"\0", data[:12]):
         with pytest.raises(HeaderError, match=r"raw of .* \d+ bytes. Found: \d+|raw header is truncated"):
             header.read(wrong)
         with pytest.raises(HeaderError, match="raw"):
-            header.read_raw(memoryview(wrong))
-    assert header.read_raw(memoryview(gradient("PNG"))) is None
-    assert header.read_raw(memoryview(b"")) is None
+            header.read(memoryview(wrong))
 
 
 @pytest.mark.parametrize("kind", [b"tEXt", b"zTXt"])

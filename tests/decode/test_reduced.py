@@ -220,9 +220,3 @@ def test_a_state_belongs_to_its_setting(large):
 def test_what_stores_pixels_refuses_it(large, tmp_path):
     with pytest.raises(gpuaug.ConfigError, match="Set decode.reduced=false"):
         gpuaug_pack(gpuaug.FolderSource(large), tmp_path / "packed", decode=REDUCED)
-
-
-def test_the_setting_is_checked():
-    with pytest.raises(gpuaug.ConfigError, match="`reduced` must be"):
-        Decode(reduced=2)
-    assert not gpuaug.compose("train", ["source.root=x"]).decode.reduced

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gpuaug.batch import CropWindows
-from gpuaug.decode.plan import oriented_batch
+from gpuaug.decode.request import oriented_batch
 from gpuaug.targets import geometry
 
 SEEDS = st.integers(0, 2**32 - 1)

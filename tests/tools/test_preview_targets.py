@@ -159,7 +159,7 @@ def test_the_legend_names_the_classes_that_are_shown() -> None:
     assert len(many) == drawing.LEGEND + 1
     assert many[-1][1] == f"and {100 - drawing.LEGEND} more classes"
     assert len({color_of(k) for k in range(200)}) == 200
-    row = sheet.Row("row", [], [sheet.Cell(Image.new("RGB", (40, 40)), "cell")])
+    row = sheet.SheetRow("row", [], [sheet.Cell(Image.new("RGB", (40, 40)), "cell")])
     page = np.asarray(sheet.sheet([row], heading="h", lines=["l"], legend=[*many, (None, "255: ignored")]))
     assert all((page == chip).all(axis=2).sum() > 60 for chip in (color_of(0), color_of(5), sheet.STRIPED))
     text = sheet.page([row], heading="h", lines=["l"], legend=[((1, 2, 3), "<b>"), (None, "255: ignored")])

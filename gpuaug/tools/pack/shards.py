@@ -23,7 +23,7 @@ from gpuaug.augment.crop import ResizeCenterCrop, side_by_side
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode import header
-from gpuaug.decode.plan import HeaderInfo
+from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import check_regular
 from gpuaug.loader.augmented import before_normalization

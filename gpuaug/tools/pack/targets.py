@@ -18,7 +18,7 @@ from gpuaug.augment.recipe import Augment
 from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Objects
 from gpuaug.decode.decoder import Decoder
-from gpuaug.decode.plan import HeaderInfo
+from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import GpuaugError
 from gpuaug.read.targets import as_target
 from gpuaug.source import runs

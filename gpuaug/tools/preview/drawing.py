@@ -15,7 +15,7 @@ from gpuaug import checks
 from gpuaug.augment.describe import lines as described
 from gpuaug.display.annotations import Style
 from gpuaug.display.batches import contents, cross, name_of
-from gpuaug.display.sheet import Legend, Row, check_pixels, sheet
+from gpuaug.display.sheet import Legend, SheetRow, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.by_number import fetch, uncounted
@@ -65,7 +65,7 @@ class Settings(Keys):
 
 
 # Rows of pictures, the other arguments of :func:`sheet`, and values for the report
-Drawing = tuple[list[Row], dict[str, Any], dict[str, Any]]
+Drawing = tuple[list[SheetRow], dict[str, Any], dict[str, Any]]
 
 
 def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool = False, **objects: Any) -> Drawing:
@@ -157,7 +157,9 @@ def _epochs(loader: Loader, settings: Settings) -> range:
     return range(settings.epoch, settings.epoch + draws)
 
 
-def draw(loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None) -> tuple[list[Row], Legend]:
+def draw(
+    loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None
+) -> tuple[list[SheetRow], Legend]:
     """The rows of some samples in some epochs, and the legend. :func:`rows_of` explains ``cell``."""
     # Check the number of pixels before decoding. The largest stage of a Progressive counts for all epochs.
     crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.stages.values()]
@@ -170,7 +172,7 @@ def draw(loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int
     return rows_of(samples, captions, style, cell=cell), style.legend(known)
 
 
-def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tuple[list[Row], dict[str, Any]]:
+def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tuple[list[SheetRow], dict[str, Any]]:
     if loader.source.augmented_by:
         raise ConfigError(
             "show=operations needs images to augment. Found: a packed source of augmented images. "
@@ -244,7 +246,7 @@ def samples_of(loader: Loader, indices: Sequence[int], *, epochs: Sequence[int])
 
 def rows_of(
     samples: Sequence[Sample], captions: Sequence[tuple[str, ...]], style: Style, *, cell: int | None
-) -> list[Row]:
+) -> list[SheetRow]:
     """A row for each sample: the original with its crops, then the augmented pictures with their ``captions``.
 
     ``cell`` is the longer side of the largest augmented picture in pixels. None: augmented pictures keep their size.
@@ -260,5 +262,5 @@ def rows_of(
         cells = [sample.original.cell(size / max(sample.original.picture.size), own, caption, crops=crops)]
         for n, (each, parts) in enumerate(zip(sample.augmented, captions, strict=True)):
             cells.append(each.cell(scale, own, *parts, color=COLORS[n % len(COLORS)]))
-        made.append(Row(sample.label or sample.key, [f"{sample.index}: {sample.key}"], cells))
+        made.append(SheetRow(sample.label or sample.key, [f"{sample.index}: {sample.key}"], cells))
     return made

@@ -22,7 +22,7 @@ from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size
 from gpuaug.augment.recipe import View
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.display.sheet import Cell, Row, scaled
+from gpuaug.display.sheet import Cell, SheetRow, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
@@ -124,7 +124,7 @@ def _short_name(name: str) -> str:
 
 def rows(
     views: Sequence[View], pictures: Sequence[Image.Image], *, seed: int, device: torch.device, cell: int
-) -> list[Row]:
+) -> list[SheetRow]:
     """A row for each combination of view, operation, range and picture."""
     made = []
     for view in views:
@@ -137,7 +137,7 @@ def rows(
                 for image in images:
                     arrays = [image.cpu().numpy(), *_applied(one, op, span, image, seed=seed)]
                     shown = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
-                    made.append(Row(op.name, notes, [*map(Cell, shown, ("before", *span.captions))]))
+                    made.append(SheetRow(op.name, notes, [*map(Cell, shown, ("before", *span.captions))]))
     return made
 
 

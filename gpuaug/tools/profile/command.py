@@ -15,7 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug import checks, machine
-from gpuaug.display.sheet import PAPER, Cell, Row, sheet
+from gpuaug.display.sheet import PAPER, Cell, SheetRow, sheet
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.random.generators import restore_generators
@@ -196,7 +196,7 @@ def bars(verdict: Verdict, *, heading: str) -> Image.Image:
         pen = ImageDraw.Draw(bar)
         pen.rounded_rectangle((0, 0, max(2, round(LENGTH * share)), 18), 4, color)
         pen.rectangle((0, 22, round(LENGTH * used), 24), color)
-        drawn.append(Row(NAMES[stage], [f"busy {share:.0%}"], [Cell(bar, "")]))
+        drawn.append(SheetRow(NAMES[stage], [f"busy {share:.0%}"], [Cell(bar, "")]))
     lines = [heading, "share of the pass in which a stage worked; thin lines: share of all cores", "", verdict.text]
     lines += [advice(remedy) for remedy in verdict.tried]
     if verdict.ideal_gain is not None and verdict.bottleneck != "model":  # for `model`, see `verdict.text`

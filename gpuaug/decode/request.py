@@ -37,6 +37,7 @@ class HeaderInfo:
     """Header information of a batch. Each row is a sample.
 
     Attributes:
+        codec: [B], one of `header.CODECS`; "" if the sample cannot be decoded.
         height, width: [B], after orientation; 0 if the sample cannot be decoded.
         orientation: [B], EXIF's 1..8.
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
@@ -46,6 +47,7 @@ class HeaderInfo:
             marker was added, or a PNG from which long texts and profiles were removed.
     """
 
+    codec: list[str]
     height: Int64
     width: Int64
     orientation: Int64
@@ -56,13 +58,14 @@ class HeaderInfo:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodeRequest:
     """The rows of a batch to decode, and the regions that the views need.
 
     Attributes:
         rows: [n], row numbers in the batch.
         route: [n], the :class:`Route` of each row.
         encoded: n uint8 arrays.
+        codec: n codecs.
         orientation: [n], EXIF's 1..8.
         stored: [n, 2], (height, width) before orientation.
         memory: [n], bytes that Pillow takes to decode the image, and resizing to make its largest view.
@@ -74,6 +77,7 @@ class Plan:
     rows: Int64
     route: NDArray[np.int8]
     encoded: list[Pixels]
+    codec: list[str]
     orientation: Int64
     stored: Int64
     memory: Int64
@@ -82,8 +86,8 @@ class Plan:
     parts: list[Int32]
 
     @classmethod
-    def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> Plan:
-        """Plan all rows that can be decoded. ``windows``: B rows for each view. There is at least one view."""
+    def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> DecodeRequest:
+        """Ask for all rows that can be decoded. ``windows``: B rows for each view. There is at least one view."""
         rows = np.flatnonzero(headers.route != Route.BAD)
         orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
         swapped = orientation > 4
@@ -104,6 +108,7 @@ class Plan:
             rows=rows,
             route=headers.route[rows],
             encoded=[headers.replaced.get(row, images[row]) for row in rows.tolist()],
+            codec=[headers.codec[row] for row in rows.tolist()],
             orientation=orientation,
             stored=stored,
             memory=headers.memory[rows] + 3 * largest_view(taken),
@@ -120,12 +125,13 @@ class Plan:
         """Whether orientation swaps height and width, bool [n]."""
         return self.orientation > 4
 
-    def take(self, keep: Int64) -> Plan:
-        """A plan for the rows at positions ``keep`` of this plan."""
+    def take(self, keep: Int64) -> DecodeRequest:
+        """A request for the rows at positions ``keep`` of this request."""
         names = ("rows", "route", "orientation", "stored", "memory", "union")
-        return Plan(
+        return DecodeRequest(
             **{name: getattr(self, name)[keep] for name in names},
             encoded=[self.encoded[k] for k in keep],
+            codec=[self.codec[k] for k in keep],
             windows=[b.take(keep) for b in self.windows],
             parts=[part[keep] for part in self.parts],
         )
