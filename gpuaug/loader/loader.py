@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -429,9 +428,6 @@ class Loader:
         Raises:
             IndexError: there is no such sample.
         """
-        # `DataLoader(loader, batch_size=None)` would yield only the first `len(loader)` samples
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.utils.data."):
-            self.__getitems__(index)
         return by_number.sample(self, index)
 
     __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices

@@ -119,12 +119,6 @@ def test_a_later_operation_changes_nothing_before_it(photos):
             assert torch.equal(1 - a.images, b.images)
 
 
-def test_a_loader_is_refused_as_a_dataset_without_batches(photos):
-    """DataLoader would take only the first `len(loader)` samples."""
-    with loader(photos) as ours, pytest.raises(ConfigError, match="takes the place of a DataLoader"):
-        next(iter(torch.utils.data.DataLoader(ours, batch_size=None)))
-
-
 def test_epochs_differ_and_can_be_repeated(photos, expected):
     with loader(photos) as ours:
         assert pixels(ours) == expected
