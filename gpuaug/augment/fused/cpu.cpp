@@ -823,11 +823,8 @@ struct Worker {
             w2[x] = e * v;
             w3[x] = u * v;
             // clamp again as integers: even after a NaN, no tap may be outside the buffer
-            int32_t column = static_cast<int32_t>(ix), line = static_cast<int32_t>(iy);
-            column = column < -1 ? -1 : column;
-            column = column > width ? width : column;
-            line = line < -1 ? -1 : line;
-            line = line > height ? height : line;
+            const int32_t column = std::min(std::max(static_cast<int32_t>(ix), -1), width);
+            const int32_t line = std::min(std::max(static_cast<int32_t>(iy), -1), height);
             offset[x] = (line + 1) * apart_rows + column + 1;
         }
     }

@@ -13,21 +13,7 @@ from torch import Tensor
 
 from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
-from gpuaug.augment.parameters import (
-    Alternatives,
-    Argument,
-    Entry,
-    Normal,
-    Params,
-    Prepared,
-    Rule,
-    Size,
-    Steps,
-    Tensors,
-    step,
-    steps_of,
-    uniform_from,
-)  # fmt: skip
+from gpuaug.augment.parameters import Argument, Entry, Params, Prepared, Rule, Size, Steps, step, steps_of, uniform_from
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, pick, scale
 
@@ -82,9 +68,7 @@ def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
     return Prepared(name, op, (changes,) * 4, 2 + count, rule)
 
 
-def _ordered(
-    u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int
-) -> tuple[Int, tuple[Alternatives, ...]]:
+def _ordered(u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int) -> tuple[Int, Any]:
     params = factors(u[:, 1:], size)
     choice = orders[pick(u[:, order_column], len(orders))]
     choice[u[:, 0] >= np.float32(p)] = -1
@@ -177,7 +161,7 @@ def _check_dropped(op: Any, key: str) -> None:
         raise ConfigError(f"`{key}.num_drop_channels` must be 1, 2 or 3. Found: {op.num_drop_channels}.")
 
 
-def _own_row(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+def _own_row(op: Any, params: Any, keys: Tensor, size: Size, normal: Any) -> dict[str, Tensor]:
     return {"batch_idx": torch.arange(len(keys), device="cpu")[:, None]}
 
 
