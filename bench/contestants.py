@@ -84,7 +84,7 @@ def _epoch(loader: Any) -> Run:
 
 def ours(spec: Spec) -> Run:
     loader = _loader(spec)
-    if spec.engine and not loader.pipeline.stage.decoder.settings.hardware_load:
+    if spec.engine and not loader.pipeline.decoder.settings.hardware_load:
         raise CannotRunError("`gpuaug doctor` found the JPEG engine broken here")
     return _epoch(loader)
 
@@ -139,7 +139,7 @@ def decode(spec: Spec) -> Run:
 
     def run() -> int:
         for batch in batches:
-            pipeline.decode(batch, 0)
+            pipeline.decode(pipeline.read_headers(batch, 0))
         _synchronize(loader.device)
         return sum(map(len, batches))
 
@@ -150,7 +150,7 @@ def augment(spec: Spec) -> Run:
     """The recipe on pixels that are already on the device: eight batches, again and again."""
     loader = _loader(spec)
     batches, pipeline = _encoded(loader), loader.pipeline
-    decoded = [pipeline.decode(batch, 0) for batch in batches[:8]]
+    decoded = [pipeline.decode(pipeline.read_headers(batch, 0)) for batch in batches[:8]]
 
     def run() -> int:
         for k in range(len(batches)):
@@ -168,7 +168,7 @@ def checks(spec: Spec) -> Run:
 
     def run() -> int:
         for batch in batches:
-            look = pipeline.stage.decoder.read_headers(batch)
+            look = pipeline.decoder.read_headers(batch)
             pipeline.faults.handle(list(look.faults), indices=[], epoch=0, samples=len(batch), key_of=str)
         return sum(map(len, batches))
 

@@ -36,10 +36,10 @@ class Delayed(FolderSource):
 
     delay = 0.0
 
-    def _read_local(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Any:
         if self.delay:
             time.sleep(self.delay)
-        return super()._read_local(index)
+        return super().__getitem__(index)
 
 
 def epoch(reader: Reader, count: int) -> tuple[float, float]:
@@ -72,9 +72,9 @@ def main() -> None:
             source.delay = delay / 1000
             readers = [Reader(source, num_workers=w, read_threads=t) for w, t in COMBINATIONS]
             counts = []
-            for reader in readers:  # starts the workers
+            for reader, (workers, _) in zip(readers, COMBINATIONS, strict=True):  # starts the workers
                 epoch(reader, 4)
-                counts.append(max(2 * max(1, reader.num_workers), int(epoch(reader, 4)[0] * args.seconds / BATCH)))
+                counts.append(max(2 * max(1, workers), int(epoch(reader, 4)[0] * args.seconds / BATCH)))
             rounds = [[epoch(r, n) for r, n in zip(readers, counts, strict=True)] for _ in range(args.rounds)]
             rates = [max(rate for rate, _ in column) for column in zip(*rounds, strict=True)]
             used = statistics.median(row[COMBINATIONS.index((2, 1))][1] for row in rounds)

@@ -108,10 +108,11 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
     torch.set_num_threads(1)
     spec = Spec("", name, str(root), args.stage_batch, 0, 1, "cpu", "float32")
     with loader(spec, kinds, recipe(name)) as made:
-        pipeline, stage = made.pipeline, made.pipeline.stage
+        pipeline = made.pipeline
         encoded = next(iter(pipeline.read(made.epoch_order, 0, zero_copy=False)))
-        info, decoder, targets = stage.decoder.read_headers(encoded), stage.decoder, stage.targets
-        indices, augment = encoded.indices.numpy(), stage.recipe
+        decoder, targets = pipeline.decoder, pipeline.targets
+        info = decoder.read_headers(encoded)
+        indices, augment = encoded.indices.numpy(), pipeline.recipe
         drawn = augment.draw(seed=0, epoch=0, indices=indices)
         windows = augment.windows(drawn, info.height, info.width)
         images, _ = decoder.pixels(encoded, info, windows)
@@ -129,7 +130,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
             return augment.apply(images, drawn)
 
         def added() -> Any:
-            upright = targets.upright(encoded, info, decoder)
+            upright, _ = targets.upright(encoded, info, decoder)
             placed = targets.place(upright, windows, chosen, epoch=0)
             if masks is not None:
                 targets.sample(placed, iter([[*masks]]), decoder.device, each=decoder.each)

@@ -78,30 +78,63 @@ class Target:
     _checked: bool = field(default=False, init=False, repr=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedTargets:
-    """The targets of a batch as a worker sends them, with one table of all objects. See also :class:`Target`.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Objects:
+    """The objects of a batch of B images, in the order of their samples. See also :class:`Target`.
+
+    A worker sends this table, with float32 coordinates. Geometry uses float64.
 
     Attributes:
-        offsets: [B + 1]; sample i has the rows ``offsets[i]:offsets[i + 1]`` of the table.
-        boxes, labels, keypoints, crowd: N rows, one per object.
-        area: [N]; NaN: not known.
+        sample: [N], position of each object's image in the batch; ascending.
+        boxes: [N, 4], (x1, y1, x2, y2); None: no boxes.
+        keypoints: [N, K, 3], (x, y, visibility); None: no keypoints.
+        labels, crowd: [N].
+        area: [N], as the source gave it, in pixels of the source's image; NaN: not known.
         ids: [N]; -1: not known.
         sizes: [B, 2], (height, width) of the image that the annotations were made for; 0: not known.
-        masks: whether the batch also holds an encoded mask for each image.
-        fractions: [B]; None: False for all samples.
+        fractions: [B], whether coordinates are fractions of the image's sides; None: False for all images.
     """
 
-    offsets: Int64
-    boxes: NDArray[np.float32] | None
+    sample: Int64
+    boxes: NDArray[Any] | None
     labels: Int64
-    keypoints: NDArray[np.float32] | None
+    keypoints: NDArray[Any] | None
     crowd: NDArray[np.bool_]
     area: NDArray[np.float32]
     ids: Int64
     sizes: Int32
-    masks: bool = False
     fractions: NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    @property
+    def counts(self) -> Int64:
+        """Number of objects of each image, int64 [B]."""
+        return np.bincount(self.sample, minlength=len(self.sizes)).astype(np.int64, copy=False)
+
+    @property
+    def offsets(self) -> Int64:
+        """Image i has the objects ``offsets[i]:offsets[i + 1]``, int64 [B + 1]."""
+        return np.cumsum([0, *self.counts], dtype=np.int64)
+
+    def take(self, keep: NDArray[np.bool_] | Int64) -> Objects:
+        """Return some of the objects. ``keep``: bool [N], or indices."""
+        columns = {name: column for name in OBJECT_COLUMNS if (column := getattr(self, name)) is not None}
+        return replace(self, **{name: column[keep] for name, column in columns.items()})
+
+    def rows(self, keep_rows: Int64) -> Objects:
+        """Return the objects of some images. Image ``keep_rows[i]`` becomes image i. No image may occur twice."""
+        number = np.full(len(self.sizes), -1, dtype=np.int64)
+        number[keep_rows] = np.arange(len(keep_rows))
+        sample = number[self.sample]
+        order = np.argsort(sample, kind="stable")
+        fractions = None if self.fractions is None else self.fractions[keep_rows]
+        images = replace(self, sample=sample, sizes=self.sizes[keep_rows], fractions=fractions)
+        return images.take(order[np.searchsorted(sample[order], 0) :])
+
+
+OBJECT_COLUMNS = ("sample", "boxes", "labels", "keypoints", "crowd", "area", "ids")  # one entry per object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +172,7 @@ class EncodedBatch:
     valid: Tensor
     faults: tuple[Fault, ...] = ()
     views: tuple[NDArray[np.uint8], ...] = ()
-    targets: EncodedTargets | None = None
+    targets: Objects | None = None
     extra: list[Any] | None = None
 
     def __len__(self) -> int:

@@ -310,7 +310,7 @@ def test_a_loader_says_what_it_is_without_reading(photos: Path) -> None:
         text = repr(made)
         assert text.splitlines() == [
             "Loader(",
-            "  source:  MapSource(NotRead: 5 samples)",
+            "  source:  Source(NotRead: 5 samples)",
             "  augment: RandomResizedCrop, vflip, flip, jitter, gray",
             "  images:  float32 [7, 3, 32, 32] on cpu",
             "  batches: 7 samples, Shuffle(), seed 3, epoch 0",

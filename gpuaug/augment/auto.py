@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gpuaug import checks
-from gpuaug.augment import auto_tables
+from gpuaug.augment import auto_pairs
 from gpuaug.augment.crop import color
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.parameters import Alternatives, Prepared, RecipeOp, Size
@@ -37,7 +37,8 @@ class Policy(RecipeOp):
     def __init__(self, interpolation: str, fill: Fill, *, also: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.interpolation = checks.one_of("interpolation", interpolation, (*INTERPOLATIONS, *also))
-        self.fill = _colour(fill)
+        made = color(0 if fill is None else fill)
+        self.fill = made if isinstance(made, tuple) else (made, made, made)
 
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:
         """Make a :class:`PillowOp` for each of ``names``. ``interpolation`` replaces the policy's own setting."""
@@ -135,10 +136,10 @@ class AutoAugment(Policy):
         self.policy = checks.one_of("policy", policy, ("imagenet", "cifar10", "svhn"))
 
     def prepare(self, name: str) -> Prepared:
-        table = auto_tables.read(self.policy)
-        space = _Space(names=table.names, bins=10)
+        pairs = auto_pairs.read(self.policy)
+        space = _Space(names=pairs.names, bins=10)
         slots = (self.modules_of(space.names),) * 2
-        return Prepared(name, self, slots, 5, partial(_pairs, space=space, table=table))
+        return Prepared(name, self, slots, 5, partial(_of_pairs, space=space, pairs=pairs))
 
 
 class AugMix(Policy):
@@ -198,11 +199,6 @@ class AugMix(Policy):
         return Prepared(name, self, slots, count, rule, chains=self.mixture_width)
 
 
-def _colour(fill: Any) -> tuple[int, int, int]:
-    made = color(0 if fill is None else fill)
-    return made if isinstance(made, tuple) else (made, made, made)
-
-
 # --- torchvision's magnitudes
 
 
@@ -222,10 +218,10 @@ class _Space:
 
     def magnitudes(self, bins: Int, negative: NDArray[np.bool_], size: Size) -> tuple[Alternatives, ...]:
         """Compute the parameters of each slot and operation. ``bins`` and ``negative``: [slots, B]."""
-        table = _table(self, size)
+        by_bin = _by_bin(self, size)
         params: list[Alternatives] = [()] * len(bins)
         for row, name in enumerate(self.names):
-            values = table[row][bins]
+            values = by_bin[row][bins]
             if name in GEOMETRIC or name in FACTORS:
                 values = np.where(negative, -values, values)
             if name.startswith("translate"):
@@ -238,7 +234,7 @@ class _Space:
 
 
 @lru_cache(maxsize=64)
-def _table(space: _Space, size: Size) -> Float64:
+def _by_bin(space: _Space, size: Size) -> Float64:
     """Magnitudes without sign, computed in float32 as in torchvision, stored as float64 [operations, bins]."""
     pixels = [space.shift if space.per is None else space.shift * extent / space.per for extent in size]
     ends = dict.fromkeys(FACTORS, space.factor) | dict.fromkeys(("shear_x", "shear_y"), space.shear)
@@ -264,10 +260,10 @@ def _layers(
     return pick(which, len(space.names)), params
 
 
-def _pairs(u: Float, size: Size, *, space: _Space, table: auto_tables.Table) -> tuple[Int, tuple[Alternatives, ...]]:
-    pair = pick(u[:, 0], len(table.p))
-    choice = np.where(u[:, 1:3] < table.p[pair], table.ops[pair], -1)
-    return choice, space.magnitudes(table.magnitudes[pair].T, (u[:, 3:5] < 0.5).T, size)
+def _of_pairs(u: Float, size: Size, *, space: _Space, pairs: auto_pairs.Pairs) -> tuple[Int, tuple[Alternatives, ...]]:
+    taken = pick(u[:, 0], len(pairs.p))
+    choice = np.where(u[:, 1:3] < pairs.p[taken], pairs.ops[taken], -1)
+    return choice, space.magnitudes(pairs.magnitudes[taken].T, (u[:, 3:5] < 0.5).T, size)
 
 
 def uniforms_of_chains(chains: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.augment import auto_tables
+from gpuaug.augment import auto_pairs
 from gpuaug.augment.auto import (
     FACTORS,
     FREE_DEPTH,
@@ -67,31 +67,31 @@ class TimmAugment(Policy):
         fill: Fill = (124, 116, 104),
     ) -> None:
         super().__init__(interpolation, fill, also=("random",))
-        self.config, self._plan = config, parse(config)
+        self.config, self._policy = config, parse(config)
 
     def prepare(self, name: str) -> Prepared:
-        plan = self._plan
-        rule: Any = partial(_layers, plan=plan, either=self.interpolation == "random")
-        count = plan.leading + _EACH * plan.slots
-        if plan.chains:
-            rule = partial(chained, layers=rule, chains=plan.chains, free=plan.free)
-            count += uniforms_of_chains(plan.chains)
-        names = [_ARGUMENTS[each][0] for each in plan.names]
+        policy = self._policy
+        rule: Any = partial(_layers, policy=policy, either=self.interpolation == "random")
+        count = policy.leading + _EACH * policy.slots
+        if policy.chains:
+            rule = partial(chained, layers=rule, chains=policy.chains, free=policy.free)
+            count += uniforms_of_chains(policy.chains)
+        names = [_ARGUMENTS[each][0] for each in policy.names]
         if self.interpolation == "random":
             moving = [name for name in names if name in GEOMETRIC]
             modules = self.modules_of(names, "bilinear") + self.modules_of(moving, "bicubic")
         else:
             modules = self.modules_of(names)
-        slots = (modules,) * plan.slots
-        return Prepared(name, self, slots, count, rule, chains=plan.chains, rounds_twice=plan.chains > 0)
+        slots = (modules,) * policy.slots
+        return Prepared(name, self, slots, count, rule, chains=policy.chains, rounds_twice=policy.chains > 0)
 
 
 # --- timm's strings
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The settings that a string contains."""
+class TimmPolicy:
+    """The policy that a string describes."""
 
     names: tuple[str, ...]  # the operations, as keys of `_ARGUMENTS`
     slots: int = 2  # maximum of operations per image, summed over the chains of AugMix
@@ -100,7 +100,7 @@ class Plan:
     highest: float = _HIGHEST  # largest level
     p: float = 0.5  # probability that a chosen operation is applied
     weights: tuple[float, ...] | None = None  # one per name; if set, no operation repeats. None: equal weights
-    pairs: tuple[str, str] | None = None  # for AutoAugment: `auto_tables.read(*pairs)` has levels and probabilities
+    pairs: tuple[str, str] | None = None  # for AutoAugment: `auto_pairs.read(*pairs)` has levels and probabilities
     chains: int = 0  # number of AugMix's chains
     free: bool = False  # whether chains have a random number of operations
 
@@ -110,7 +110,7 @@ class Plan:
         return 1 if self.pairs else len(self.weights or ())
 
 
-def parse(config: str) -> Plan:
+def parse(config: str) -> TimmPolicy:
     """Read a string for timm's option ``--aa``. Raise ConfigError for a part that is not supported."""
     if not isinstance(config, str):
         raise _refused(config, f"a {type(config).__name__}")
@@ -131,7 +131,7 @@ def parse(config: str) -> Plan:
             reason = " This part occurs twice." if key in given else reason
             raise _refused(config, f"{part!r} in {config!r}" if part else f"an empty part in {config!r}", reason)
         given[key] = value
-    return _plan(kind, given)
+    return _policy_of(kind, given)
 
 
 def _refused(config: Any, found: str, reason: str = "") -> ConfigError:
@@ -170,19 +170,19 @@ _SECTIONS: dict[str, dict[str, _Section]] = {
 }
 
 
-def _plan(kind: str, given: dict[str, Any]) -> Plan:
+def _policy_of(kind: str, given: dict[str, Any]) -> TimmPolicy:
     std = given.get("mstd", 0.0)
     if kind == "augmix":
         chains, depth = given.get("w", 3), given.get("d", 0)
         slots = chains * (depth or FREE_DEPTH)
         noise = {"std": given.get("mstd", math.inf), "magnitude": float(given.get("m", 3)), "p": 1.0}
-        return Plan(_AUGMIX_NAMES, slots, chains=chains, free=depth == 0, **noise)
+        return TimmPolicy(_AUGMIX_NAMES, slots, chains=chains, free=depth == 0, **noise)
     if kind == "rand":
         weights = tuple(_WEIGHTS.values()) if "t" in given else None
         names = _RAND_INCREASING if weights or given.get("inc") else _RAND_NAMES
         if weights and given.get("n", 2) > len(names):
             raise ConfigError(f"`config` must have at most -n{len(names)} with -tweights. Found: -n{given['n']}.")
-        return Plan(
+        return TimmPolicy(
             names,
             slots=given.get("n", 2),
             magnitude=float(given.get("m", _HIGHEST)),
@@ -191,13 +191,13 @@ def _plan(kind: str, given: dict[str, Any]) -> Plan:
             p=given.get("p", 0.5),
             weights=weights,
         )
-    policy, posterize = {
+    pairs = {
         "original": ("imagenet", "posterize_original"),
         "originalr": ("imagenet", "posterize_increasing"),
         "v0": ("v0", "posterize"),
         "v0r": ("v0", "posterize_increasing"),
     }[kind]
-    return Plan(auto_tables.read(policy, posterize).names, std=std, pairs=(policy, posterize))
+    return TimmPolicy(auto_pairs.read(*pairs).names, std=std, pairs=pairs)
 
 
 # --- timm's operations
@@ -240,43 +240,43 @@ _WEIGHTS = dict.fromkeys(_RAND_INCREASING, 0.05) | {
 _EACH = 6  # random values per slot: operation, applied or not, two for the level, sign, interpolation
 
 
-def _layers(u: Float, size: Size, *, plan: Plan, either: bool) -> tuple[Int, tuple[Alternatives, ...]]:
+def _layers(u: Float, size: Size, *, policy: TimmPolicy, either: bool) -> tuple[Int, tuple[Alternatives, ...]]:
     """Draw one operation per slot. If ``either``, operations that move pixels are bilinear or bicubic, at random."""
-    slots = u[:, plan.leading :].reshape(len(u), plan.slots, _EACH).transpose(2, 0, 1)
-    p, magnitude = np.full((1, 1), plan.p, dtype=np.float32), np.full((1, 1), plan.magnitude)
-    if plan.pairs:
-        table = auto_tables.read(*plan.pairs)
-        pair = pick(u[:, 0], len(table.p))
-        choice, p, magnitude = table.ops[pair], table.p[pair], table.magnitudes[pair].astype(np.float64)
-    elif plan.weights:
+    slots = u[:, policy.leading :].reshape(len(u), policy.slots, _EACH).transpose(2, 0, 1)
+    p, magnitude = np.full((1, 1), policy.p, dtype=np.float32), np.full((1, 1), policy.magnitude)
+    if policy.pairs:
+        pairs = auto_pairs.read(*policy.pairs)
+        taken = pick(u[:, 0], len(pairs.p))
+        choice, p, magnitude = pairs.ops[taken], pairs.p[taken], pairs.magnitudes[taken].astype(np.float64)
+    elif policy.weights:
         # The smallest exponential values, with the weights as rates, are a weighted choice without repetition.
-        first = -np.log1p(-u[:, : plan.leading].astype(np.float64)) / np.array(plan.weights)
-        choice = np.argsort(first, axis=1, kind="stable")[:, : plan.slots].astype(np.int64)
+        first = -np.log1p(-u[:, : policy.leading].astype(np.float64)) / np.array(policy.weights)
+        choice = np.argsort(first, axis=1, kind="stable")[:, : policy.slots].astype(np.int64)
     else:
-        choice = pick(slots[0], len(plan.names))
-    level = _noisy(magnitude, slots[2], slots[3], plan).clip(0, plan.highest) / 10.0
-    moving = [k for k, name in enumerate(plan.names) if name in GEOMETRIC] if either else []
+        choice = pick(slots[0], len(policy.names))
+    level = _noisy(magnitude, slots[2], slots[3], policy).clip(0, policy.highest) / 10.0
+    moving = [k for k, name in enumerate(policy.names) if name in GEOMETRIC] if either else []
     # timm negates if its random number is above 1/2
-    params = _arguments([*plan.names, *(plan.names[k] for k in moving)], level, slots[4] > 0.5, plan, size)
+    params = _arguments([*policy.names, *(policy.names[k] for k in moving)], level, slots[4] > 0.5, policy, size)
     if either:
-        other = np.arange(len(plan.names))
-        other[moving] = len(plan.names) + np.arange(len(moving))
+        other = np.arange(len(policy.names))
+        other[moving] = len(policy.names) + np.arange(len(moving))
         choice = np.where(slots[5] < np.float32(0.5), choice, other[choice])
     return np.where(slots[1] < p, choice, -1), params
 
 
-def _noisy(magnitude: Float64, u: Float, v: Float, plan: Plan) -> Float64:
+def _noisy(magnitude: Float64, u: Float, v: Float, policy: TimmPolicy) -> Float64:
     """Draw levels [B, slots]: ``magnitude`` plus normal noise (Box-Muller), or uniform below ``magnitude``."""
-    if plan.std == math.inf:
+    if policy.std == math.inf:
         return magnitude * u
     radius = np.sqrt(-2.0 * np.log1p(-u.astype(np.float64)))
-    return magnitude + plan.std * radius * np.cos(2.0 * np.pi * v)
+    return magnitude + policy.std * radius * np.cos(2.0 * np.pi * v)
 
 
 def _arguments(
-    names: Sequence[str], level: Float64, negative: NDArray[np.bool_], plan: Plan, size: Size
+    names: Sequence[str], level: Float64, negative: NDArray[np.bool_], policy: TimmPolicy, size: Size
 ) -> tuple[Alternatives, ...]:
-    part = _AUGMIX_SHIFT if plan.chains else _SHIFT
+    part = _AUGMIX_SHIFT if policy.chains else _SHIFT
     shift, sign = (part * size[1], part * size[0]), np.where(negative, -1.0, 1.0).T
     values = [_ARGUMENTS[name][1](level.T, sign, shift).astype(np.float32) for name in names]
-    return tuple(tuple({"magnitude": each[slot]} for each in values) for slot in range(plan.slots))
+    return tuple(tuple({"magnitude": each[slot]} for each in values) for slot in range(policy.slots))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.batch import CropWindows, Fill, Int32, Int64, Interpolation
+from gpuaug.batch import CropWindows, Fill, Int32, Int64, Interpolation, Objects
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float
-
-if TYPE_CHECKING:
-    from gpuaug.targets.objects import Objects
 
 LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger value is a mistake
 LARGEST_VIEW = 178_000_000  # largest number of pixels of a view; equals the default of `decode.max_pixels`

@@ -104,8 +104,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
     import kornia.augmentation as K
 
     if not isinstance(op, K.AugmentationBase2D | K.RandomJigsaw):
-        magnitude = getattr(op, "magnitude", None)  # set for operations of a Kornia policy
-        return public | ({"magnitude": magnitude} if isinstance(magnitude, Tensor) else {})
+        return public
     names = inspect.signature(kind).parameters
     order = {"order": fixed_order(op)} if "order" in names else {}
     ranges = {k: v for k, v in generator_values(op).items() if k in names or isinstance(v, Distribution)}

@@ -14,13 +14,13 @@ from torch import Tensor
 from gpuaug import checks
 from gpuaug.augment.moves import check_carried
 from gpuaug.augment.parameters import Chosen
-from gpuaug.augment.target_stage import LARGEST_BYTE, TargetStage, Upright
-from gpuaug.batch import CropWindows, EncodedTargets, Int64, Target
+from gpuaug.augment.target_mover import LARGEST_BYTE, TargetMover, TargetView
+from gpuaug.batch import CropWindows, Int64, Objects, Target
 from gpuaug.errors import ConfigError
 from gpuaug.read.targets import collect
 from gpuaug.targets import masks
 from gpuaug.targets.batch import BatchTargets
-from gpuaug.targets.objects import Objects
+from gpuaug.targets.objects import by_rules
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
 
@@ -44,16 +44,17 @@ def augment_targets(
             kind = type(view.augment.crop).__name__
             raise ConfigError(f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(rules.names)}. Give `{name}`.")
     table, decoded = given.encoded(len(indices), size)
-    stage = TargetStage(rules, recipe)
-    objects = Objects.of(replace(table, ids=np.arange(len(table.ids))), rules)
-    count, sizes = len(indices), np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
-    upright = Upright(table, objects, objects, np.tile(np.eye(3), (count, 1, 1)), sizes, decoded, [])
+    stage = TargetMover(rules, recipe)
+    objects = by_rules(replace(table, ids=np.arange(len(table))), rules)
+    sizes = np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
+    matrices = np.tile(np.eye(3), (len(indices), 1, 1))
+    upright = TargetView(table=table, objects=objects, matrices=matrices, sizes=sizes, decoded=decoded)
     windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded)
     chosen = recipe.choose(drawn, [window.size for window in windows])
-    batch = stage.place(upright, windows, chosen, epoch=drawn.epoch)
+    views = stage.place(upright, windows, chosen, epoch=drawn.epoch)
     if decoded is not None:
-        stage.sample(batch, iter([decoded]), device)
-    return windows, chosen, stage.finish(batch, torch.from_numpy(indices), bad=[], keep=None, device=device)
+        stage.sample(views, iter([decoded]), device)
+    return windows, chosen, stage.finish(views, torch.from_numpy(indices), bad=[], keep=None, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Given:
             keypoints=None if self.keypoints is None else Keypoints(),
         )
 
-    def encoded(self, count: int, size: tuple[int, int]) -> tuple[EncodedTargets, list[NDArray[Any] | None] | None]:
+    def encoded(self, count: int, size: tuple[int, int]) -> tuple[Objects, list[NDArray[Any] | None] | None]:
         """Convert the objects of ``count`` images to one table, and the masks to arrays. Without masks: None."""
         names = [name for name in self.rules.names if name != "masks"]
         columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}

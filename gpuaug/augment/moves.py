@@ -26,7 +26,7 @@ from gpuaug.targets.masks import Erased
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Field:
+class Elastic:
     """An elastic transform of some samples: each pixel moves by its own offset. Only masks can follow it."""
 
     module: Any  # Kornia's RandomElasticTransform
@@ -51,10 +51,10 @@ class Field:
         return masks.index_copy(0, at[: len(self.rows)], moved)
 
 
-Move = Float64 | Field | Erased
+Move = Float64 | Elastic | Erased
 
 
-class _Step(NamedTuple):
+class _MatrixMove(NamedTuple):
     """The matrices of an alternative, for the rows that take this alternative."""
 
     matrix: Matrix
@@ -70,13 +70,13 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     other. So a sample's matrices do not depend on the other samples. If a sample has fewer matrices than others, its
     last ones are the identity. :func:`check_carried` must accept ``ops``.
     """
-    parts: list[_Step | Field | Erased] = []
+    parts: list[_MatrixMove | Elastic | Erased] = []
     for op, c in zip(ops, chosen, strict=True):
         for slot, modules in enumerate(op.slots):
             parts += _taken(modules, c, slot)
     if not parts:
         return []
-    steps, count = [part for part in parts if isinstance(part, _Step)], len(chosen[0].choice)
+    steps, count = [part for part in parts if isinstance(part, _MatrixMove)], len(chosen[0].choice)
     matrices = _matrices(steps, size)
     rows = np.concatenate([step.rows for step in steps]) if steps else np.zeros(0, dtype=np.int64)
     if len(steps) == len(parts) and np.bincount(rows).max() < 2:  # no sample has two matrices
@@ -86,12 +86,12 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     outward, inward = _across_border(matrices, size)
     paths, done, number = _Paths(count), list[Move](), 0
     for part in parts:
-        if isinstance(part, _Step):
+        if isinstance(part, _MatrixMove):
             own = slice(number, number := number + len(part.rows))
             paths.add(part.rows, matrices[own], outward[own], inward[own])
             continue
         # only the samples that it changes need a matrix of their own before it
-        changed = part.rows if isinstance(part, Field) else np.flatnonzero(part.boxes.any(axis=1))
+        changed = part.rows if isinstance(part, Elastic) else np.flatnonzero(part.boxes.any(axis=1))
         done += [*paths.taken(changed), part]
     return done + paths.taken(np.arange(count))
 
@@ -132,25 +132,25 @@ class _Paths:
         self._open[rows] = self._lost[rows] = False
 
 
-def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> list[_Step | Field | Erased]:
+def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> list[_MatrixMove | Elastic | Erased]:
     """List the moves of a slot. No sample takes two alternatives."""
-    parts: list[_Step | Field | Erased] = []
+    parts: list[_MatrixMove | Elastic | Erased] = []
     choice = chosen.choice[:, slot]
     for alternative, module in enumerate(modules):
         entry, params = entry_of(module), chosen.params[slot][alternative]
         if entry is None or not len(rows := np.flatnonzero(choice == alternative)):
             continue
         if entry.matrix is not None:
-            parts.append(_Step(entry.matrix, rows, {name: values[rows] for name, values in params.items()}))
+            parts.append(_MatrixMove(entry.matrix, rows, {name: values[rows] for name, values in params.items()}))
         elif entry.affects == "field":
             assert chosen.keys is not None
-            parts.append(Field(module, rows, chosen.keys[rows]))
+            parts.append(Elastic(module, rows, chosen.keys[rows]))
         elif isinstance(module, RandomErasing) and module.masks is not None:
             parts.append(Erased(module.rectangles(params, choice == alternative), module.masks))
     return parts
 
 
-def _matrices(steps: Sequence[_Step], size: Size) -> Float64:
+def _matrices(steps: Sequence[_MatrixMove], size: Size) -> Float64:
     """The matrices of all steps, one after the other: float64 [n, 3, 3], for pixel indices."""
     ends = np.cumsum([0] + [len(step.rows) for step in steps])
     values = np.zeros((ends[-1], 9), dtype=np.float32)
@@ -199,7 +199,7 @@ def _check_module(module: nn.Module, names: Sequence[str], key: str) -> None:
 
     kind, entry = type(module), entry_of(module)
     if entry is not None and entry.affects == "field" and entry.fields is None:
-        entry = None  # Field.apply knows only the elastic transform
+        entry = None  # Elastic.apply knows only the elastic transform
     kornias = kind.__module__.startswith("kornia.augmentation.")
     points = [name for name in names if name != "masks"]
     if entry is not None and entry.affects == "field" and points:

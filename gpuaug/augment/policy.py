@@ -1,14 +1,15 @@
 """Prepares the operations of a recipe: checks them and selects the rules that draw their parameters and choices.
 
-Kornia's policies choose operations once per batch. Here, each sample has its own choice. Operations, magnitudes and
-signs are Kornia's.
+Kornia's RandAugment and TrivialAugment choose operations once per batch. Here, each sample has its own choice.
+Operations, magnitudes and signs are Kornia's.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,7 @@ def fields(op: Any, params: Any, keys: Tensor, size: Size, normal: Any = normal_
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)
 
 
+@dataclass(kw_only=True, eq=False)
 class OneOf:
     """Chooses one of several operations for each sample, all equally likely. Use it as an entry of a recipe's ``ops``.
 
@@ -66,11 +68,8 @@ class OneOf:
     ['blur']
     """
 
-    def __init__(self, *, ops: Mapping[str, Any], p: float = 1.0) -> None:
-        self.ops, self.p = ops, p
-
-    def __repr__(self) -> str:
-        return f"OneOf(ops={self.ops!r}, p={self.p})"
+    ops: Mapping[str, Any]
+    p: float = 1.0
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
@@ -99,7 +98,7 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if isinstance(op, RecipeOp):
         return op.prepare(name)
     if (prepare_policy := by_class(_POLICIES, op)) is not None:
-        return prepare_policy(name, op, key=key)
+        return prepare_policy(name, op)
     entry = entry_of(op)
     if entry is not None and entry.check is not None:
         entry.check(op, key)
@@ -161,26 +160,37 @@ def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> t
     return choice, tuple(params)
 
 
-# --- policies
-
-Member = tuple[int, float, Rule]  # an operation of a policy: number of uniforms (the first is for the sign), p, rule
+# --- Kornia's RandAugment and TrivialAugment
 
 
-def _member(operation: Any, key: str, magnitude: Any = None) -> Member:
-    """Read the settings of one operation of a policy; ``magnitude`` replaces the operation's own magnitude."""
-    entry = entry_of(operation.op)
-    if entry is None:
-        raise ConfigError(
-            f"`{key}` must contain only operations that have a parameter rule in gpuaug. Found: "
-            f"{type(operation.op).__name__} in the policy. Make it a separate entry of `augment.ops`."
-        )
-    count, rule = entry.parameters(operation.op)
+def _prepare_policy(name: str, op: Any) -> Prepared:
+    """Prepare RandAugment (``n`` slots, one magnitude ``m``) or TrivialAugment (one slot, random magnitudes)."""
+    operations = [operation for child in op.children() for operation in child.children()]
+    counts, rules = zip(*(_member(operation, getattr(op, "m", None)) for operation in operations), strict=True)
+    slots, width = getattr(op, "n", 1), max(counts)
+    first = len(rules) if slots > 1 else 1
+    rule = partial(_distinct, rules=rules, slots=slots, first=first, width=width)
+    modules = tuple(always_applied(operation.op) for operation in operations)
+    return Prepared(name, op, (modules,) * slots, first + slots * width, rule)
+
+
+_POLICIES = dict.fromkeys(("RandAugment", "TrivialAugment"), _prepare_policy)  # Kornia's classes
+
+
+def _member(operation: Any, m: float | None) -> tuple[int, Rule]:
+    """The number of uniforms (the first is for the sign) and the rule of one operation of a policy."""
+    count, rule = entry_of(operation.op).parameters(operation.op)  # type: ignore[union-attr]  # all have an entry
     factor, mapping = policy_parameter(operation)
-    if factor is not None and magnitude is None and operation.magnitude is not None:
-        magnitude = np.float32(float(operation.magnitude))
+    magnitude = None
+    if m is not None and operation.magnitude_range is not None:
+        low, high = operation.magnitude_range
+        share = torch.tensor([m / 30], dtype=torch.float32, device="cpu")
+        if factor == "bits_factor":  # a larger magnitude means fewer bits
+            share = 1 - share
+        magnitude = np.float32((share * float(high - low) + low).item())
     symmetric = bool(operation.symmetric_megnitude)
     rule = partial(_magnified, rule=rule, factor=factor, magnitude=magnitude, mapping=mapping, symmetric=symmetric)
-    return 1 + count, float(operation.op.p), rule
+    return 1 + count, rule
 
 
 def _magnified(
@@ -192,88 +202,28 @@ def _magnified(
         return params
     value = params[factor]
     if magnitude is not None:
-        # the given magnitude of a translation is a fraction of the image's width or height
+        # the magnitude of a translation is a fraction of the image's width or height
         pixels = {"translate_x": size[1], "translate_y": size[0]}.get(factor, 1)
         value = np.full(len(u), magnitude * np.float32(pixels), dtype=np.float32)
-    if mapping is not None:
-        value = mapping(torch.from_numpy(value)).numpy()
+    value = mapping(torch.from_numpy(value)).numpy()
     if symmetric:
         value = value * np.where(u[:, 0] > 0.5, np.float32(1), np.float32(-1)).astype(value.dtype)
     return {**params, factor: value}
 
 
-def _prepare_distinct(name: str, op: Any, *, key: str, rand: bool) -> Prepared:
-    """Prepare RandAugment (``n`` slots, the same ``m`` for all) or TrivialAugment (one slot, random magnitudes)."""
-    operations = [operation for child in op.children() for operation in child.children()]
-    members = tuple(_member(o, key, _magnitude(op, o) if rand else None) for o in operations)
-    slots = op.n if rand else 1
-    width = max(count for count, _, _ in members)
-    first = len(members) if slots > 1 else 1
-    rule = partial(_distinct, members=members, slots=slots, first=first, width=width)
-    modules = tuple(always_applied(operation.op) for operation in operations)
-    return Prepared(name, op, (modules,) * slots, first + slots * width, rule)
-
-
 def _distinct(
-    u: Float, size: Size, *, members: Sequence[Member], slots: int, first: int, width: int
+    u: Float, size: Size, *, rules: Sequence[Rule], slots: int, first: int, width: int
 ) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose ``slots`` distinct members per sample, in random order."""
+    """Choose ``slots`` distinct operations per sample, in random order."""
     if slots > 1:
         choice = np.argsort(u[:, :first], axis=1, kind="stable")[:, :slots].astype(np.int64)
     else:
-        choice = pick(u[:, :1], len(members))
+        choice = pick(u[:, :1], len(rules))
     # one call covers all slots, because a call for two slots takes about as long as a call for one
-    blocks = u[:, first : first + slots * width].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
-    drawn = [rule(blocks, size) for _, _, rule in members]
+    blocks = u[:, first:].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
+    drawn = [rule(blocks, size) for rule in rules]
     rows = [slice(slot * len(u), (slot + 1) * len(u)) for slot in range(slots)]
     return choice, tuple(tuple({k: v[own] for k, v in params.items()} for params in drawn) for own in rows)
-
-
-def _prepare_auto(name: str, op: Any, *, key: str) -> Prepared:
-    """Prepare AutoAugment; slot i contains the i-th operation of each sub-policy."""
-    policies = [list(child.children()) for child in op.children()]
-    members = tuple(tuple(_member(operation, key) for operation in operations) for operations in policies)
-    width = 1 + max(count for path in members for count, _, _ in path)  # one uniform is compared with p
-    slots = tuple(
-        tuple(always_applied(operations[slot].op) for operations in policies if slot < len(operations))
-        for slot in range(max(map(len, policies)))
-    )
-    rule = partial(_paths, members=members, slots=len(slots), width=width)
-    return Prepared(name, op, slots, 1 + len(slots) * width, rule)
-
-
-def _paths(
-    u: Float, size: Size, *, members: Sequence[Sequence[Member]], slots: int, width: int
-) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose one sub-policy of ``members`` per sample. Each operation of a sub-policy has its own ``p``."""
-    taken = pick(u[:, 0], len(members))
-    choice = np.full((len(u), slots), -1, dtype=np.int64)
-    params: list[Alternatives] = [()] * slots
-    for number, path in enumerate(members):
-        for slot, (_, p, rule) in enumerate(path):
-            block = u[:, 1 + slot * width : 1 + (slot + 1) * width]
-            choice[(taken == number) & (block[:, 0] < np.float32(p)), slot] = len(params[slot])
-            params[slot] += (rule(block[:, 1:], size),)
-    return choice, tuple(params)
-
-
-def _magnitude(op: Any, operation: Any) -> Any:
-    """RandAugment's magnitude for one operation, as in Kornia; None if the operation has no magnitude."""
-    if operation.magnitude_range is None:
-        return None
-    low, high = operation.magnitude_range
-    m = torch.tensor([op.m / 30], dtype=torch.float32, device="cpu")
-    if policy_parameter(operation)[0] == "bits_factor":  # a larger magnitude means fewer bits
-        m = 1 - m
-    return np.float32((m * float(high - low) + low).item())
-
-
-# From the class name in Kornia to a function (name, op, key=configuration key) -> Prepared.
-_POLICIES: dict[str, Callable[..., Prepared]] = {
-    "RandAugment": partial(_prepare_distinct, rand=True),
-    "TrivialAugment": partial(_prepare_distinct, rand=False),
-    "AutoAugment": _prepare_auto,
-}
 
 
 # --- modules that `ops` refuses
@@ -302,6 +252,11 @@ _REFUSED = {
         ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
         ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
         ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
+        (
+            "kornia.AutoAugment",
+            "be a policy that chooses for each sample",
+            "Instead of Kornia's class, use gpuaug.AutoAugment, which is torchvision's, or gpuaug.TimmAugment.",
+        ),
         ("kornia.PolicyAugmentBase", None, None),  # allowed, although it is a subclass of ImageSequentialBase
         (
             "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "

@@ -28,13 +28,12 @@ from gpuaug.augment.ops.erasing import check_place
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
-from gpuaug.batch import CropWindows
+from gpuaug.batch import CropWindows, Objects
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
 
 if TYPE_CHECKING:
-    from gpuaug.targets.objects import Objects
     from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
@@ -411,11 +410,7 @@ class Augment(RecipeBase):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copied recipe makes its own executor and checks all settings again
-        return {
-            **self.__dict__,
-            "_executor": None,
-            "_seen": [],
-        }
+        return {**self.__dict__, "_executor": None, "_seen": []}
 
 
 class MultiView(RecipeBase):

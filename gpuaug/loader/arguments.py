@@ -48,8 +48,7 @@ def whole_numbers(name: str, values: Any) -> Tensor:
 
 
 def none_if_empty(value: Any) -> Any:
-    # A configuration with `mix=none` gives an empty mapping.
-    return None if isinstance(value, Mapping) and not value else value
+    return None if isinstance(value, Mapping) and not value else value  # `mix=none` gives an empty mapping
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:

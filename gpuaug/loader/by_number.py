@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.loader.arguments import whole_numbers
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults, Policy
-from gpuaug.loader.pipeline import Pass, Pipeline
+from gpuaug.loader.pipeline import Pipeline
 from gpuaug.random.keyed import REPEATS
 from gpuaug.read.reader import Reader
 
@@ -53,9 +53,12 @@ def fetch(
     pipeline: Pipeline = loader.pipeline
     reader = Reader(pipeline.reader.source, targets=pipeline.reader.targets)
     pipeline = replace(pipeline, reader=reader, faults=faults or pipeline.faults, mix=pipeline.mix if mix else None)
-    for batch in Pass(pipeline, iter([task]), epoch=epoch, prefetch=0):
-        return batch
-    raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
+    (encoded,) = pipeline.read([task], epoch)
+    pipeline.streams.follow_consumer()
+    ready = pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, epoch)), epoch)
+    if ready is None:
+        raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
+    return pipeline.hand_over(ready)
 
 
 def uncounted(faults: Faults, policy: Policy) -> Faults:

@@ -22,8 +22,8 @@ from gpuaug.files import parse_bytes
 from gpuaug.loader import arguments, augmented, by_number, describe, distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.pipeline import Pass, PassEndedError, Pipeline, Streams
-from gpuaug.loader.stages import Stage
+from gpuaug.loader.passes import Pass, PassEndedError
+from gpuaug.loader.pipeline import LazyDecoder, Pipeline, Streams
 from gpuaug.loader.state import VERSION, check_state, compare, locate, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
@@ -34,7 +34,6 @@ from gpuaug.source.base import checksum
 from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them
-    from gpuaug.augment.target_stage import TargetStage
     from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
@@ -115,8 +114,8 @@ class Loader:
 
     waited = 0.0
     _epoch = _position = 0
-    # "here": the next pass begins at `_epoch` and `_position`. "left": the last pass stopped inside `_epoch`.
-    # "finished": the last pass handed out the last batch of `_epoch`. "left" and "finished" lead to the next epoch.
+    # Where the next pass begins. "here": at `_epoch` and `_position`. "left" and "finished": in the next epoch, because
+    # the last pass stopped inside `_epoch`, or handed out the last batch of `_epoch`.
     _next_pass: Literal["here", "left", "finished"] = "here"
     _last_logged = _left_logged = False
     _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
@@ -185,40 +184,29 @@ class Loader:
         encoded: Any = self.source
         if cache is not None:  # an opened cache keeps what it has already read
             encoded = cache if isinstance(cache, CachedSource) else cache.open(self.source)
-        stage = Stage(
-            augmented.remaining(self.augment, self.source, self.seed),
-            self.decode,
-            device=self.device,
-            seed=self.seed,
-            accept_truncated=self.faults.truncated == "accept",
-            batch_size=self.batch_size,
-            targets=self._target_stage(),
-        )
+        accepted = self.faults.truncated == "accept"
+        opened = partial(self.decode.open, self.device, accept_truncated=accepted, batch_size=self.batch_size)
+        targets = None
+        if self.targets is not None:
+            from gpuaug.augment.target_mover import TargetMover
+
+            targets = TargetMover(self.targets, self.augment, source=self.source)
         return Pipeline(
-            reader=Reader(
-                encoded,
-                num_workers=self.num_workers,
-                targets=() if self.targets is None else self.targets.names,
-                **reading,
-            ),
-            stage=stage,
+            reader=Reader(encoded, num_workers=self.num_workers, targets=getattr(self.targets, "names", ()), **reading),
+            lazy_decoder=LazyDecoder(opened),
+            recipe=augmented.remaining(self.augment, self.source, self.seed),
+            targets=targets,
             mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),
             faults=self.faults,
             device=self.device,
             streams=Streams(self.device),
+            seed=self.seed,
             dtype=self.dtype,
             memory_format=self.memory_format,
             key_of=self.source.key,
             appearance_at=describe.appearances(self.augment, self.source, self.targets),
             first_row=self.source.first_row,
         )
-
-    def _target_stage(self) -> TargetStage | None:
-        if self.targets is None:
-            return None
-        from gpuaug.augment.target_stage import TargetStage
-
-        return TargetStage(self.targets, self.augment, source=self.source)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "pipeline" in vars(self) and (name == "source" or name in self._given):
@@ -282,8 +270,7 @@ class Loader:
     @property
     def prefetch_level(self) -> int:
         """Number of finished batches that wait for the consumer."""
-        last = self.pipeline.running  # another thread may stop the pass meanwhile
-        running = None if last is None else last()
+        running = self.pipeline.newest_pass()
         return 0 if running is None else running.waiting
 
     @property
@@ -338,7 +325,7 @@ class Loader:
     def _finish(self) -> None:
         """End a pass whose batches were all handed out. Without `stop`, its iterator would come here again."""
         self.pipeline.stop()
-        self.faults.end_of_epoch(self._epoch, *self.pipeline.stage.second_chances(), log=self._log)
+        self.faults.end_of_epoch(self._epoch, *self.pipeline.lazy_decoder.second_chances(), log=self._log)
         self._advance()
 
     def start_at(self, epoch: int, position: int) -> None:
@@ -449,12 +436,10 @@ class Loader:
         raise ConfigError(f"a gpuaug.Loader is not a dataset: {arguments.NOT_A_DATASET}")
 
     @property
-    def dataset(self) -> NoReturn:
-        """Raises an error, because a loader has no dataset. ``accelerate.skip_first_batches`` asks for it."""
-        raise ReadOnlyError(
-            f"a gpuaug.Loader has no `dataset`: {arguments.NOT_A_DATASET} To continue inside an epoch, use "
-            "`loader.load_state_dict(state)` in place of `skip_first_batches`."
-        )
+    def dataset(self) -> NoReturn:  # `accelerate.skip_first_batches` asks for it
+        """Raises an error, because a loader has no dataset."""
+        text = "To continue inside an epoch, use `loader.load_state_dict(state)` in place of `skip_first_batches`."
+        raise ReadOnlyError(f"a gpuaug.Loader has no `dataset`: {arguments.NOT_A_DATASET} {text}")
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -510,36 +495,27 @@ class Loader:
                 f"`last={self.last}`{default}. Set `faults.policy=blank`, or `last=uneven` if your training has no "
                 "collective operation (such as DDP's) that waits for every rank."
             )
-        return EpochOrder(
-            self._ordered(),
-            start=start,
-            rank=rank,
-            world_size=world_size,
-            batch_size=self.batch_size,
-            last=self.last,
-            limit=self.limit_batches,
-        )
+        share: dict[str, Any] = {"rank": rank, "world_size": world_size, "last": self.last, "limit": self.limit_batches}
+        return EpochOrder(self._ordered(), start=start, batch_size=self.batch_size, **share)
 
     def _log_last(self, plan: EpochOrder) -> None:
         """Log once, on rank 0, what `last` does with samples that do not fill a batch on every rank."""
         if self._last_logged or plan.rank or plan.world_size == 1:
             return
-        most, least = (len(replace(plan, rank=rank)) for rank in (0, plan.world_size - 1))
+        most, least = len(plan), len(replace(plan, rank=plan.world_size - 1))
         more = plan.batch_size * plan.world_size * most - plan.remaining
+        self._last_logged = most != least or (self._last is None and more > 0)
         if most != least:
             self._log.warning(
                 "last=uneven: this epoch has %d batches on rank 0 and %d on rank %d. If each step waits for all ranks, "
                 "as in DDP, the run will hang at the end. Set `last=pad` or `last=drop`, or use torch's `Join`.",
                 most, least, plan.world_size - 1,
             )  # fmt: skip
-        elif self._last is None and more > 0:
+        elif self._last_logged:
             self._log.info(
                 "last pad: %d samples are repeated, so that each of %d ranks has %d full batches; `batch.valid` is "
                 "False for the repeats", more, plan.world_size, most,
             )  # fmt: skip
-        else:
-            return
-        self._last_logged = True
 
 
 def _check_epoch(epoch: Any) -> int:
@@ -572,8 +548,7 @@ class _Epoch(Pass):
                 if loader._next_pass == "left":
                     loader._next_pass = "here"
                 raise
-        last = loader.pipeline.running
-        if last is not None and last() is self:
+        if loader.pipeline.newest_pass() is self:
             loader._finish()
         raise StopIteration
 

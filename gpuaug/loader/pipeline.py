@@ -1,39 +1,40 @@
-"""The pipeline of a loader: a reader and the stages after it. A :class:`Pass` runs a pipeline over some batches."""
+"""The pipeline of a loader: the stages that make a batch."""
 
 from __future__ import annotations
 
-import os
-import time
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gpuaug.batch import EncodedBatch
+from gpuaug.augment.parameters import Chosen
+from gpuaug.augment.progressive import Recipe
+from gpuaug.augment.recipe import Drawn
+from gpuaug.batch import CropWindows, EncodedBatch, Fault
+from gpuaug.decode.decoder import Decoder
+from gpuaug.decode.plan import HeaderInfo
 from gpuaug.display.batches import Appearance
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
-from gpuaug.loader.stages import Stage, StagedBatch
 from gpuaug.native.buffers import to_device
-from gpuaug.read.ends import finalize
 from gpuaug.read.order import Task as Task
-from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
 from gpuaug.source.cache import CachedSource
 
+if TYPE_CHECKING:  # runs without targets do not import these modules
+    from gpuaug.augment.target_mover import TargetMover, TargetView
+    from gpuaug.targets.batch import BatchTargets
+
+NO_DRAWS = Drawn({}, {})
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-TIMEOUT_S = 5.0  # longest wait for the threads of a pass to end
 Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch; on CUDA, also the event that marks it complete
-
-
-class PassEndedError(GpuaugError):
-    """A batch was requested from an iterator that was closed before its last batch."""
 
 
 class Streams:
@@ -66,9 +67,50 @@ class Streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
+class LazyDecoder:
+    """Opens a decoder at its first use, because a fork would lose its threads."""
+
+    def __init__(self, open_decoder: Callable[[], Decoder]) -> None:
+        self._open, self._lock = open_decoder, threading.Lock()
+        self._decoder: Decoder | None = None
+
+    def get(self) -> Decoder:
+        with self._lock:
+            self._decoder = self._decoder or self._open()
+            return self._decoder
+
+    def second_chances(self) -> tuple[int, int]:
+        """Counts since the last call: samples that DALI refused and Pillow decoded, and accepted truncated samples."""
+        if self._decoder is None:
+            return 0, 0
+        counts = self._decoder.rescued, self._decoder.truncated
+        self._decoder.rescued = self._decoder.truncated = 0
+        return counts
+
+    def close(self) -> None:
+        with self._lock:
+            if self._decoder is not None:
+                self._decoder.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PartialBatch:
+    """A batch between two stages. Each stage adds what the next stages need."""
+
+    encoded: EncodedBatch
+    faults: Sequence[Fault]  # found in the headers; after decoding, all faults of the batch
+    info: HeaderInfo | None = None  # None after decoding
+    drawn: Drawn = NO_DRAWS
+    windows: list[CropWindows] = field(default_factory=list)  # per view
+    chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
+    targets: list[TargetView] | None = None
+    images: list[Tensor] = field(default_factory=list)  # after decoding: uint8 [B, H, W, 3] per view, on the device
+    ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
+
+
 @dataclass(kw_only=True, eq=False)
 class Pipeline:
-    """Reads, decodes, augments and mixes batches.
+    """Reads, decodes, augments and mixes batches. Different threads may run the stages.
 
     A pipeline holds no reference to its loader, so that the loader can be garbage-collected while threads run.
 
@@ -78,17 +120,20 @@ class Pipeline:
     """
 
     reader: Reader
-    stage: Stage
+    lazy_decoder: LazyDecoder
+    recipe: Recipe
+    targets: TargetMover | None
     mix: Callable[..., tuple[list[Tensor], Tensor]] | None  # a Mix with its settings
     faults: Faults
     device: torch.device
     streams: Streams
+    seed: int
     dtype: torch.dtype
     memory_format: torch.memory_format
     key_of: Callable[[int], str]
     appearance_at: Callable[[int], Appearance]  # maps an epoch to `Batch.look`
     first_row: Callable[[int], int]  # maps an epoch to what is added to sample numbers before reading
-    running: weakref.ref[Pass] | None = field(default=None, init=False)
+    running: weakref.ref[Any] | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
 
     @property
@@ -96,24 +141,65 @@ class Pipeline:
         source = self.reader.source
         return source if isinstance(source, CachedSource) else None
 
+    @property
+    def decoder(self) -> Decoder:
+        return self.lazy_decoder.get()
+
     def read(self, tasks: Iterable[Task], epoch: int, *, zero_copy: bool = True) -> Iterator[EncodedBatch]:
         return self.reader.batches(tasks, first=self.first_row(epoch), zero_copy=zero_copy)
 
-    def decode_pixels(self, batch: StagedBatch) -> StagedBatch:
-        """Decode the pixels, and collect all faults of the batch so far."""
+    def read_headers(self, encoded: EncodedBatch, epoch: int) -> PartialBatch:
+        """Read the headers, draw the random parameters, and compute each view's window in each image."""
+        info = self.decoder.read_headers(encoded)
+        indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
+        recipe = self.recipe.at(epoch)
+        drawn = recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
+        if self.targets is None:
+            windows = recipe.windows(drawn, info.height, info.width)
+            return PartialBatch(encoded, info.faults, info, drawn, windows)
+        upright, faults = self.targets.upright(encoded, info, self.decoder)
+        objects, masks = upright.upright_objects, upright.decoded
+        windows = recipe.windows(drawn, info.height, info.width, objects=objects, masks=masks)
+        chosen = recipe.choose(drawn, [window.size for window in windows])
+        targets = self.targets.place(upright, windows, chosen, epoch=epoch)
+        return PartialBatch(encoded, [*info.faults, *faults], info, drawn, windows, chosen, targets)
+
+    def decode(self, batch: PartialBatch) -> PartialBatch:
+        """Decode every image and mask once, and collect all faults of the batch so far."""
         with self.streams.on(decoding=True) as stream:
-            images, late = self.stage.decode(batch)
+            images, bad = self.decode_images(batch)
+            bad = [*bad, *self.decode_masks(batch)]
             ready = None if stream is None else stream.record_event()
-        faults = {fault.row: fault for fault in [*late, *batch.faults, *batch.encoded.faults]}
+        faults = {fault.row: fault for fault in [*bad, *batch.faults, *batch.encoded.faults]}
         # no later stage needs the encoded bytes, and the workers wait for their memory
         encoded = replace(batch.encoded, data=NOTHING, offsets=NOTHING, views=())
         faults_in_order = [faults[row] for row in sorted(faults)]
         return replace(batch, encoded=encoded, info=None, images=images, faults=faults_in_order, ready=ready)
 
-    def decode(self, encoded: EncodedBatch, epoch: int) -> StagedBatch:
-        return self.decode_pixels(self.stage.read_headers(encoded, epoch))
+    def decode_images(self, batch: PartialBatch) -> tuple[list[Tensor], list[Fault]]:
+        """Returns uint8 [B, H, W, 3] per view on the device, and the faults."""
+        assert batch.info is not None
+        return self.decoder.pixels(batch.encoded, batch.info, batch.windows)
 
-    def finish(self, decoded: StagedBatch, epoch: int) -> Ready | None:
+    def decode_masks(self, batch: PartialBatch) -> list[Fault]:
+        if self.targets is None or batch.targets is None or batch.info is None:
+            return []
+        return self.targets.decode(batch.targets, batch.encoded, batch.info, self.decoder)
+
+    def augment(self, batch: PartialBatch) -> list[Tensor]:
+        """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
+        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).apply(
+            batch.images, batch.drawn, chosen=batch.chosen, dtype=self.dtype, memory_format=self.memory_format
+        )
+        return views
+
+    def finish_targets(self, batch: PartialBatch, bad: Sequence[int], keep: Tensor | None) -> list[BatchTargets] | None:
+        """Return the targets per view, on the device. Rows ``bad`` have a fault. ``keep``: rows to keep; None: all."""
+        if self.targets is None or batch.targets is None:
+            return None
+        return self.targets.finish(batch.targets, batch.encoded.indices, bad=bad, keep=keep, device=self.device)
+
+    def finish(self, decoded: PartialBatch, epoch: int) -> Ready | None:
         """Augment and mix a batch; None if policy ``drop`` removes all its samples.
 
         Raises:
@@ -144,18 +230,13 @@ class Pipeline:
                 stream.wait_event(decoded.ready)
                 for view in decoded.images:
                     view.record_stream(stream)  # allocated on the other stream
-            images = self.stage.augment(decoded, dtype=self.dtype, memory_format=self.memory_format)
+            images = self.augment(decoded)
             images = self._without_bad(images, bad, keep)
             labels = None if labels is None else to_device(labels, self.device)
-            targets: Any = self.stage.finish_targets(decoded, bad=bad, keep=keep)
+            targets: Any = self.finish_targets(decoded, bad, keep)
             if self.mix is not None:
-                images, labels = self.mix(
-                    images,
-                    labels,
-                    valid=valid,
-                    epoch=epoch,
-                    first_index=int(encoded.indices[0]),
-                )
+                first = int(encoded.indices[0])
+                images, labels = self.mix(images, labels, valid=valid, epoch=epoch, first_index=first)
             batch = Batch(
                 images=_one(images),
                 labels=labels,
@@ -196,10 +277,14 @@ class Pipeline:
         if self.closed:
             raise GpuaugError("this loader is closed. Build a new one.")
 
+    def newest_pass(self) -> Any:
+        running = self.running  # another thread may stop the pass meanwhile
+        return None if running is None else running()
+
     def stop(self) -> None:
         """Close the running pass."""
-        last, self.running = self.running, None
-        if last is not None and (running := last()) is not None:
+        running, self.running = self.newest_pass(), None
+        if running is not None:
             running.close()
 
     def close(self, *, keep_cache: bool = False) -> None:
@@ -208,136 +293,11 @@ class Pipeline:
             self.closed = True
             self.stop()
             self.reader.close()
-            self.stage.close()
+            self.lazy_decoder.close()
             if self.cache is not None and not keep_cache:
                 self.cache.close()
-
-
-class Pass(Iterator[Batch]):
-    """Iterates over the batches of ``tasks``, without changing the position of a loader.
-
-    With ``prefetch`` above 0, different threads read headers, decode, and augment. The threads hold no reference to
-    this object, and end when this object is garbage-collected.
-
-    Args:
-        tasks: ``(indices, repeats, valid)`` of each batch; may be infinite.
-        prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
-            is requested.
-        buffer_bytes: size of a buffer for encoded batches; None: only the workers read ahead.
-
-    Attributes:
-        done: number of tasks whose batch was handed out, or was dropped by the faults policy.
-        waited: seconds that the consumer waited for batches.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        tasks: Iterator[Task],
-        *,
-        epoch: int,
-        prefetch: int = 2,
-        buffer_bytes: int | None = None,
-    ) -> None:
-        self._pipeline, self._epoch = pipeline, epoch
-        self.done, self.waited = 0, 0.0
-        self._exhausted, self._pid = False, os.getpid()
-        self._producers: list[Producer[Any]] = []
-        pipeline.streams.follow_consumer()
-        # Without copies, a buffer would hold mapped files, which the system reads only when their bytes are used.
-        encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
-        if buffer_bytes is not None:
-            encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
-            self._producers.append(encoded)
-        headers = _each(encoded, partial(pipeline.stage.read_headers, epoch=epoch))
-        if prefetch:
-            headers = self._thread(headers, "headers", 0)
-        decoded = _each(headers, pipeline.decode_pixels)
-        main_thread = pipeline.stage.main_thread
-        if prefetch and not main_thread:
-            decoded = self._thread(decoded, "decoding", 1)
-        # With `main_thread`, `__next__` augments in the consumer's thread.
-        self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
-        if prefetch:
-            self._items = self._thread(self._items, "loader", prefetch)
-        self._end = finalize(self, _end, self._items, self._producers, pipeline.reader)
-
-    def start(self) -> None:
-        """Start prefetching. The first ``next`` also starts it."""
-        if isinstance(self._items, Producer):
-            self._items.start()
-
-    @property
-    def waiting(self) -> int:
-        """Number of prefetched batches."""
-        return self._items.waiting if isinstance(self._items, Producer) else 0
-
-    def __next__(self) -> Batch:
-        while not self._exhausted:
-            if not self._end.alive or self._pid != os.getpid():
-                raise PassEndedError(
-                    "this iterator has ended: an error occurred, its loader was closed or started another pass, or a "
-                    "fork left its threads in the parent. Use the newest iterator, or build a second loader."
-                )
-            began = time.perf_counter()
-            try:
-                item = next(self._items, END)
-                if isinstance(item, StagedBatch):
-                    item = self._pipeline.finish(item, self._epoch)
-            except BaseException:
-                self.close()
-                raise
-            if item is END:
-                self._exhausted = self._end.alive  # if another thread closed this pass, the loop goes on and raises
-                self.close()
-                continue
-            self.waited += time.perf_counter() - began
-            self.done += 1
-            self._note()
-            if item is not None:  # None: policy `drop` removed the whole batch
-                return self._pipeline.hand_over(item)
-        raise StopIteration
-
-    def _note(self) -> None:
-        """Called when ``done`` has grown."""
-
-    def close(self) -> None:
-        """Stop the threads within seconds. The workers keep running, except if a read hangs."""
-        self._end()
-
-    def _thread(self, items: Any, name: str, count: int) -> Any:
-        producer: Producer[Any] = Producer(items, name=f"gpuaug-{name}", count=count, device=self._pipeline.device)
-        self._producers.append(producer)
-        return producer
 
 
 def _one(views: list[Any] | None) -> Any:
     """Return the view if there is only one; else return ``views`` unchanged."""
     return views[0] if views is not None and len(views) == 1 else views
-
-
-def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield ``work(item)`` for every item, and release each item before taking the next.
-
-    This is no method of the pass, because the thread that runs the generator must not keep the pass alive.
-    """
-    with closing(items):
-        for item in items:
-            yield work(item)
-            del item
-
-
-def _end(items: Any, producers: Sequence[Producer[Any]], reader: Reader) -> None:
-    """Stop the threads of a pass. This is no method of the pass, because it runs after the pass is freed."""
-    for producer in producers:
-        producer.close()
-    with suppress(ValueError):  # another thread is running the generator, and ends it at the next batch
-        items.close()
-    if not _joined(producers):
-        reader.close()  # a hanging read blocks a thread until the workers are stopped
-        _joined(producers)
-
-
-def _joined(producers: Sequence[Producer[Any]]) -> bool:
-    deadline = time.monotonic() + TIMEOUT_S
-    return all(producer.join(deadline - time.monotonic()) for producer in producers)

@@ -134,19 +134,18 @@ class Weighted:
 
     def _weights(self, source: Any, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         if self.weights is None:
-            labels = getattr(source, "labels", None)
-            if labels is None:
+            if source.labels is None:
                 raise ConfigError(
                     "`order=weighted` with `order.weights=class` needs a source that knows its labels without reading "
                     f"the samples. Found: {source!r}. Give a FILE with one weight per sample."
                 )
-            own = labels.numpy()[numbers]
+            own = source.labels.numpy()[numbers]
             if own.min(initial=0) < 0:
                 raise SourceError(f"`order.weights=class` needs labels >= 0. Found: {own.min()}.")
             return 1.0 / np.bincount(own)[own]
         if len(self.weights) == len(numbers):
             return self.weights[np.argsort(numbers_by_position(source))]
-        if getattr(source, "indices", None) is None or (len(numbers) and len(self.weights) <= numbers[-1]):
+        if source.indices is None or (len(numbers) and len(self.weights) <= numbers[-1]):
             raise ConfigError(
                 f"`order.weights` must hold one weight per sample of the source: {len(numbers)}. "
                 f"Found: {len(self.weights)}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class Producer(Iterator[T]):
         device: torch.device | None = None,
     ) -> None:
         self._from, self._count, self._max_bytes, self._device = items, count, max_bytes, device
-        self._items: deque[Any] = deque()
+        self._items: deque[tuple[int, T]] = deque()  # with their bytes
         self.bytes_waiting = 0
         self._closed = self._ended = False
         self._error: BaseException | None = None
@@ -66,8 +66,8 @@ class Producer(Iterator[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._ended or self._closed)
             if self._items:
-                item: T = self._items.popleft()
-                self.bytes_waiting -= self._size(item)
+                size, item = self._items.popleft()
+                self.bytes_waiting -= size
                 self._changed.notify_all()
                 return item
             error, self._error = self._error, None
@@ -91,19 +91,21 @@ class Producer(Iterator[T]):
 
     def _fill(self) -> None:
         """Produce the items. The thread keeps no reference to a produced item."""
+        size = 0
         try:
             if self._device is not None and self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            while self._wait(lambda: self._count is None or len(self._items) <= self._count):
+            while self._wait(0):
                 item: Any = next(self._from, END)
                 if item is END:
                     break
                 if self._max_bytes is not None:
-                    self._reserve(self._size(item), self._max_bytes)
                     item = private_copy(item)
+                    size = item.data.nbytes
                 with self._changed:
-                    if not self._closed:
-                        self._items.append(item)
+                    if self._wait(size):
+                        self._items.append((size, item))
+                        self.bytes_waiting += size
                         self._changed.notify_all()
                 del item
         except BaseException as error:
@@ -115,26 +117,19 @@ class Producer(Iterator[T]):
             if (close := getattr(self._from, "close", None)) is not None:
                 close()
 
-    def _size(self, item: Any) -> int:
-        return 0 if self._max_bytes is None else int(item.data.nbytes)
-
-    def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait until ``ready()``. Returns False if this object was closed."""
+    def _wait(self, size: int) -> bool:
+        """Wait until there is room for ``size`` bytes and one more item. Returns False if this object was closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or ready())
+            self._changed.wait_for(lambda: self._closed or self._has_room(size))
             return not self._closed
 
-    def _reserve(self, size: int, limit: int) -> None:
-        """Wait until ``size`` more bytes fit, and reserve ``size`` bytes for the copy."""
-        with self._changed:
-            if self._wait(lambda: not self.bytes_waiting or self.bytes_waiting + size <= limit):
-                self.bytes_waiting += size
+    def _has_room(self, size: int) -> bool:
+        if self._max_bytes is not None:
+            return not self._items or self.bytes_waiting + size <= self._max_bytes
+        return self._count is None or len(self._items) <= self._count
 
 
 def private_copy(batch: EncodedBatch) -> EncodedBatch:
-    """Copy a batch to private memory, because the workers' shared memory is small in most containers."""
-    size = batch.data.nbytes
-    data = mapped(size) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
-    data.copy_(batch.data)
-    labels = None if batch.labels is None else batch.labels.clone()
-    return replace(batch, data=data, offsets=batch.offsets.clone(), labels=labels)
+    """Copy a batch to private memory, because the workers wait for the memory of their batches."""
+    data = mapped(max(1, batch.data.nbytes))[: batch.data.nbytes].copy_(batch.data)
+    return replace(batch, data=data, offsets=batch.offsets.clone())

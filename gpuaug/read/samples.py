@@ -1,9 +1,8 @@
-"""Reads the samples of a batch, in a worker or in the training process: retries, faults, labels, one block of bytes."""
+"""Reads the samples of a batch, in a worker or in the training process: threads, retries, faults, labels."""
 
 from __future__ import annotations
 
 import errno
-import pickle
 import threading
 import time
 from collections import deque
@@ -15,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import EncodedTargets, Fault, Target
+from gpuaug.batch import Fault, Target
 from gpuaug.errors import GpuaugError, SourceError
+from gpuaug.read.packing import Rest
 from gpuaug.source.adapt import Source
 from gpuaug.source.local import FINAL, LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
 
@@ -28,11 +28,8 @@ FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
 FAULTS = (OSError, MemoryError, GpuaugError)  # errors of a source that concern one sample
 LONGEST_REASON = 500  # characters
 EXAMPLES = 4  # samples that are read to learn the type of labels, if the first batch has no known label
-PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
 
 _MISSING: Any = object()  # an unknown label
-# labels, faults, targets and extras of a batch
-Rest = tuple[NDArray[Any] | None, tuple[Fault, ...], EncodedTargets | None, list[Any] | None]
 Encoded = tuple[list[memoryview], Rest]  # bytes of the images, then of the masks; and the rest
 
 
@@ -40,9 +37,8 @@ class EndedError(BaseException):
     """Stops a worker or a thread, because its iterator has ended."""
 
 
-def is_over(present: Tensor, generation: int) -> bool:
-    # read by numpy, because torch would release the GIL: see `reader._leave`
-    return int(present.numpy()[0]) != generation
+def is_over(present: NDArray[np.int64], generation: int) -> bool:
+    return bool(present[0] != generation)
 
 
 class Samples:
@@ -54,9 +50,8 @@ class Samples:
         self._bounded = not source.mapped
         self._like: Any = _MISSING  # an array of labels of the same type and shape; None if samples have no label
 
-    def batch(self, indices: NDArray[np.int64], stale: Callable[[], bool] = lambda: False) -> Encoded:
-        """Read the samples ``indices``, int64 [B], without a copy of their bytes."""
-        numbers = indices.tolist()
+    def batch(self, numbers: list[int], stale: Callable[[], bool] = lambda: False) -> Encoded:
+        """Read samples without a copy of their bytes."""
         items, faults = self._read(numbers, stale), list[Fault]()
         for row, item in enumerate(items):
             if isinstance(item, Exception):
@@ -195,34 +190,6 @@ class Samples:
         if known:
             filled[present] = values
         return filled
-
-
-def packed(encoded: list[memoryview], rest: Rest) -> tuple[list[Any], int, int]:
-    """The pieces of a batch, to be joined: the offsets, the pickled ``rest``, and ``encoded``.
-
-    Returns also the number of images and masks, and the size of the pickled piece in bytes.
-    """
-    try:
-        pickled = pickle.dumps(rest)
-    except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
-        raise SourceError(
-            f"an extra, the third value of a sample, cannot be pickled for the other process: {error}. {PICKLABLE}"
-        ) from error
-    return [offsets_of(encoded).tobytes(), pickled, *encoded], len(encoded), len(pickled)
-
-
-def join(pieces: list[Any], target: memoryview) -> None:
-    """Copy the pieces into ``target``, one after the other. ``pieces`` is empty afterwards."""
-    begin = 0
-    pieces.reverse()
-    while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
-        piece = pieces.pop()
-        target[begin : begin + len(piece)] = piece
-        begin += len(piece)
-
-
-def offsets_of(encoded: list[memoryview]) -> NDArray[np.int64]:
-    return np.cumsum([0, *map(len, encoded)], dtype=np.int64)
 
 
 def _is_large(item: Any) -> bool:

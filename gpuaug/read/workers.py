@@ -7,15 +7,16 @@ import gc
 import multiprocessing
 import os
 import pickle
+import queue
+import select
 import signal
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,38 +28,24 @@ from gpuaug import machine
 from gpuaug.errors import ReadError, SourceError
 from gpuaug.native.buffers import mapped
 from gpuaug.read.order import Task
+from gpuaug.read.packing import pack, pack_error
 from gpuaug.read.ring import Ring
-from gpuaug.read.samples import EndedError, Samples, is_over, packed
+from gpuaug.read.samples import EndedError, Samples, is_over
 
 TIMEOUT_S = 2.0  # for all workers to end, before they are killed
 POLL_S = 0.2  # after this time a wait looks whether a worker is dead or the iterator has ended
 HELD = 4  # batches that may stay in the ring while headers are read and pixels decoded; further ones are copied
+MESSAGE_BYTES = 512  # POSIX writes so many bytes to a pipe at once: all of them, or none if the worker is killed
 
 _owned = weakref.WeakSet["Workers"]()  # those of this process
 _of_parent: list[Any] = []  # iterators of the parent; if a forked child freed them, they would end the parent's workers
 
-
-class Request(NamedTuple):
-    """What a worker reads next."""
-
-    serial: int
-    slot: int
-    generation: int  # number of the iterator
-    indices: NDArray[np.int64]
-    after: NDArray[np.int64] | None  # samples to give to `source.prefetch`
-
-
 Planned = tuple[Task, NDArray[np.int64]]  # a task, and the sample numbers to read for it
 
-
-class Answer(NamedTuple):
-    """How to find a batch in the ring. It is so short that a dying worker cannot send half of it."""
-
-    serial: int
-    rows: int = 0  # number of images and masks; -1: the slot holds a pickled exception and its traceback
-    pickled: int = 0  # size in bytes of the part that is pickled
-    size: int = 0  # bytes in the slot; 0: the iterator has ended, and nothing was read
-    failure: str = ""  # why the batch could not be written
+# slot, number of the iterator, and how many sample numbers are in the slot: of this batch, and for `source.prefetch`
+Request = tuple[int, int, int, int]
+NO_SLOT = -1  # there is no task: nothing to read
+Answer = int | str  # bytes in the slot (0: the iterator has ended, and nothing was read), or why there are none
 
 
 class Workers:
@@ -81,7 +68,7 @@ class Workers:
         self.timeout, self._source = timeout, samples.source
         self._ring = Ring(num_workers * prefetch_factor + 1 + HELD)
         # Workers take turns, so a worker's next batch is `num_workers` places later.
-        lookahead = num_workers if callable(getattr(samples.source, "prefetch", None)) else 0
+        lookahead = num_workers if callable(samples.source.prefetch) else 0
         self._requests = _Requests(self._ring, lookahead)
         self._context = _Context(start_method, self._ring)
         self._answers: Any = None
@@ -90,11 +77,9 @@ class Workers:
             _Sender(samples, generation, self._ring),  # type: ignore[arg-type]  # any object with `[]`
             batch_size=None,  # an item is a whole batch
             sampler=self._requests,
-            collate_fn=_same,
             worker_init_fn=_settle,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            timeout=POLL_S,
             pin_memory=False,  # pinning starts a thread that opens a CUDA context and copies every batch again
             multiprocessing_context=self._context,
             generator=torch.Generator(),  # otherwise DataLoader uses torch's global generator
@@ -124,8 +109,8 @@ class Workers:
         self._requests.begin(generation, tasks)
         self._check_alive()
 
-    def receive(self, ended: Callable[[], bool]) -> tuple[Task, Tensor, Answer] | None:
-        """The next task, the bytes of its slot and its answer; None at the end.
+    def receive(self, ended: Callable[[], bool]) -> tuple[Task, NDArray[np.uint8]] | None:
+        """The next task and its block of bytes (see :mod:`gpuaug.read.packing`); None at the end.
 
         Raises:
             EndedError: ``ended()`` is True. Nothing is lost.
@@ -133,47 +118,51 @@ class Workers:
         """
         requests, ring = self._requests, self._ring
         while True:
-            serial, generation, task, slot = requests.sent[0]
+            generation, task, slot = requests.sent[0]
             current = generation == requests.generation
             if current and task is None:
                 if requests.error is not None:
                     raise requests.error
                 return None
-            answer = self._answer(ended)
-            if answer.serial != serial:
-                raise self._lost("an interrupt has lost a batch of the reading workers.")
-            if current and answer.failure:
-                raise self._lost(answer.failure)
+            size = self._answer(ended)
+            if current and isinstance(size, str):
+                raise self._lost(size)
             requests.sent.popleft()
-            if slot is None or task is None or not current or not answer.size:
-                if slot is not None:
+            if task is None or not current or not isinstance(size, int) or not size:
+                if slot != NO_SLOT:
                     ring.release(slot)
                 continue
-            data = ring.view(slot, answer.size)
+            block = ring.lease(slot, size)
             if not ring.free:  # the next request needs a slot
-                data = mapped(answer.size).copy_(data)
-            return task, data, answer
+                block = mapped(size).copy_(torch.from_numpy(block)).numpy()
+            return task, block
 
     def _answer(self, ended: Callable[[], bool]) -> Answer:
         deadline = time.monotonic() + self.timeout
-        while not ended():
-            try:
-                answer: Answer = next(self._answers)
-                return answer
-            except RuntimeError as error:
-                self._check_alive()
-                if "timed out" not in str(error):  # for example from the signal handler of another DataLoader
-                    raise
-                if time.monotonic() > deadline:
-                    raise self._lost(
-                        f"the reading workers gave no batch for {self.timeout:g} s. If the storage is slow or "
-                        "unreachable, raise `timeout` or `num_workers`."
-                    ) from None
-        raise EndedError
+
+        def check() -> None:
+            if ended():
+                raise EndedError
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise self._lost(
+                    f"the reading workers gave no batch for {self.timeout:g} s. If the storage is slow or "
+                    "unreachable, raise `timeout` or `num_workers`."
+                )
+
+        self._context.checks.append(check)
+        try:
+            answer: Answer = next(self._answers)
+            return answer
+        except RuntimeError:  # of DataLoader if a worker is dead, or of the signal handler of another DataLoader
+            self._check_alive()
+            raise
+        finally:
+            self._context.checks.clear()
 
     def _lost(self, reason: str) -> ReadError:
         """The error for the first batch of the current iterator that is missing."""
-        for _, generation, task, _ in self._requests.sent:
+        for generation, task, _ in self._requests.sent:
             if generation == self._requests.generation and task is not None:
                 i = int(task[0][0])
                 return ReadError(f"{reason} The missing batch begins with sample {i} ({self._source.key(i)!r}).")
@@ -193,36 +182,35 @@ class Workers:
             self._context.end(process)
 
 
-class _Requests(Iterator[Request | int]):
-    """What DataLoader sends to the workers: a request for each task, and a serial number alone if there is none.
+class _Requests(Iterator[Request]):
+    """What DataLoader sends to the workers: a request for each task, and one with no slot if there is no task.
 
     DataLoader takes one item when the process starts each of the workers' requests ahead, then one per answer.
     """
 
     def __init__(self, ring: Ring, lookahead: int) -> None:
         self._ring, self._lookahead = ring, lookahead
-        self._serial = self.generation = 0
+        self.generation = 0
         self._tasks: Iterator[Planned] = iter(())
         self._waiting = deque[Planned]()
-        # serial number, generation, task and slot of each request without an answer, in order
-        self.sent = deque[tuple[int, int, Task | None, int | None]]()
+        self.sent = deque[tuple[int, Task | None, int]]()  # generation, task and slot of requests without an answer
         self.error: Exception | None = None  # of the iterator of tasks
 
     def begin(self, generation: int, tasks: Iterator[Planned]) -> None:
         self.generation, self._tasks, self.error = generation, tasks, None
         self._waiting.clear()
 
-    def __next__(self) -> Request | int:
-        self._serial += 1
+    def __next__(self) -> Request:
         while len(self._waiting) <= self._lookahead and (planned := self._planned()) is not None:
             self._waiting.append(planned)
         if not self._waiting:
-            self.sent.append((self._serial, self.generation, None, None))
-            return self._serial
+            self.sent.append((self.generation, None, NO_SLOT))
+            return NO_SLOT, 0, 0, 0
         (task, indices), slot = self._waiting.popleft(), self._ring.take()
-        after = self._waiting[-1][1] if 0 < self._lookahead == len(self._waiting) else None
-        self.sent.append((self._serial, self.generation, task, slot))
-        return Request(self._serial, slot, self.generation, indices, after)
+        after = self._waiting[-1][1] if 0 < self._lookahead == len(self._waiting) else indices[:0]
+        self._ring.write(slot, [indices.tobytes(), after.tobytes()])
+        self.sent.append((self.generation, task, slot))
+        return slot, self.generation, len(indices), len(after)
 
     def _planned(self) -> Planned | None:
         try:
@@ -238,43 +226,58 @@ class _Sender:
     def __init__(self, samples: Samples, generation: Tensor, ring: Ring) -> None:
         self.samples, self.generation, self.ring = samples, generation, ring
 
-    def __getitem__(self, request: Request | int) -> Answer:
-        if isinstance(request, int):
-            return Answer(request)
-        stale = partial(is_over, self.generation, request.generation)
+    def __getitem__(self, request: Request) -> Answer:
+        slot, generation, count, more = request
+        if slot == NO_SLOT:
+            return 0
+        stale = partial(is_over, self.generation.numpy(), generation)
+        numbers = self.ring.read(slot, 8 * (count + more)).view(np.int64).tolist()
         try:
-            if request.after is not None and not stale():
-                self.samples.source.prefetch(request.after.tolist())
-            pieces, rows, pickled = packed(*self.samples.batch(request.indices, stale))
+            if more and not stale():
+                self.samples.source.prefetch(numbers[count:])
+            pieces = pack(*self.samples.batch(numbers[:count], stale))
         except EndedError:
-            return Answer(request.serial)
+            return 0
         except Exception as error:
-            rows, pickled = -1, 0
-            pieces = [_pickled(error)]
+            pieces = pack_error(error)
         try:
-            return Answer(request.serial, rows, pickled, self.ring.write(request.slot, pieces))
+            return self.ring.write(slot, pieces)
         except OSError as error:
-            return Answer(request.serial, failure=f"no shared memory for a batch: {error}. {remedy(error)}")
+            return f"no shared memory for a batch: {error}. {remedy(error)}"
 
 
-def raised(data: Tensor) -> BaseException:
-    """The source's exception, with the worker's traceback as a note; RuntimeError if it cannot be pickled."""
-    pickled, text = pickle.loads(data.numpy().data)
-    error: BaseException
-    try:
-        error = pickle.loads(pickled)
-    except Exception:  # the constructor needs other arguments, or only the worker can import the class
-        error = RuntimeError("the source raised an exception that cannot be pickled")
-    error.add_note(f"raised in a reading worker:\n{text}")
-    return error
+class _Messages:
+    """A queue of short messages between processes, as DataLoader uses it.
 
+    Unlike multiprocessing's queue it has no thread, which takes processor time, and no lock, which a killed process may
+    hold.
+    """
 
-def _pickled(error: Exception) -> bytes:
-    try:
-        data = pickle.dumps(error)
-    except Exception:  # some attribute of the exception cannot be pickled
-        data = b""
-    return pickle.dumps((data, "".join(traceback.format_exception(error))))
+    def __init__(self, context: Any, checks: list[Callable[[], None]]) -> None:
+        self._reader, self._writer = context.Pipe(duplex=False)
+        self._checks = checks  # called while this process waits; they raise errors
+
+    def put(self, message: Any) -> None:
+        data = pickle.dumps(message)  # unpickling ignores what follows
+        if len(data) > MESSAGE_BYTES:
+            raise ValueError(f"a message may have {MESSAGE_BYTES} bytes: {message!r}")
+        os.write(self._writer.fileno(), data.ljust(MESSAGE_BYTES, b"."))
+
+    def get(self, timeout: float) -> Any:
+        ready = select.poll()
+        ready.register(self._reader, select.POLLIN)
+        while not ready.poll(1000 * (POLL_S if self._checks else timeout)):
+            if not self._checks:
+                raise queue.Empty
+            self._checks[0]()
+        return pickle.loads(os.read(self._reader.fileno(), MESSAGE_BYTES))
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+    def cancel_join_thread(self) -> None:
+        """There is no thread."""
 
 
 class _Context(BaseContext):
@@ -284,6 +287,7 @@ class _Context(BaseContext):
         self._real: Any = multiprocessing.get_context(start_method)
         self._ring, self._processes = ring, list[Any]()
         self._deadline: float | None = None  # for the end of all workers
+        self.checks = list[Callable[[], None]]()  # while this process waits for an answer
 
     @property
     def started(self) -> list[Any]:
@@ -302,7 +306,7 @@ class _Context(BaseContext):
         return _Worker(self._processes[-1], self)
 
     def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
-        return self._real.Queue(maxsize)
+        return _Messages(self._real, self.checks)
 
     def Event(self) -> Any:  # noqa: N802
         return self._ring
@@ -342,13 +346,7 @@ def remedy(error: Exception) -> str:
     """Advice for an error that the lack of a resource caused."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         return "Allow more open files (`ulimit -n`), or lower `num_workers`."
-    if getattr(error, "errno", None) == errno.ENOSPC:
-        return "/dev/shm may be full: enlarge it (`docker run --shm-size`), or lower `num_workers`."
     return "Lower `num_workers`; 0 reads in this process."
-
-
-def _same(item: Any) -> Any:
-    return item
 
 
 def _settle(worker: int) -> None:
@@ -364,10 +362,8 @@ def _death(process: Any) -> str:
     process.join(1.0)
     code = process.exitcode
     if code is not None and code < 0:
-        how = {
-            signal.SIGKILL: "Usually memory ran out. Lower `num_workers` or `batch_size`.",
-            signal.SIGBUS: "Usually /dev/shm is full. Enlarge it (`docker run --shm-size`), or lower `num_workers`.",
-        }.get(-code, "The worker's own message, if any, is above.")
+        memory = "Usually memory ran out. Lower `num_workers` or `batch_size`."
+        how = memory if -code == signal.SIGKILL else "The worker's own message, if any, is above."
         return f"a reading worker (pid {process.pid}) was killed by signal {-code}. {how}"
     return (
         f"a reading worker (pid {process.pid}) ended with exit code {code}. Its own message, if any, is above. If the "

@@ -3,7 +3,7 @@
 Every worker unpickles the source. So no module here imports a decoder or a configuration library, or uses CUDA.
 """
 
-from gpuaug.source.adapt import MapSource, Source, adapt
+from gpuaug.source.adapt import Source, adapt
 from gpuaug.source.folder import FolderSource
 from gpuaug.source.huggingface import DatasetSource
 from gpuaug.source.parquet import ParquetSource
@@ -12,6 +12,5 @@ from gpuaug.source.shards import ShardSource
 from gpuaug.source.table import TableSource
 
 __all__ = [
-    "DatasetSource", "FolderSource", "MapSource", "ParquetSource", "Remote", "ShardSource", "Source",
-    "TableSource", "adapt",
+    "DatasetSource", "FolderSource", "ParquetSource", "Remote", "ShardSource", "Source", "TableSource", "adapt",
 ]  # fmt: skip

@@ -1,100 +1,33 @@
-"""The interface of a source, and an adapter from any map-style object to this interface."""
+"""Makes sources of map-style objects, of torch's Subsets and of Hugging Face's Datasets."""
 
 from __future__ import annotations
 
 import logging
-import operator
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from gpuaug.errors import SourceError
 from gpuaug.source.base import Source as Source
+from gpuaug.source.base import has_method
 from gpuaug.source.huggingface import DatasetSource, is_dataset
-from gpuaug.source.index import Names, share
+from gpuaug.source.index import share
 
 log = logging.getLogger("gpuaug")
 
-# members that a MapSource takes from its object, if the object has them
-OPTIONAL = tuple(name for name in vars(Source) if name[0] != "_" and name not in ("key", "digest", "labels"))
+
+def active_numbers(source: Source) -> NDArray[np.int64]:
+    """Ascending numbers of the active samples of a source: int64 ``[len]``."""
+    return np.arange(len(source), dtype=np.int64) if source.indices is None else source.indices.numpy()
 
 
-class MapSource(Source):
-    """Makes a source from an object with ``len(object)`` and ``object[i] -> (bytes, label)``.
-
-    ``object[i]`` may also be ``(bytes, label, extra)``. The source uses these attributes of the object: ``key``,
-    ``digest``, ``labels`` (or torchvision's ``targets``), ``classes``, ``class_to_idx`` and ``num_classes``.
-
-    Args:
-        samples: the object.
-        indices: int64 ``[len]``, numbers of the samples to use, in any order; None: all.
-
-    Attributes:
-        positions: ``indices`` in the given order. Positions of samplers and weights refer to it.
-
-    >>> source = MapSource([(b"...", 0), (b"...", 1)])
-    >>> source[1], source.key(1)
-    ((b'...', 1), '1')
-    """
-
-    def __init__(self, samples: Any, *, indices: Tensor | None = None) -> None:
-        for name in OPTIONAL:
-            if hasattr(samples, name):
-                setattr(self, name, getattr(samples, name))
-        self.samples, self.positions = samples, indices
-        self.indices = None if indices is None else share(indices.sort().values)
-        labels = getattr(samples, "labels", None)
-        self.labels = _labels(getattr(samples, "targets", None) if labels is None else labels, len(samples))
-        self.image_ids = _labels(self.image_ids, len(samples))
-        if self.num_classes is None and self.classes is not None:
-            self.num_classes = len(self.classes)
-
-    def __len__(self) -> int:
-        return len(self.samples) if self.indices is None else len(self.indices)
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return self.samples[index]
-
-    def __repr__(self) -> str:
-        return f"MapSource({type(self.samples).__name__}: {len(self)} samples)"
-
-    def key(self, index: int) -> str:
-        """The object's ``key(index)``; the number of the sample if the object has no ``key``.
-
-        Raises:
-            IndexError: the object has no ``key`` and no such sample.
-        """
-        own = getattr(self.samples, "key", None)
-        if callable(own):
-            return str(own(index))
-        if not 0 <= (number := operator.index(index)) < len(self.samples):
-            raise IndexError(f"the source has {len(self.samples)} samples. Found: number {number}.")
-        return str(number)
-
-    def digest(self) -> str:
-        """The object's digest, or a hash of the sorted keys of all samples."""
-        own = getattr(self.samples, "digest", None)
-        if callable(own):
-            return str(own())
-        return Names.of([[os.fsencode(self.key(i)) for i in range(len(self.samples))]]).digest()
-
-
-def active_numbers(source: Any) -> NDArray[np.int64]:
-    """Ascending numbers of the active samples of a source, or of any object with a length: int64 ``[len]``."""
-    indices = getattr(source, "indices", None)
-    return np.arange(len(source), dtype=np.int64) if indices is None else indices.numpy()
-
-
-def numbers_by_position(source: Any) -> NDArray[np.int64]:
+def numbers_by_position(source: Source) -> NDArray[np.int64]:
     """Numbers of the active samples, int64 ``[len]``: of a torch Subset in its own order, else ascending."""
-    positions = source.positions if isinstance(source, MapSource) else None
-    return active_numbers(source) if positions is None else positions.numpy()
+    return active_numbers(source) if source.positions is None else source.positions.numpy()
 
 
 def adapt(source: Any) -> Source:
@@ -125,13 +58,13 @@ def adapt(source: Any) -> Source:
         raise SourceError(f"if a source is a mapping, its keys must be the numbers 0 .. {length - 1}. {given}")
     if not length:
         raise SourceError(f"the source is empty: len(source) is 0. {given}")
-    if not callable(getattr(source, "key", None)) and not callable(getattr(source, "digest", None)):
+    if not has_method(source, "key") and not has_method(source, "digest"):
         log.info(
             "source %s has neither `key(i)` nor `digest()`. Samples are named by their numbers, and a loader's state "
             "cannot tell this source from another source of %d samples. Add one of the two methods.",
             type(source).__name__, length,
         )  # fmt: skip
-    return MapSource(source)
+    return Source(source)
 
 
 def _subset(subset: Subset[Any]) -> Source:
@@ -143,7 +76,7 @@ def _subset(subset: Subset[Any]) -> Source:
     if len(np.unique(positions)) < len(positions):
         raise SourceError("a Subset must not repeat a position. To repeat samples, use `order=weighted` or a Sampler.")
     numbers = share(torch.from_numpy(numbers_by_position(base)[positions]))
-    return MapSource(base.samples if isinstance(base, MapSource) else base, indices=numbers)
+    return Source(base if base.wrapped is None else base.wrapped, indices=numbers)
 
 
 def _check_parts(dataset: Any) -> None:
@@ -157,14 +90,3 @@ def _check_parts(dataset: Any) -> None:
                 f"{part!r:.200}, {len(part)} samples in use. Remove `subset` and `exclude` of the source, and use a "
                 "torch Subset of the ConcatDataset."
             )
-
-
-def _labels(labels: Any, length: int) -> Tensor | None:
-    """Labels or ids by sample number as int64; None if a sample's label is not one integer."""
-    try:
-        values = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
-    except (TypeError, ValueError):
-        return None
-    if values.ndim != 1 or len(values) < length or values.dtype.kind not in "iu":
-        return None
-    return share(torch.from_numpy(values.astype(np.int64)))

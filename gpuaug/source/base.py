@@ -20,11 +20,13 @@ from torch import Tensor
 from gpuaug.batch import Target
 from gpuaug.errors import ReadError, SourceError
 from gpuaug.source.classes import class_mapping, encode, shortened
-from gpuaug.source.extra import Fields
+from gpuaug.source.extra import ExtraNames
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, locate, share
 from gpuaug.source.local import read_file
+from gpuaug.source.object_columns import class_names, column_values, read_objects
+from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.objects import ObjectTable, checked
 from gpuaug.source.paths import is_url, join, redact
 from gpuaug.source.remote.storage import Range, Storage
@@ -35,15 +37,23 @@ Classes = Sequence[str] | Mapping[str, int] | str | os.PathLike[str] | None
 
 
 class Source:
-    """The interface of a source. Another object with ``len(object)`` and ``object[i]`` becomes a :class:`MapSource`.
+    """A source, made of any object with ``len(object)`` and ``object[i] -> (bytes, label)``. Base of all sources.
 
     A sample is ``(bytes, label)``, or ``(bytes, label, extra)``. The extra is any value that can be pickled, such as a
     caption. ``batch.extra`` holds the extras unchanged.
 
+    Args:
+        samples: the object. It may have any of the attributes and methods below, and torchvision's ``targets``, which
+            are labels.
+        indices: int64 ``[len]``, numbers of the samples to use, in any order; None: all.
+
     Attributes:
         indices: int64 ``[len]``, ascending numbers of the active samples (those in use); None: 0 .. len - 1.
+        positions: ``indices`` in the given order, if samplers and weights refer to it; else None.
         labels: int64 ``[N]`` by sample number; None if there are no labels, or if a label is known only after reading.
         classes: class names in the order of their labels. ``class_to_idx`` maps them to labels.
+        root: the folder or URL of the samples; None: not known.
+        extra: the names of the extra fields; None: not known.
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
             get this label. None: they get their value in ``labels``.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
@@ -65,6 +75,10 @@ class Source:
         thread_safe: True if several threads may call ``source[i]`` at the same time. A worker then reads up to
             ``read_threads`` samples at a time. Without it, and with ``read_many``, a worker uses one thread.
         zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
+
+    >>> source = Source([(b"...", 0), (b"...", 1)])
+    >>> source[1], source.key(1)
+    ((b'...', 1), '1')
     """
 
     indices: Tensor | None = None
@@ -89,6 +103,22 @@ class Source:
     objects_digest: Any = None
     row_count = sample_count = 0  # 0: equal to the number of samples
     augmented_by: dict[str, Any] | None = None
+    # not taken from the object
+    wrapped: Any = None  # the object
+    positions: Tensor | None = None
+    root: str | None = None
+    extra: ExtraNames | None = None
+
+    def __init__(self, samples: Any, *, indices: Tensor | None = None) -> None:
+        given = {name: getattr(samples, name) for name in (*OPTIONAL, "targets") if hasattr(samples, name)}
+        labels = given.pop("targets", None)
+        vars(self).update(given)
+        self.wrapped, self.positions = samples, indices
+        self.indices = None if indices is None else share(indices.sort().values)
+        self.labels = _numbers(labels if self.labels is None else self.labels, len(samples))
+        self.image_ids = _numbers(self.image_ids, len(samples))
+        if self.num_classes is None and self.classes is not None:
+            self.num_classes = len(self.classes)
 
     def first_row(self, epoch: int) -> int:
         """What is added to sample numbers before they are read in ``epoch``."""
@@ -96,7 +126,7 @@ class Source:
 
     def __len__(self) -> int:
         """Number of active samples."""
-        raise NotImplementedError
+        return len(self.wrapped) if self.indices is None else len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         """Encoded bytes of sample ``index``, its label, and perhaps an extra.
@@ -104,34 +134,71 @@ class Source:
         A label is an int, a float, a list of floats, or None. An OSError or GpuaugError becomes a fault of this sample.
         Any other exception ends the epoch.
         """
-        raise NotImplementedError
+        return self.wrapped[index]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.wrapped).__name__}: {len(self)} samples)"
 
     def key(self, index: int) -> str:
-        """Relative path or name of sample ``index``."""
-        raise NotImplementedError
+        """Relative path or name of sample ``index``; its number if the object has no method ``key``.
+
+        Raises:
+            IndexError: the object has no ``key`` and no such sample.
+        """
+        if has_method(self.wrapped, "key"):
+            return str(self.wrapped.key(index))
+        if not 0 <= (number := operator.index(index)) < len(self.wrapped):
+            raise IndexError(f"the source has {len(self.wrapped)} samples. Found: number {number}.")
+        return str(number)
 
     def digest(self) -> str:
         """Hash of the keys of all samples. It does not depend on where the samples are stored."""
-        raise NotImplementedError
+        if has_method(self.wrapped, "digest"):
+            return str(self.wrapped.digest())
+        return Names.of([[os.fsencode(self.key(i)) for i in range(len(self.wrapped))]]).digest()
+
+
+# members that a Source takes from its object
+_OWN = ("key", "digest", "wrapped", "positions", "root", "extra")
+OPTIONAL = tuple(name for name in vars(Source) if name[0] != "_" and name not in _OWN)
+
+
+def has_method(thing: Any, name: str) -> bool:
+    """Whether an object that may be no :class:`Source` has a method of this name."""
+    return callable(getattr(thing, name, None))
+
+
+def _numbers(values: Any, length: int) -> Tensor | None:
+    """Labels or ids by sample number as int64; None if a sample's value is not one integer."""
+    try:
+        numbers = np.asarray(values.cpu() if isinstance(values, Tensor) else values)
+    except (TypeError, ValueError):
+        return None
+    if numbers.ndim != 1 or len(numbers) < length or numbers.dtype.kind not in "iu":
+        return None
+    return share(torch.from_numpy(numbers.astype(np.int64)))
 
 
 class ListedSource(Source):
-    """A source that lists its samples once. All processes share the tensors of sample numbers, keys and labels.
+    """Base of gpuaug's own sources, which list their samples once. All processes share the tensors of the list.
 
-    A sample has an image, and perhaps a label, a mask, objects and extras. A subclass sets ``root``, ``_storage`` and
-    ``_names``, calls :meth:`_set_labels`, :meth:`_set_objects` and :meth:`_activate` as it needs, and sets ``_files``
-    or implements :meth:`_range` or :meth:`_read`.
+    A sample has an image, and perhaps a label, a mask, objects and extras. The constructor of a subclass sets ``root``,
+    ``_storage`` and ``_names`` (the keys), calls :meth:`_set_labels`, :meth:`_set_objects` and :meth:`_set_classes` as
+    it needs, and last :meth:`_activate`. Where the bytes of a sample are, it says in one of three ways:
+
+    * ``_files``: each sample is a file
+    * :meth:`_range`: each sample is a range of bytes in a file
+    * :meth:`_read`: anything else. It returns :meth:`_item` for each sample
     """
 
     root: str
-    extra: Fields | None = None
     target_kinds: frozenset[str] = frozenset()
     _names: Names
     _storage: Storage
     _objects: ObjectTable | None = None
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
-    _has_ranges = True  # whether every sample has its own byte ranges
+    _has_ranges = True  # whether every sample has its own byte ranges, which can be announced
     _files: Files | None = None  # the image of each sample
     _mask_files: Files | None = None
 
@@ -252,9 +319,12 @@ class ListedSource(Source):
         """
         if self._objects is not None and (reason := self._objects.reason(index)) is not None:
             return ReadError(f"the objects of {self.key(index)!r} cannot be used: {reason}")
-        for part in (image, mask):
+        has_mask = "masks" in self.target_kinds
+        for part, name in ((image, "image"), *(((mask, "mask"),) if has_mask else ())):
             if isinstance(part, Exception):
                 return part
+            if part is None:
+                return ReadError(f"{self.key(index)!r} has no {name} bytes")
         label = self._target_of(index)
         if mask is not None or objects:
             label = checked(replace(label, mask=mask, **objects))
@@ -262,7 +332,8 @@ class ListedSource(Source):
 
     def _set_objects(self, table: ObjectTable) -> None:
         """Set the objects. Log how many samples are damaged; SourceError if all are."""
-        self._objects = table
+        self._objects, self.num_keypoints = table, table.num_keypoints
+        self.target_kinds |= {"boxes"} if table.num_keypoints is None else {"boxes", "keypoints"}
         if damaged := len(table.damaged):
             first = int(table.damaged[0])
             text = f"the objects of {damaged} of {len(table)} samples cannot be used; sample {first}: "
@@ -312,6 +383,23 @@ class ListedSource(Source):
             self._targets = tensor
         if known is not None:
             self._set_classes(known)
+
+    def _set_columns(
+        self, table: Any, label: str | None, objects: str | None, classes: Classes, box_format: BoxFormat
+    ) -> None:
+        """Set labels and objects from an Arrow table with the :func:`early_columns` of all rows."""
+        place = redact(self.root)
+        if label is not None:
+            where = f"the column {label!r} of {place!r}"
+            values = column_values(table.column(label), where, name=self.key)
+            names = class_names(table.schema, label)
+            self._set_labels(values, classes=classes if objects is None else None, names=names, place=where)
+        if objects is not None:
+            mapping = None if classes is None else class_mapping(classes)
+            read, names = read_objects(table, objects, classes=mapping, box_format=box_format, place=place)
+            self._set_objects(read)
+            if names is not None:
+                self._set_classes(names)
 
     def _set_classes(self, names: Iterable[str]) -> None:
         self.classes = list(names)

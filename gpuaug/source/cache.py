@@ -34,7 +34,8 @@ from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.files import format_bytes, parse_bytes
 from gpuaug.source import shared_memory
-from gpuaug.source.adapt import Source
+from gpuaug.source.base import Source
+from gpuaug.source.objects import checked
 from gpuaug.source.remote.disk import locked
 
 log = logging.getLogger("gpuaug")
@@ -89,7 +90,7 @@ class CachedSource(Source):
         numbers = source.row_count or (len(source) if source.indices is None else int(source.indices[-1]) + 1)
         name = ""
         if machine.local_world_size() > 1:  # the n-th cache of a source uses the same memory on all ranks
-            name = repr((type(source).__name__, str(getattr(source, "root", "")), len(source), source.digest()))
+            name = repr((type(source).__name__, str(source.root), len(source), source.digest()))
             _opened[name] = _opened.get(name, 0) + 1
             name = f"cache {name} {_opened[name]} {settings.max_bytes}"
         if settings.max_bytes:
@@ -201,7 +202,8 @@ class CachedSource(Source):
             return
         data, label, *extra = item
         if isinstance(label, Target) and isinstance(label.mask, memoryview):  # pickle refuses a memoryview
-            label = replace(label, mask=bytes(label.mask))
+            copied = replace(label, mask=bytes(label.mask))
+            label = checked(copied) if label._checked else copied
         try:
             data = data.numpy().data if isinstance(data, Tensor) else memoryview(data)
             rest = pickle.dumps((label, *extra))

@@ -5,27 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.files import LARGEST_FILE
 from gpuaug.source import runs
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, shortened
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
-from gpuaug.source.objects import ObjectTable, checked
+from gpuaug.source.objects import ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.paths import split as split_path
-from gpuaug.source.remote.storage import Range, Remote, Storage
+from gpuaug.source.remote.storage import Remote, Storage
 from gpuaug.source.segmentations import import_pycocotools
 
-PART_BYTES = 1 << 28  # bytes per read of a file above 1 GiB
+LARGEST_JSON = 1 << 36  # bytes; limit for a file of annotations
 
 
 class CocoSource(ListedSource):
@@ -96,6 +94,7 @@ class CocoSource(ListedSource):
             raise SourceError(f"the folder of images does not exist: {self.root!r}. Set `source.root`, `source.split`.")
         parsed = parse(_read_file(place, self._storage), place=place, masks=masks, empty=empty, classes=mapping)
         self._set_classes(parsed.categories if mapping is None else mapping)
+        self.target_kinds = frozenset() if masks is None else frozenset({"masks"})
         self._set_objects(parsed.objects)
         self._names = Names.of([parsed.names])
         self.image_ids = share(torch.from_numpy(parsed.image_ids))
@@ -105,24 +104,20 @@ class CocoSource(ListedSource):
         self._outlines, self._place = parsed.outlines, redact(place)
         if parsed.masks is not None:
             self._mask_files = Files(_png_folder(place, self.root), Names.of([parsed.masks]), self._storage)
-        self.num_keypoints = len(parsed.points) or None
-        kinds = {"boxes": True, "masks": self.masks is not None, "keypoints": bool(parsed.points)}
-        self.target_kinds = frozenset(name for name, has in kinds.items() if has)
         self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
         self._activate(subset, exclude, began=began)
 
     def _item(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
-        item = super()._item(index, image, mask, extra, **objects)
-        if isinstance(item, Exception) or self._outlines is None:
-            return item
-        _, target = item
-        begin, end = self._objects.bounds.numpy()[index : index + 2].tolist()
-        ids = range(end - begin) if target.ids is None else target.ids
-        try:
-            drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
-        except GpuaugError as error:
-            return GpuaugError(f"the objects of {self.key(index)!r} in {self._place!r} cannot be used: {error}")
-        return image, checked(replace(target, mask=runs.encode(drawn)))
+        if self._outlines is not None and self._objects.reason(index) is None and not isinstance(image, Exception):
+            begin, end = self._objects.bounds.numpy()[index : index + 2].tolist()
+            target = self._objects.target(index)
+            ids = range(end - begin) if target.ids is None else target.ids
+            try:
+                drawn = self._outlines.draw(begin, end, size=target.size or (1, 1), crowd=target.crowd, ids=ids)
+                mask = runs.encode(drawn)
+            except GpuaugError as error:
+                mask = GpuaugError(f"the objects of {self.key(index)!r} in {self._place!r} cannot be used: {error}")
+        return super()._item(index, image, mask, extra, **objects)
 
 
 def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> str:
@@ -139,22 +134,11 @@ def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> s
     return join(root, f"annotations/{text}_{split}.json")
 
 
-def _read_file(place: str, storage: Storage) -> bytes | bytearray:
-    """All bytes of a file. The file may exceed the limit of :meth:`Storage.read_file`."""
+def _read_file(place: str, storage: Storage) -> bytes:
     if not is_url(place) and not os.path.exists(place):
         raise SourceError(f"the annotations do not exist: {place!r}. Set `source.annotations`, or `source.split`.")
     try:
-        (info,) = storage.stat([place])
-        if info.size <= LARGEST_FILE:
-            return storage.read_file(place)
-        text = bytearray()
-        for begin in range(0, info.size, PART_BYTES):
-            part = Range(place, begin, min(PART_BYTES, info.size - begin), info.version)
-            (data,) = storage.read([part])
-            if isinstance(data, Exception):
-                raise data
-            text += data
-        return text
+        return storage.read_file(place, limit=LARGEST_JSON)
     except (OSError, ReadError) as error:
         raise SourceError(f"the annotations {redact(place)!r} cannot be read: {error}.") from error
 

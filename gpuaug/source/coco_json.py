@@ -95,7 +95,7 @@ class Annotations:
 
 
 def parse(
-    data: bytes | bytearray,
+    data: bytes,
     *,
     place: str,
     masks: str | None = None,
@@ -118,7 +118,7 @@ def parse(
         raise _refused(place, f"{error}{_found(data, str(error))}") from error
 
 
-def _found(data: bytes | bytearray, message: str) -> str:
+def _found(data: bytes, message: str) -> str:
     """The bytes that msgspec's ``message`` is about; "" if it is not about the JSON's syntax."""
     match = re.search(r"\(byte (\d+)\)$", message)
     if match is None and message != "Input data was truncated":
@@ -135,7 +135,7 @@ def _refused(place: str, reason: str) -> SourceError:
 
 
 def _annotations(
-    data: bytes | bytearray, file: str, masks: str | None, empty: str, classes: Mapping[str, int] | None
+    data: bytes, file: str, masks: str | None, empty: str, classes: Mapping[str, int] | None
 ) -> Annotations:
     kind = {"panoptic": _Segments, "instances": _Outlined}.get(masks or "", _Object)
     lists, damaged = _rows(data, {"images": _Image, "categories": _Category, "annotations": kind})
@@ -199,7 +199,7 @@ def _annotations(
 # -- rows of the file
 
 
-def _rows(data: bytes | bytearray, kinds: Mapping[str, type]) -> tuple[dict[str, list[Any]], list[_Damaged]]:
+def _rows(data: bytes, kinds: Mapping[str, type]) -> tuple[dict[str, list[Any]], list[_Damaged]]:
     """The rows of each list, and the damaged rows."""
     text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
     try:

@@ -14,7 +14,7 @@ from gpuaug.source.index import Names
 Extra = str | Sequence[str] | None
 
 
-class Fields(NamedTuple):
+class ExtraNames(NamedTuple):
     """The names of the fields. If ``single``, an extra is the value of the only field. Otherwise an extra is a dict."""
 
     names: tuple[str, ...]
@@ -26,7 +26,7 @@ class Fields(NamedTuple):
         return made[self.names[0]] if self.single else made
 
 
-def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str = "") -> Fields | None:
+def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str = "") -> ExtraNames | None:
     """Check the argument ``extra`` of a source and return its fields.
 
     ``columns``: all columns of the source; None: the names are not checked. ``place``: the source, for messages.
@@ -44,7 +44,7 @@ def fields_of(extra: Extra, columns: Iterable[str] | None = None, *, place: str 
                 f"`source.extra` must name columns that {place} has exactly once. Found: {name!r}. "
                 f"Columns: {shortened(known)}."
             )
-    return Fields(names, single)
+    return ExtraNames(names, single)
 
 
 def decoded(name: str, data: bytes | None) -> Any:
@@ -58,7 +58,7 @@ def decoded(name: str, data: bytes | None) -> Any:
         raise ValueError(f"its {name} is not valid ({type(error).__name__}: {error})") from error
 
 
-class ExtraTable:
+class ExtraValues:
     """Holds the extras of all samples in tensors, because workers would copy Python objects.
 
     ``columns`` has one column per field, with one value per sample.

@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, ReadError, SourceError
-from gpuaug.source.base import Classes
+from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import label_column
 from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.index import Names
 from gpuaug.source.local import read_file
-from gpuaug.source.object_columns import RowSource, early_columns, is_objects
+from gpuaug.source.object_columns import early_columns, is_objects
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import is_url
 from gpuaug.source.remote.storage import Storage
@@ -29,7 +29,7 @@ def is_dataset(candidate: Any) -> bool:
     return all(hasattr(candidate, name) for name in attributes)
 
 
-class DatasetSource(RowSource):
+class DatasetSource(ListedSource):
     """Rows of a ``datasets.Dataset`` with a column of images (``Image(decode=False)``, or binary).
 
     A Loader wraps a Dataset in this class automatically. Create a DatasetSource yourself to name the columns. With a
@@ -77,7 +77,7 @@ class DatasetSource(RowSource):
         self.extra = fields_of(extra, features, place="the Dataset")
         more = () if self.extra is None else self.extra.names
         self._columns = _image_columns(features, image, mask, besides=more)
-        self._has_masks = len(self._columns) > 1
+        self.target_kinds = frozenset({"masks"} if len(self._columns) > 1 else ())
         dataset = dataset.with_format(None)
         named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
         columns = [name for name, feature in features.items() if not _is_image(feature)]
@@ -85,7 +85,7 @@ class DatasetSource(RowSource):
         objects = _objects_column(features, objects, has_label=has_label)
         label = label_column(
             label, [name for name in columns if name != objects], with_classes=named, place="the Dataset",
-            optional=self._has_masks or bool(objects or more),
+            optional=bool(self.target_kinds or objects or more),
             remedy="Name it: gpuaug.source.DatasetSource(dataset, label='NAME'), or label='none' for no labels.",
         )  # fmt: skip
         if classes is not None and objects is None:
@@ -110,15 +110,16 @@ class DatasetSource(RowSource):
         return super().digest()
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._read_row(i) for i in numbers]
-
-    def _read_row(self, index: int) -> Any:
-        row = self._dataset[index]
-        try:
-            more = () if self.extra is None else map(row.get, self.extra.names)
-            return self._row(index, [*(self._bytes(row[column]) for column in self._columns), *more])
-        except (OSError, ReadError) as error:
-            return error
+        items: list[Any] = []
+        for i in numbers:
+            row = self._dataset[i]
+            try:
+                images = (self._bytes(row[column]) for column in self._columns)
+                extra = () if self.extra is None else map(row.get, self.extra.names)
+                items.append(self._item(i, next(images), next(images, None), extra))
+            except (OSError, ReadError) as error:
+                items.append(error)
+        return items
 
     def _bytes(self, value: Any) -> Any:
         data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)

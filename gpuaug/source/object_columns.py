@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.errors import ReadError, SourceError
-from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, encode, numbers_of
+from gpuaug.errors import SourceError
+from gpuaug.source.classes import encode, numbers_of
 from gpuaug.source.object_json import BoxFormat, column_names, corners
-from gpuaug.source.objects import MOST_CLASSES, MOST_KEYPOINTS, ObjectTable
-from gpuaug.source.paths import redact
+from gpuaug.source.objects import MOST_KEYPOINTS, ObjectTable
 
 
-def _read_objects(
-    column: Any,
-    *,
-    sizes: NDArray[Any] | None,
-    classes: Mapping[str, int] | None,
-    names: list[str] | None,
-    box_format: BoxFormat,
-    place: str,
+def read_objects(
+    table: Any, name: str, *, classes: Mapping[str, int] | None, box_format: BoxFormat, place: str
 ) -> tuple[ObjectTable, list[str] | None]:
-    """The table of the objects, and the class names.
-
-    ``column`` is an Arrow ChunkedArray. ``names`` are the class names in the metadata of the column.
-    """
-    import pyarrow
-
-    column = column.combine_chunks()
-    count = len(column)
+    """The objects in the column ``name`` of an Arrow table, and the class names."""
+    column = table.column(name).combine_chunks()
+    count, names = len(column), class_names(table.schema, name, objects=True)
     known = names if classes is None else list(classes)
-    most = len(names or known or ()) or MOST_CLASSES
     rows, reasons = np.arange(count), dict[int, str]()
     fields = _fields(column, place)
     # remove one kind of damage at a time: a check works only on rows that passed the checks before it
-    while bad := next(filter(None, _checks(fields, most)), None):
+    while bad := next(filter(None, _checks(fields)), None):
         reasons |= {int(rows[row]): reason for row, reason in bad.items()}
         keep = ~np.isin(np.arange(len(rows)), list(bad))
-        column, rows = column.filter(pyarrow.array(keep)), rows[keep]
+        column, rows = column.filter(import_pyarrow().array(keep)), rows[keep]
         fields = _fields(column, place)
     counts = np.zeros(count, dtype=np.int64)
     counts[rows] = fields["boxes"].counts
@@ -55,54 +41,18 @@ def _read_objects(
     else:
         values["labels"] = _whole(labels)
         if names is not None and classes is not None:
-            values["labels"] = numbers_of(names, classes, f"of the objects in {place}")[values["labels"]]
-    return ObjectTable(counts, sizes=sizes, **values, reasons=reasons), known
-
-
-class RowSource(ListedSource):
-    """A source of rows, each with an image.
-
-    A subclass sets ``_has_masks`` and ``extra``, and calls :meth:`_set_columns` and :meth:`_row`.
-    """
-
-    _has_masks = _has_ranges = False
-
-    def _set_columns(
-        self, table: Any, label: str | None, objects: str | None, classes: Classes, box_format: BoxFormat
-    ) -> None:
-        """Read labels and objects from an Arrow table with the :func:`early_columns` of all rows."""
-        place = redact(self.root)
-        if label is not None:
-            where = f"the column {label!r} of {place!r}"
-            values = column_values(table.column(label), where, name=self.key)
-            names = class_names(table.schema, label)
-            self._set_labels(values, classes=classes if objects is None else None, names=names, place=where)
-        if objects is not None:
-            mapping = None if classes is None else class_mapping(classes)
-            read, names = _read_objects(
-                table.column(objects), sizes=_sizes(table), classes=mapping, box_format=box_format,
-                names=class_names(table.schema, objects, objects=True), place=place,
-            )  # fmt: skip
-            self._set_objects(read)
-            self.num_keypoints = read.num_keypoints
-            self.target_kinds = frozenset({"boxes"} if self.num_keypoints is None else {"boxes", "keypoints"})
-            if names is not None:
-                self._set_classes(names)
-        if self._has_masks:
-            self.target_kinds |= {"masks"}
-
-    def _row(self, index: int, values: Sequence[Any]) -> Any:
-        """The sample or its error. ``values``: the image, the mask if there is one, then the extra fields."""
-        image, mask = values[0], values[1] if self._has_masks else None
-        if image is None or (mask is None and self._has_masks):
-            return ReadError(f"{self.key(index)!r} has no {'image' if image is None else 'mask'} bytes")
-        return self._item(index, image, mask, values[1 + self._has_masks :])
+            numbers = np.append(numbers_of(names, classes, f"of the objects in {place}"), -1)  # -1: no class
+            inside = (values["labels"] >= 0) & (values["labels"] < len(names))
+            values["labels"] = numbers[np.where(inside, values["labels"], -1)]
+    most = None if known is None else len(known)
+    return ObjectTable(counts, sizes=_sizes(table), num_classes=most, **values, reasons=reasons), known
 
 
 def import_pyarrow() -> Any:
     """The package pyarrow; SourceError if it is not installed."""
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
         raise SourceError(f"Parquet needs pyarrow ({error}). Install it: pip install gpuaug[parquet].") from error
@@ -136,10 +86,8 @@ def column_values(column: Any, place: str, *, name: Callable[[int], str] = str) 
 
 def _sizes(table: Any) -> NDArray[np.int64] | None:
     """The columns height and width, int64 [N, 2], 0 if not known; None if a column is missing or not integer."""
-    import pyarrow
-
     columns = [table.column(name) for name in ("height", "width") if name in table.column_names]
-    if len(columns) < 2 or not all(pyarrow.types.is_integer(column.type) for column in columns):
+    if len(columns) < 2 or not all(import_pyarrow().types.is_integer(column.type) for column in columns):
         return None
     sizes = np.stack([np.asarray(column.cast("int64").fill_null(0)) for column in columns], axis=1)
     return np.where((sizes > 0).all(axis=1, keepdims=True) & (sizes < 2**31), sizes, 0)
@@ -164,19 +112,17 @@ def is_objects(kind: Any) -> bool:
     return "boxes" in _members(kind)[0]
 
 
-class _Field(NamedTuple):
+class _ListColumn(NamedTuple):
     """One field, such as boxes, of the objects of some rows."""
 
-    name: str
+    name: str  # in the table
     counts: NDArray[np.int64]  # number of objects in each row; -1 for a null
     values: Any  # Arrow array with one entry per object
 
 
 def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
     """Names and Arrow types of the fields of one object. The keys of both dicts are fields of a Target."""
-    import pyarrow
-
-    types = pyarrow.types
+    types = import_pyarrow().types
     if _is_list(kind) and types.is_struct(kind.value_type):
         inner = {field.name: field.type for field in kind.value_type}
     elif types.is_struct(kind):
@@ -187,16 +133,14 @@ def _members(kind: Any) -> tuple[dict[str, str], dict[str, Any]]:
     return names, {field: inner[name] for field, name in names.items()}
 
 
-def _fields(column: Any, place: str) -> dict[str, _Field]:
-    import pyarrow.compute
-
+def _fields(column: Any, place: str) -> dict[str, _ListColumn]:
     names, kinds = _members(column.type)
     if "boxes" not in names:
         raise SourceError(
             f"the objects in {place} must be a struct of lists, or a list of structs, with 4 numbers in each `bbox`. "
             f"Found: {column.type}."
         )
-    types = pyarrow.types
+    types = import_pyarrow().types
     for field, kind in kinds.items():
         inner = kind
         while field in ("boxes", "keypoints") and _is_list(inner):
@@ -208,17 +152,18 @@ def _fields(column: Any, place: str) -> dict[str, _Field]:
             del names[field]  # ids are optional, so ids that are no integers are ignored
         elif not good or (field in ("boxes", "keypoints") and not _is_list(kind) and not types.is_null(kind)):
             raise SourceError(f"the objects in {place} must hold numbers. Found: {names[field]} of type {kind}.")
-    flatten = pyarrow.compute.list_flatten
     has_lists = types.is_struct(column.type)
-    rows = column if has_lists else flatten(column)
+    rows = column if has_lists else _flattened(column)
     parts = dict(zip((field.name for field in rows.type), rows.flatten(), strict=True))
-    if has_lists:
-        return {field: _Field(name, _lengths(parts[name]), flatten(parts[name])) for field, name in names.items()}
-    return {field: _Field(name, _lengths(column), parts[name]) for field, name in names.items()}
+    return {
+        field: _ListColumn(name, _lengths(part if has_lists else column), _flattened(part) if has_lists else part)
+        for field, name in names.items()
+        for part in [parts[name]]
+    }
 
 
-def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, str]]:
-    """Yield, for each kind of damage, the damaged rows and why they cannot be used."""
+def _checks(fields: dict[str, _ListColumn]) -> Iterator[dict[int, str]]:
+    """Yield, for each kind of damage that an ObjectTable cannot hold, the damaged rows and why they cannot be used."""
     boxes = fields["boxes"]
     for part in fields.values():
         yield dict.fromkeys(np.flatnonzero(part.counts < 0).tolist(), f"`{part.name}` is null")
@@ -234,14 +179,9 @@ def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, 
     yield rows(_lengths(boxes.values) != 4, f"`{boxes.name}` of each object must be 4 numbers")
     if "labels" in fields:
         name, _, values = fields["labels"]
-        yield rows(_nulls(values), f"`{name}` of an object is null")
-        if not _is_text(values.type):
-            numbers = _whole(values)
-            wrong = (numbers < 0) | (numbers >= most_classes)
-            yield rows(wrong, f"`{name}` of each object must be 0 .. {most_classes - 1}")
-    if "ids" in fields:
-        name, _, values = fields["ids"]
-        yield rows((_whole(values) < 0) & ~_nulls(values), f"`{name}` of each object must be at least 0")
+        yield rows(
+            np.array(values.is_null().to_numpy(zero_copy_only=False), dtype=bool), f"`{name}` of an object is null"
+        )
     if "keypoints" in fields:
         name, _, values = fields["keypoints"]
         lengths = _amounts(values)
@@ -252,7 +192,7 @@ def _checks(fields: dict[str, _Field], most_classes: int) -> Iterator[dict[int, 
         yield rows(np.asarray((lengths == -2) | (has & (lengths != wanted)) | (wanted % 3 != 0)), text)
 
 
-def _values(fields: dict[str, _Field], box_format: BoxFormat) -> dict[str, Any]:
+def _values(fields: dict[str, _ListColumn], box_format: BoxFormat) -> dict[str, Any]:
     """The columns of an :class:`ObjectTable`, except labels."""
     name, _, values = fields["boxes"]
     columns: dict[str, Any] = {"boxes": corners(_floats(_flat(values)).reshape(-1, 4), name, box_format)}
@@ -286,22 +226,18 @@ def _is_text(kind: Any) -> bool:
 
 def _lengths(values: Any) -> NDArray[np.int64]:
     """Number of entries of each list; -1 for a null."""
-    import pyarrow.compute
-
     if not _is_list(values.type):  # the type is null
         return np.full(len(values), -1)
-    lengths = pyarrow.compute.list_value_length(values).cast("int64").fill_null(-1)
+    lengths = import_pyarrow().compute.list_value_length(values).cast("int64").fill_null(-1)
     return np.array(lengths.to_numpy(zero_copy_only=False))
 
 
 def _amounts(values: Any) -> NDArray[np.int64]:
     """How many numbers the keypoints of each object have; -1 for a null; -2 if a point does not have 3 numbers."""
-    import pyarrow.compute
-
     lengths = _lengths(values)
     if _is_list(values.type) and _is_list(values.type.value_type):
         owner = np.repeat(np.arange(len(lengths)), np.maximum(lengths, 0))
-        wrong = owner[_lengths(pyarrow.compute.list_flatten(values)) != 3]
+        wrong = owner[_lengths(_flattened(values)) != 3]
         lengths = np.where(lengths > 0, 3 * lengths, lengths)
         lengths[wrong] = -2
     return lengths
@@ -309,15 +245,13 @@ def _amounts(values: Any) -> NDArray[np.int64]:
 
 def _flat(values: Any) -> Any:
     """The numbers in all nested lists, as one flat Arrow array."""
-    import pyarrow.compute
-
     while _is_list(values.type):
-        values = pyarrow.compute.list_flatten(values)
+        values = _flattened(values)
     return values
 
 
-def _nulls(values: Any) -> NDArray[np.bool_]:
-    return np.array(values.is_null().to_numpy(zero_copy_only=False), dtype=bool)
+def _flattened(values: Any) -> Any:
+    return import_pyarrow().compute.list_flatten(values)
 
 
 def _floats(values: Any) -> NDArray[np.float64]:

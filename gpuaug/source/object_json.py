@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpuaug.source.classes import shortened
 from gpuaug.source.files import LARGEST_TEXT
-from gpuaug.source.objects import check_points, find_faults
+from gpuaug.source.objects import array_of, as_arrays, check_points
 
 BoxFormat = Literal["xywh", "xyxy"]
 
@@ -53,30 +53,25 @@ def parse(
         value = json.loads(data)
         size = _size(value)
         columns, names = _columns(value)
-        count = len(columns["boxes"])
-        with np.errstate(over="ignore"):  # no warning: an infinite number makes a bad sample
-            boxes = corners(_numbers(columns["boxes"], names["boxes"], (count, 4)), names["boxes"], box_format)
-            target: dict[str, Any] = {"boxes": boxes.astype(np.float32)}
-            if "labels" in columns:
-                target["labels"] = _labels(columns["labels"], names["labels"], classes)
-            if num_keypoints is not None:
-                target["keypoints"] = _keypoints(columns.get("keypoints", [None] * count), num_keypoints)
-            if "area" in columns:
-                area = [np.nan if value is None else value for value in columns["area"]]
-                target["area"] = _numbers(area, names["area"], (count,)).astype(np.float32)
-        if "crowd" in columns:
-            if not all(value in (None, 0, 1) for value in columns["crowd"]):
-                raise ValueError(f"`{names['crowd']}` must be 0 or 1")
-            target["crowd"] = np.array([bool(value) for value in columns["crowd"]])
-        if "ids" in columns:
-            known = [k for k, value in enumerate(columns["ids"]) if value is not None]
-            target["ids"] = np.full(count, -1, dtype=np.int64)
-            target["ids"][known] = _whole([columns["ids"][k] for k in known], names["ids"])
+        boxes = array_of(columns["boxes"], f"`{names['boxes']}`", np.float64, (4,))
+        columns["boxes"] = corners(boxes.astype(np.float64), names["boxes"], box_format)
+        if "labels" in columns:
+            columns["labels"] = _labels(columns["labels"], names["labels"], classes)
+        for field, unknown in (("crowd", 0), ("area", np.nan), ("ids", -1)):
+            columns[field] = (
+                [unknown if value is None else value for value in columns[field]] if field in columns else None
+            )
+        points = columns.pop("keypoints", [None] * len(boxes))
+        if num_keypoints is not None:
+            columns["keypoints"] = _keypoints(points, num_keypoints)
+        target: dict[str, Any] = as_arrays(
+            columns,
+            num_keypoints=num_keypoints,
+            num_classes=None if classes is None else len(classes),
+            names={field: f"`{name}`" for field, name in names.items()},
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    faults = find_faults(np.zeros(count, dtype=np.int64), target, num_classes=None if classes is None else len(classes))
-    if faults:
-        raise ValueError(faults[0])
     return target if size is None else {**target, "size": size}
 
 
@@ -94,8 +89,8 @@ def _size(value: Any) -> tuple[int, int] | None:
     return height, width
 
 
-def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
-    """Columns of equal length, and their names in the JSON. The keys of both dicts are fields of a Target."""
+def _columns(value: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Columns as lists, and their names in the JSON. The keys of both dicts are fields of a Target."""
     inner = value
     if isinstance(value, dict):
         inner = next((value[name] for name in ("objects", "annotations") if name in value), value)
@@ -110,61 +105,34 @@ def _columns(value: Any) -> tuple[dict[str, list[Any]], dict[str, str]]:
     for field, column in columns.items():
         if not isinstance(column, list):
             raise ValueError(f"`{names[field]}` must be a list with one entry per object. Found: {column!r:.100}")
-        if len(column) != len(columns["boxes"]):
-            raise ValueError(
-                f"`{names[field]}` has {len(column)} entries, but `{names['boxes']}` has {len(columns['boxes'])}"
-            )
     return columns, names
 
 
-def _from_rows(rows: list[Any]) -> tuple[dict[str, list[Any]], dict[str, str]]:
+def _from_rows(rows: list[Any]) -> tuple[dict[str, Any], dict[str, str]]:
     for k, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"object {k} must have named fields, such as bbox. Found: {row!r:.100}")
     names = {"boxes": "bbox", **column_names({name for row in rows for name in row})}
-    columns = {field: [row.get(name) for row in rows] for field, name in names.items()}
-    for field in ("boxes", "labels"):  # `labels` must be in all objects or in none
-        if field in columns and None in columns[field]:
-            raise ValueError(f"object {columns[field].index(None)} has no `{names[field]}`")
-    return columns, names
+    return {field: [row.get(name) for row in rows] for field, name in names.items()}, names
 
 
-def _numbers(values: list[Any], name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    try:
-        array = np.asarray(values) if values else np.zeros(shape)
-    except ValueError:  # the lists differ in length
-        array = np.zeros(0, dtype=object)
-    if array.dtype.kind not in "iuf" or array.shape != shape:
-        wanted = "a number" if len(shape) == 1 else f"{shape[1]} numbers"
-        raise ValueError(f"`{name}` of each object must be {wanted}. Found: {values!r:.100}")
-    return array.astype(np.float64)
-
-
-def _whole(values: list[Any], name: str) -> NDArray[np.int64]:
-    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
-        raise ValueError(f"`{name}` of each object must be a whole number >= 0. Found: {values!r:.100}")
-    return np.array(values, dtype=np.int64)
-
-
-def _labels(values: list[Any], name: str, classes: Mapping[str, int] | None) -> NDArray[np.int64]:
+def _labels(values: list[Any], name: str, classes: Mapping[str, int] | None) -> list[Any]:
     if values and all(isinstance(value, str) for value in values):
         if classes is None:
             raise ValueError(f"`{name}` is {values[0]!r:.100}: set `source.classes` to give class names their numbers")
         if unknown := [value for value in values if value not in classes]:
             raise ValueError(f"`{name}` is {unknown[0]!r:.100}, which `source.classes` does not have")
-        return np.array([classes[value] for value in values], dtype=np.int64)
-    return _whole(values, name)
+        return [classes[value] for value in values]
+    return values
 
 
-def _keypoints(values: list[Any], count: int) -> NDArray[np.float32]:
-    """Keypoints of n objects, float32 [n, K, 3]. An object without keypoints has zeros."""
+def _keypoints(values: list[Any], count: int) -> NDArray[Any]:
+    """Keypoints [n, K, 3] of n objects. An object without keypoints has zeros."""
     if reason := check_points(len(values), count):
         raise ValueError(reason)
-    points = np.zeros((len(values), count, 3), dtype=np.float32)
-    for k, value in enumerate(values):
-        if value is None:
-            continue
-        flat = [*value] if isinstance(value, list) else []
-        flat = [x for point in flat for x in point] if all(isinstance(point, list) for point in flat) else flat
-        points[k] = _numbers([flat], "keypoints", (1, 3 * count)).reshape(count, 3)
-    return points
+    try:
+        points = [np.zeros((count, 3)) if value is None else np.reshape(value, (count, 3)) for value in values]
+        return np.array(points).reshape(-1, count, 3)
+    except ValueError:
+        wanted = f"`keypoints` of each object must be {3 * count} numbers"
+        raise ValueError(f"{wanted}. Found: {values!r:.100}") from None

@@ -72,6 +72,65 @@ def find_faults(
     return reasons
 
 
+# name, dtype, shape per object (-1: any size), default for a missing column (None: no default)
+COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
+    ("boxes", np.float32, (4,), None),
+    ("labels", np.int64, (), 0),
+    ("keypoints", np.float32, (-1, 3), None),
+    ("crowd", np.bool_, (), False),
+    ("area", np.float32, (), np.nan),
+    ("ids", np.int64, (), -1),
+)
+
+
+def array_of(value: Any, name: str, kind: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    """A column of numbers as an array of its own dtype; ValueError if ``kind`` and ``shape`` do not fit."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # numpy's message names neither the column nor the shape
+        raise ValueError(f"the entries of {name} must have the same length. Found: {value!r:.200}") from None
+    if not array.size:  # from an empty list, numpy makes float64 [0]
+        given = array.shape[1:] if array.ndim == 1 + len(shape) else [0] * len(shape)
+        array = np.zeros((0, *(m if n < 0 else n for n, m in zip(shape, given, strict=True))), dtype=kind)
+    matches = array.ndim == 1 + len(shape) and all(n in (-1, m) for n, m in zip(shape, array.shape[1:], strict=True))
+    is_whole = np.dtype(kind).kind in "biu"
+    if not matches or array.dtype.kind not in ("biu" if is_whole else "biuf"):
+        wanted = "whole numbers" if is_whole else "numbers"
+        wanted += f" of shape [{', '.join(['n', *('K' if n < 0 else str(n) for n in shape)])}]"
+        raise ValueError(f"{name} must be {wanted}. Found: {array.dtype} {list(array.shape)}")
+    if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
+        raise ValueError(f"{name} must be below 2**63. Found: {array.max()}")
+    return array
+
+
+def as_arrays(
+    given: Mapping[str, Any],
+    *,
+    num_keypoints: int | None = None,
+    num_classes: int | None = None,
+    names: Mapping[str, str] | None = None,
+) -> dict[str, NDArray[Any]]:
+    """The columns of one image's objects as arrays; ValueError if they cannot be used.
+
+    ``names``: the columns' names in messages, if they differ from those of a :class:`Target`.
+    """
+    columns: dict[str, NDArray[Any]] = {}
+    for name, kind, shape, _ in COLUMNS:
+        if given.get(name) is not None:
+            array = array_of(given[name], (names or {}).get(name, name), kind, shape)
+            if name == "keypoints" and num_keypoints and len(array) and array.shape[1] != num_keypoints:
+                raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
+            with np.errstate(over="ignore"):  # `find_faults` refuses infinite coordinates
+                columns[name] = array.astype(kind)
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the columns of the sample's objects differ in length: {lengths}")
+    sample = np.zeros(max(lengths.values(), default=0), dtype=np.int64)
+    if found := find_faults(sample, columns, num_classes=num_classes):
+        raise ValueError(found[0])
+    return columns
+
+
 class ObjectTable:
     """Boxes, labels and keypoints of N objects in the order of their samples. :class:`Target` describes the columns.
 
@@ -126,15 +185,12 @@ class ObjectTable:
             }
         sample = np.repeat(np.arange(len(counts)), counts)
         found = find_faults(sample, {**columns, "labels": labels}, num_classes=num_classes, file=file)
-        self._set_reasons(found | dict(reasons or {}))
+        found |= reasons or {}
+        self.damaged = share(torch.from_numpy(np.array(sorted(found), dtype=np.int64)))  # ascending sample numbers
+        self._reasons = Names.of([[found[i].encode(errors="surrogatepass") for i in sorted(found)]])
         columns["labels"] = np.ascontiguousarray(labels, dtype=small)
         self._columns = {name: share(torch.from_numpy(column)) for name, column in sorted(columns.items())}
         self.sizes = None if sizes is None else share(torch.from_numpy(np.ascontiguousarray(sizes, dtype=np.int32)))
-
-    def _set_reasons(self, reasons: Mapping[int, str]) -> None:
-        numbers = sorted(reasons)
-        self.damaged = share(torch.from_numpy(np.array(numbers, dtype=np.int64)))  # ascending sample numbers
-        self._reasons = Names.of([[reasons[i].encode(errors="surrogatepass") for i in numbers]])
 
     def __len__(self) -> int:
         """Number of samples."""

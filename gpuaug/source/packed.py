@@ -23,13 +23,12 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource, checksum, digest
 from gpuaug.source.classes import class_mapping, numbers_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import NO_ARRAY, Names, bounds_of, check_array, locate, share
-from gpuaug.source.objects import ObjectTable
+from gpuaug.source.objects import ObjectTable, checked
 from gpuaug.source.paths import absolute, is_url, join, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
 
@@ -218,12 +217,12 @@ class PackedSource(ListedSource):
         return self._parts[locate(self._first, row)[0]], begin, end
 
     def _sample(self, row: int, data: Any) -> Any:
-        label, view = self._label_of(row), memoryview(data)
+        label, view = self._target_of(row), memoryview(data)
         image, masks = view, []
         if self._masks is not None:
             (begin, end), (mask, _) = _place(self._images, row), _place(self._masks, row)
             image, masks = view[: end - begin], [view[mask - begin :]]
-            label = replace(label, mask=masks[0])
+            label = checked(replace(label, mask=masks[0]))
         reads = self._reads[row]
         if not reads and sample_checksum(image, *masks) != self._checksums.numpy()[row]:
             number = row % self.sample_count
@@ -237,9 +236,7 @@ class PackedSource(ListedSource):
     def _label_of(self, row: int) -> Any:
         position, number = divmod(row, self.sample_count)
         label = super()._label_of(number)
-        if not self._tables:
-            return Target(label=label) if self.target_kinds else label
-        return self._tables[position].target(number, label=label)
+        return self._tables[position].target(number, label=label) if self._tables else label
 
     def _range(self, index: int) -> Range:
         name, begin, end = self._locate(index)

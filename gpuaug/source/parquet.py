@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
-from gpuaug.source.base import Classes, FileKeys
+from gpuaug.source.base import Classes, FileKeys, ListedSource
 from gpuaug.source.classes import label_column, shortened
 from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, bounds_of, locate
-from gpuaug.source.object_columns import RowSource, class_names, early_columns, import_pyarrow, is_objects
+from gpuaug.source.object_columns import class_names, early_columns, import_pyarrow, is_objects
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joined
@@ -36,7 +36,7 @@ BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded imag
 LARGEST_GROUP = 4 << 30  # uncompressed bytes
 
 
-class ParquetSource(RowSource):
+class ParquetSource(ListedSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
     In a shuffled order, large row groups are slow: with 100 images per group, reading one sample reads 100 images. A
@@ -72,6 +72,8 @@ class ParquetSource(RowSource):
     >>> source = ParquetSource("data/train-*.parquet", image="image", objects="objects")
     """
 
+    _has_ranges = False
+
     def __init__(
         self,
         root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -102,7 +104,7 @@ class ParquetSource(RowSource):
         metadata = _in_threads(partial(_metadata, storage=self._storage), files)
         schema = metadata[0].schema.to_arrow_schema()
         masks = [] if mask is None else [_image_column(schema, mask, place, key="source.mask")]
-        self._has_masks = mask is not None
+        self.target_kinds = frozenset() if mask is None else frozenset({"masks"})
         self.extra = fields_of(extra, schema.names, place=repr(place))
         more = () if self.extra is None else self.extra.names
         images = [_image_column(schema, image, place, besides=(mask, *more)), *masks]
@@ -154,7 +156,9 @@ class ParquetSource(RowSource):
                     items[row] = columns
                 else:
                     at = numbers[row] - int(starts[group])
-                    items[row] = self._row(numbers[row], [column[at].as_py() for column in columns])
+                    image, *rest = (column[at].as_py() for column in columns)
+                    mask = rest.pop(0) if "masks" in self.target_kinds else None
+                    items[row] = self._item(numbers[row], image, mask, rest)
         # otherwise Arrow's memory pool would keep 90 instead of 20 MiB for groups of 4 MiB
         import_pyarrow().default_memory_pool().release_unused()
         return items

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import shortened
-from gpuaug.source.extra import Extra, ExtraTable, fields_of
+from gpuaug.source.extra import Extra, ExtraValues, fields_of
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
@@ -100,7 +100,7 @@ class TableSource(ListedSource):
         if masks:
             self.target_kinds = frozenset({"masks"})
             self._mask_files = Files(self.root, _names(columns[masks[0]], place), self._storage)
-        self._extras = ExtraTable(map(_list, map(columns.get, extras)))
+        self._extras = ExtraValues(map(_list, map(columns.get, extras)))
         places = [f"the column {name!r} of {place!r}" for name in labels]
         values = [_numbers(columns[name], where) for name, where in zip(labels, places, strict=True)]
         if several:
@@ -127,7 +127,8 @@ def _read(
     try:
         data = storage.read_file(table)
         if kind != ".parquet":
-            return _csv(data, names, extras, "\t" if kind == ".tsv" else ",", redact(table), check)
+            delimiter = "\t" if kind == ".tsv" else ","
+            return _csv(data, names, extras, delimiter=delimiter, place=redact(table), check=check)
         pyarrow = import_pyarrow()
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
         check(file.schema_arrow.names)
@@ -141,6 +142,7 @@ def _csv(
     data: bytes,
     names: list[str],
     extras: list[str],
+    *,
     delimiter: str,
     place: str,
     check: Callable[[Sequence[str]], None],
@@ -161,12 +163,11 @@ def _csv(
                 )
             check(head)
             known = {name: head.index(name) for name in (*names, *extras)}
-            extra_columns = {name: known[name] for name in extras}
             rows = []
             begin = lines.line_num + 1
             for row in lines:
                 if row:
-                    _check_row(row, head, extra_columns, begin, place)
+                    _check_row(row, head, extras, begin, place)
                     rows.append([row[at] for at in known.values()])
                 begin = lines.line_num + 1
         except csv.Error as error:
@@ -179,12 +180,13 @@ def _csv(
     return dict(zip(known, zip(*rows, strict=True) if rows else [()] * len(known), strict=True))
 
 
-def _check_row(row: list[str], head: list[str], extras: Mapping[str, int], line: int, place: str) -> None:
+def _check_row(row: list[str], head: list[str], extras: list[str], line: int, place: str) -> None:
     if len(row) != len(head):
         raise SourceError(f"line {line} of {place!r} has {len(row)} fields, but the first line has {len(head)}.")
-    for name, at in extras.items():
-        if bad := _NOT_UTF8.search(row[at]):  # paths need not be UTF-8, but extras must be
-            found = row[at][bad.start() : bad.start() + 20].encode(errors="surrogateescape")
+    for name in extras:
+        value = row[head.index(name)]
+        if bad := _NOT_UTF8.search(value):  # paths need not be UTF-8, but extras must be
+            found = value[bad.start() : bad.start() + 20].encode(errors="surrogateescape")
             raise SourceError(
                 f"line {line} of {place!r}: {name!r} must be UTF-8. Found: {found!r}. Save the table as UTF-8."
             )
@@ -227,13 +229,5 @@ def _names(paths: Any, place: str) -> Names:
 def _matrix(columns: list[Any], places: list[str]) -> Any:
     for place, column in zip(places, columns, strict=True):
         if not isinstance(column[0], int | float | np.number):
-            bad = next((value for value in column if not _is_number(value)), column[0])
-            raise SourceError(f"several label columns must all hold numbers. Found in {place}: {bad!r}.")
+            raise SourceError(f"several label columns must all hold numbers. Found text in {place}.")
     return np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return "_" not in str(value) and isinstance(float(value), float)
-    except (TypeError, ValueError):
-        return False

@@ -67,8 +67,6 @@ class VocSource(ListedSource):
     >>> boxes, labels = target.boxes, target.labels
     """
 
-    target_kinds = frozenset({"boxes"})
-
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -88,14 +86,15 @@ class VocSource(ListedSource):
     ) -> None:
         endings = extensions_of(extensions)
         checks.one_of("source.difficult", difficult, ("keep", "drop"))
-        given: dict[str, str | None] = {
+        names = {
             "year": year,
             "masks": masks,
             "split": split,
             "images": images,
             "annotations": annotations,
+            "lists": lists,
         }
-        for key, name in (given | {"lists": lists}).items():
+        for key, name in names.items():
             if not (name is None and key in ("year", "masks")) and not (isinstance(name, str) and is_safe(name)):
                 raise ConfigError(f"`source.{key}` must be a name, such as VOC2012 or train. Found: {name!r}.")
         folder = absolute(root) if year is None else join(absolute(root), year)
@@ -112,7 +111,7 @@ class VocSource(ListedSource):
         if masks is not None:
             pngs = Names.of([[os.fsencode(f"{stem}.png") for stem in stems]])
             self._mask_files = Files(join(folder, masks), pngs, self._storage)
-            self.target_kinds = frozenset({"boxes", "masks"})
+            self.target_kinds = frozenset({"masks"})
         self._read_annotations(
             [join(folder, f"{annotations}/{stem}.xml") for stem in stems], drop=difficult == "drop", given=classes
         )

@@ -17,7 +17,7 @@ from gpuaug.source.classes import class_mapping, numbers_of, shortened
 from gpuaug.source.files import Files, open_tree, read_list, read_text, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
-from gpuaug.source.objects import MOST_KEYPOINTS, ObjectTable
+from gpuaug.source.objects import MOST_KEYPOINTS
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.remote.storage import FileInfo, Remote, Storage
 from gpuaug.source.yolo_labels import Rules, parse
@@ -61,8 +61,6 @@ class YoloSource(ListedSource):
     >>> boxes, labels = target.boxes, target.labels
     """
 
-    target_kinds = frozenset({"boxes"})
-
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -82,9 +80,6 @@ class YoloSource(ListedSource):
         began = time.monotonic()
         described = _read_data(self.root, data, self._storage)
         self.flip_pairs = described.flip
-        if described.points is not None:
-            self.num_keypoints = described.points[0]
-            self.target_kinds = frozenset({"boxes", "keypoints"})
         names, listing = self._list_images(described, split, endings)
         self._names = Names.of([names])
         self._files = Files(self.root, self._names, self._storage, listing)
@@ -162,8 +157,13 @@ class YoloSource(ListedSource):
                 yield b"" if is_missing else data
 
         names = described.names
+        numbers = None
+        if names is not None and given is not None:
+            numbers = numbers_of(names, given, f"of the classes in {described.place!r}")
         rules = Rules(len(names or given or ()) or None, described.points)
-        found = parse(files(), rules, name=lambda i: redact(self._label_file(self._names[i])))
+        table, polygons = parse(
+            files(), rules, name=lambda i: redact(self._label_file(self._names[i])), numbers=numbers
+        )
         if missing == count:
             raise SourceError(
                 f"none of the {count} images in {redact(self.root)!r} has a label file. The first would be "
@@ -171,20 +171,14 @@ class YoloSource(ListedSource):
             )
         if missing:
             log.info("source %s: %d of %d images have no label file, so no objects", redact(self.root), missing, count)
-        if found.quadrilaterals and found.quadrilaterals == found.outlines:
+        if polygons[4] and polygons[4] == polygons.total():
             log.warning(
                 "source %s: %d lines have nine numbers (a class and 4 corners), as oriented boxes have. Each becomes "
-                "the upright box around its corners", redact(self.root), found.quadrilaterals,
+                "the upright box around its corners", redact(self.root), polygons[4],
             )  # fmt: skip
-        labels = found.labels
-        if names is not None and given is not None:
-            labels = numbers_of(names, given, f"of the classes in {described.place!r}")[labels]
         if (known := given or names) is not None:
             self._set_classes(known)
-        self._set_objects(ObjectTable(
-            found.counts, boxes=found.boxes, labels=labels, keypoints=found.keypoints, fractions=True,
-            reasons=found.reasons,
-        ))  # fmt: skip
+        self._set_objects(table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

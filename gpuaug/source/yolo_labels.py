@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuaug.source.objects import ObjectTable
+
 BORDER = 0.01  # how far a coordinate may lie outside 0..1, as in ultralytics
-
-
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """The objects of all files in order."""
-
-    counts: NDArray[np.int64]  # [files], objects of each file; 0 for a file in `reasons`
-    labels: NDArray[np.int64]  # [N], class numbers
-    boxes: NDArray[np.float64]  # [N, 4], (x1, y1, x2, y2) in units of the image's width and height
-    keypoints: NDArray[np.float64] | None  # [N, K, 3], (x, y, visibility 0..2)
-    reasons: dict[int, str]  # why files cannot be used, by file number
-    outlines: int  # number of objects that are polygons
-    quadrilaterals: int  # number of them with 4 points, as oriented boxes have
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,34 +24,53 @@ class Rules:
     points: tuple[int, int] | None  # number of keypoints, and 2 or 3 numbers per keypoint
 
 
-def parse(files: Iterable[bytes | Exception], rules: Rules, *, name: Callable[[int], str]) -> Labels:
-    """Parse label files, as :class:`YoloSource` describes them. ``name(i)`` is the name of file i, for ``reasons``."""
-    counts, labels, boxes, keypoints = array("q"), array("q"), array("d"), array("d")
-    reasons: dict[int, str] = {}
-    outlines = quadrilaterals = 0
+def parse(
+    files: Iterable[bytes | Exception],
+    rules: Rules,
+    *,
+    name: Callable[[int], str],
+    numbers: NDArray[np.int64] | None = None,
+) -> tuple[ObjectTable, Counter[int]]:
+    """The objects of label files as :class:`YoloSource` describes them, and counts of polygons by number of points.
+
+    ``name(i)`` is the name of file i, for messages. ``numbers``: the label of each class number; None: the same number.
+    """
+    labels, boxes, keypoints = array("q"), array("d"), array("d")
+    counts, reasons, polygons = list[int](), dict[int, str](), Counter[int]()
     for i, data in enumerate(files):
-        objects, reason = [], ""
-        if isinstance(data, Exception):
-            reason = f"{name(i)!r} cannot be read ({data})"
-        else:
-            for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
-                try:
-                    objects += [_object(line, rules)] if line.strip() else []
-                except ValueError as error:
-                    reason = f"line {number} of {name(i)!r} {error}"
-                    break
-        if reason:
-            reasons[i], objects = reason, []
+        try:
+            objects = _objects(data, rules, name(i))
+        except ValueError as error:
+            reasons[i], objects = str(error), []
         counts.append(len(objects))
         for label, box, points, corners in objects:
-            outlines += corners > 0
-            quadrilaterals += corners == 4
+            polygons[corners] += corners > 0
             labels.append(label)
             boxes.extend(box)
             keypoints.extend(points)
-    shaped = None if rules.points is None else np.array(keypoints).reshape(-1, rules.points[0], 3)
-    boxed = np.array(boxes).reshape(-1, 4)
-    return Labels(np.array(counts), np.array(labels), boxed, shaped, reasons, outlines, quadrilaterals)
+    table = ObjectTable(
+        counts,
+        boxes=np.array(boxes).reshape(-1, 4),
+        labels=np.array(labels) if numbers is None else numbers[np.array(labels)],
+        keypoints=None if rules.points is None else np.array(keypoints).reshape(-1, rules.points[0], 3),
+        fractions=True,
+        reasons=reasons,
+    )
+    return table, polygons
+
+
+def _objects(
+    data: bytes | Exception, rules: Rules, name: str
+) -> list[tuple[int, Sequence[float], Sequence[float], int]]:
+    if isinstance(data, Exception):
+        raise ValueError(f"{name!r} cannot be read ({data})")
+    objects = []
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
+        try:
+            objects += [_object(line, rules)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"line {number} of {name!r} {error}") from error
+    return objects
 
 
 def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[float], int]:

@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, EncodedTargets, Int32, Int64
+from gpuaug.batch import CropWindows, Int32, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import oriented_batch
@@ -312,20 +312,14 @@ def _runs(data: bytes, size: tuple[int, int]) -> Mask:
     return np.repeat(values.astype(np.uint8 if small else np.int32), lengths).reshape(size)
 
 
-def number_segments(found: list[Mask | None], table: EncodedTargets, *, as_objects: bool, fill: int) -> None:
-    """Replace annotation ids in masks by object numbers (1, 2, ...) or classes. An unknown id becomes ``fill``."""
-    for row, mask in enumerate(found):
-        if mask is None:
-            continue
-        begin, end = table.offsets[row : row + 2].tolist()
-        order = np.argsort(table.ids[begin:end])
-        ids = table.ids[begin:end][order]
-        values = order + 1 if as_objects else table.labels[begin:end][order]
-        if not len(ids):
-            found[row] = np.full(mask.shape, fill, dtype=np.int32)
-            continue
-        at = np.minimum(np.searchsorted(ids, mask), len(ids) - 1)
-        found[row] = np.where(ids[at] == mask, values[at], fill).astype(np.int32)
+def replace_ids(mask: Mask, ids: Int64, values: Int64, fill: int) -> Mask:
+    """Replace annotation ids in a mask by ``values`` [n], one for each of ``ids`` [n]. Other ids become ``fill``."""
+    if not len(ids):
+        return np.full(mask.shape, fill, dtype=np.int32)
+    order = np.argsort(ids)
+    ids, values = ids[order], values[order]
+    at = np.minimum(np.searchsorted(ids, mask), len(ids) - 1)
+    return np.where(ids[at] == mask, values[at], fill).astype(np.int32)
 
 
 # -- crop, resize and warp --

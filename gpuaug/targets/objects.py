@@ -1,16 +1,16 @@
-"""The objects of a batch, as one table on the host."""
+"""The objects of a batch on the host: what the rules keep, and where crops and operations move them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.batch import CropWindows, EncodedTargets, Int64
+from gpuaug.batch import CropWindows, Objects
 from gpuaug.errors import ConfigError
 from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Bool, Float64, both
@@ -19,73 +19,30 @@ from gpuaug.targets.rules import Targets
 _ROUNDING = 1e-9  # pixels; tolerance for rounding errors, so that a box of exactly the smallest size is kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Objects:
-    """All objects of a batch, in the order of their samples. Pixel edges have whole-number coordinates.
+def by_rules(table: Objects, rules: Targets) -> Objects:
+    """The objects with float64 coordinates. Objects and coordinates that the rules leave out are dropped.
 
-    Attributes:
-        sample: [N], position of each object's image in the batch; ascending.
-        boxes: [N, 4], (x1, y1, x2, y2); None: no boxes.
-        keypoints: [N, K, 3], (x, y, visibility); (0, 0, 0) for a keypoint that is not visible. None: no keypoints.
-        area: [N], as the source gave it, in pixels of the source's image.
-        labels, crowd, ids: [N].
+    Pixel edges have whole-number coordinates. A keypoint that is not visible becomes (0, 0, 0).
     """
+    boxes, keypoints = table.boxes, table.keypoints
+    boxes = None if boxes is None or rules.boxes is None else boxes.astype(np.float64)
+    keypoints = None if keypoints is None or rules.keypoints is None else keypoints.astype(np.float64)
+    if keypoints is not None:
+        keypoints[..., :2] += _half(rules)
+        keypoints[~(keypoints[..., 2] > 0)] = 0
+    objects = replace(table, boxes=boxes, keypoints=keypoints)
+    if table.crowd.any() and (rules.boxes is None or rules.boxes.crowd == "drop"):
+        return objects.take(~table.crowd)
+    return objects
 
-    sample: Int64
-    boxes: Float64 | None
-    labels: Int64
-    keypoints: Float64 | None
-    crowd: Bool
-    area: NDArray[np.float32]
-    ids: Int64
 
-    @classmethod
-    def of(cls, encoded: EncodedTargets, rules: Targets) -> Objects:
-        """The objects of a batch. Objects and values that the rules leave out are dropped."""
-        boxes, keypoints = encoded.boxes, encoded.keypoints
-        objects = cls(
-            sample=np.repeat(np.arange(len(encoded.offsets) - 1, dtype=np.int64), np.diff(encoded.offsets)),
-            boxes=None if boxes is None or rules.boxes is None else boxes.astype(np.float64),
-            labels=encoded.labels,
-            keypoints=None if keypoints is None or rules.keypoints is None else keypoints.astype(np.float64),
-            crowd=encoded.crowd,
-            area=encoded.area,
-            ids=encoded.ids,
-        )
-        if objects.keypoints is not None:
-            objects.keypoints[..., :2] += _half(rules)
-            objects.keypoints[~(objects.keypoints[..., 2] > 0)] = 0
-        if encoded.crowd.any() and (rules.boxes is None or rules.boxes.crowd == "drop"):
-            return objects.take(~encoded.crowd)
-        return objects
-
-    def __len__(self) -> int:
-        return len(self.sample)
-
-    def counts(self, batch_size: int) -> Int64:
-        """Number of objects of each image, int64 [batch_size]."""
-        return np.bincount(self.sample, minlength=batch_size).astype(np.int64, copy=False)
-
-    def take(self, keep: Bool | Int64) -> Objects:
-        """Return some of the objects. ``keep``: bool [N], or indices."""
-        columns = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return replace(self, **{name: column[keep] for name, column in columns if column is not None})
-
-    def rows(self, keep_rows: Int64) -> Objects:
-        """Return the objects of some images. Image ``keep_rows[i]`` becomes image i. No image may occur twice."""
-        number = np.full(1 + max(self.sample.max(initial=-1), np.max(keep_rows, initial=-1)), -1, dtype=np.int64)
-        number[keep_rows] = np.arange(len(keep_rows))
-        sample = number[self.sample]
-        order = np.argsort(sample, kind="stable")
-        return replace(self, sample=sample).take(order[np.searchsorted(sample[order], 0) :])
-
-    def output_keypoints(self, rules: Targets) -> NDArray[np.float32] | None:
-        """Keypoints float32 [N, K, 3], in the coordinates that the rules' ``pixel_centers`` asks for."""
-        if self.keypoints is None:
-            return None
-        shown = self.keypoints.astype(np.float32)
-        shown[..., :2] -= np.float32(_half(rules)) * (shown[..., 2:] > 0)
-        return shown
+def output_keypoints(objects: Objects, rules: Targets) -> NDArray[np.float32] | None:
+    """Keypoints float32 [N, K, 3], in the coordinates that the rules' ``pixel_centers`` asks for."""
+    if objects.keypoints is None:
+        return None
+    shown = objects.keypoints.astype(np.float32)
+    shown[..., :2] -= np.float32(_half(rules)) * (shown[..., 2:] > 0)
+    return shown
 
 
 def carry(

@@ -112,6 +112,7 @@ class Boxes:
         checks.one_of("targets.boxes.crowd", self.crowd, ("drop", "keep"))
 
 
+@dataclass(frozen=True, kw_only=True)
 class Keypoints:
     """Rules for keypoints. A keypoint that leaves the image at the crop or at any operation gets visibility 0.
 
@@ -128,8 +129,12 @@ class Keypoints:
     (0, 2, 1)
     """
 
-    def __init__(self, *, flip: Sequence[int] | None = None, pixel_centers: bool = True) -> None:
-        checks.flag("targets.keypoints.pixel_centers", pixel_centers)
+    flip: Sequence[int] | None = None
+    pixel_centers: bool = True
+
+    def __post_init__(self) -> None:
+        checks.flag("targets.keypoints.pixel_centers", self.pixel_centers)
+        flip = self.flip
         if flip is not None and (
             isinstance(flip, str)
             or not isinstance(flip, Sequence)
@@ -140,11 +145,7 @@ class Keypoints:
                 "`targets.keypoints.flip` must name every point's mirror image once, in pairs such as [0, 2, 1]. "
                 f"Found: {flip!r:.200}."
             )
-        self.flip = None if flip is None else tuple(flip)
-        self.pixel_centers = pixel_centers
-
-    def __repr__(self) -> str:
-        return f"Keypoints(flip={self.flip!r}, pixel_centers={self.pixel_centers})"
+        object.__setattr__(self, "flip", None if flip is None else tuple(flip))
 
 
 @dataclass(frozen=True, kw_only=True)

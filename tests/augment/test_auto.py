@@ -17,7 +17,7 @@ import gpuaug
 from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.errors import ConfigError
 
-DRAWS = 10_000
+DRAWS = 4000
 SIZE = (40, 56)  # H, W
 TORCHVISION = {
     "randaugment": lambda: gpuaug.RandAugment(interpolation="bilinear"),
@@ -281,7 +281,7 @@ def test_torchvisions_magnitudes_are_equal_in_every_bin_and_size(libraries) -> N
     for bins in (2, 3, 10, 31, 40):
         for size in ((224, 160), (33, 27), (7, 500)):
             theirs = libraries[0].RandAugment()._augmentation_space(bins, size)
-            ours = auto._table(auto._Space(names=tuple(NAMES[name] for name in theirs), bins=bins), size)
+            ours = auto._by_bin(auto._Space(names=tuple(NAMES[name] for name in theirs), bins=bins), size)
             for row, (values, _) in zip(ours, theirs.values(), strict=True):
                 assert np.array_equal(row, np.broadcast_to(values.numpy(), bins).astype(np.float64))
 
@@ -297,32 +297,6 @@ def test_random_interpolation_is_bilinear_or_bicubic_for_each_operation() -> Non
 
 
 # --- settings
-
-
-CHANGES = [
-    (
-        gpuaug.RandAugment,
-        {"num_ops": 3, "magnitude": 1, "num_magnitude_bins": 30, "interpolation": "bicubic", "fill": 1},
-    ),
-    (gpuaug.TrivialAugmentWide, {"num_magnitude_bins": 30, "interpolation": "bilinear", "fill": [1, 2, 3]}),
-    (gpuaug.AutoAugment, {"policy": "svhn", "interpolation": "bicubic", "fill": 7}),
-    (
-        gpuaug.AugMix,
-        {"severity": 4, "mixture_width": 2, "chain_depth": 2, "all_ops": False, "interpolation": "nearest"},
-    ),
-    (gpuaug.AugMix, {"fill": 255}),
-    (gpuaug.TimmAugment, {"config": "rand-m9-inc1", "interpolation": "random", "fill": None}),
-]
-
-
-@pytest.mark.parametrize(("kind", "changes"), CHANGES)
-def test_every_argument_changes_the_fingerprint(kind, changes) -> None:
-    def fingerprint(**settings: Any) -> str:
-        return str(gpuaug.Augment(ops={"policy": kind(**settings)}).fingerprint())
-
-    prints = [fingerprint(), *(fingerprint(**{name: value}) for name, value in changes.items())]
-    assert len(set(prints)) == len(prints)
-    assert fingerprint() == prints[0]
 
 
 @pytest.mark.parametrize(

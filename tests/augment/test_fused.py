@@ -106,7 +106,6 @@ POINTWISE = {name: make for name, make in KNOWN.items() if name not in SPATIAL |
 POLICIES = {
     "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
     "trivialaugment": lambda: K.auto.TrivialAugment(),
-    "autoaugment": lambda: K.auto.AutoAugment(),
     "one_of": lambda: OneOf(
         ops={
             "gray": K.RandomGrayscale(p=1.0),

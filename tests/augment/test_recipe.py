@@ -11,13 +11,13 @@ import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import SHARED
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,23 +129,6 @@ def test_views_come_in_the_order_of_the_mapping_with_copies_next_to_each_other()
     }  # fmt: skip
 
 
-def test_the_loaders_way_and_the_modules_way_are_one() -> None:
-    recipe = multi()
-    x = images(5, (31, 26))
-    drawn = recipe.draw(seed=2, epoch=1, indices=torch.arange(5))
-    boxes = recipe.windows(drawn, np.full(5, 31), np.full(5, 26))
-    cut = []
-    for b in boxes:  # crop, then resize, image by image
-        view = torch.empty((5, *b.size, 3), dtype=torch.uint8)
-        for i, (top, left, h, w) in enumerate(b.window.tolist()):
-            part = x[i, top : top + h, left : left + w].permute(2, 0, 1)[None]
-            view[i] = F.interpolate(part, b.size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
-        cut.append(view)
-    want = recipe.apply(cut, drawn)
-    for a, b in zip(recipe(x, seed=2, epoch=1, indices=torch.arange(5)), want, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(40, 60), (500, 375), (7, 3)])
 def test_crops_of_a_module_are_pillows(interpolation: str, size: tuple[int, int]) -> None:
@@ -160,21 +143,6 @@ def test_crops_of_a_module_are_pillows(interpolation: str, size: tuple[int, int]
         part = Image.fromarray(x[row, top : top + h, left : left + w].contiguous().numpy())
         want = torch.from_numpy(np.array(part.resize((32, 24), filters[interpolation]))).permute(2, 0, 1)
         assert (got[row] - want).abs().max() <= 1
-
-
-def test_padding_crops_and_center_crops_place_the_image_on_the_canvas() -> None:
-    x = images(6, (10, 12))
-    recipe = Augment(crop=RandomCrop(14, padding=4, fill=200), backend="kornia")
-    got = (recipe(x, indices=list(range(6))) * 255).round().to(torch.uint8)
-    padded = F.pad(x.permute(0, 3, 1, 2), (4, 4, 4, 4), value=200)
-    for row in range(6):
-        windows = padded[row].unfold(1, 14, 1).unfold(2, 14, 1).permute(1, 2, 0, 3, 4)
-        assert (windows == got[row]).flatten(2).all(dim=2).any()
-    small = Augment(crop=ResizeCenterCrop((10, 12), (6, 20)), backend="kornia")
-    got = (small(x) * 255).round().to(torch.uint8)
-    assert torch.equal(got[:, :, :, 4:16], x.permute(0, 3, 1, 2)[:, :, 2:8])
-    assert not got[:, :, :, :4].any()
-    assert not got[:, :, :, 16:].any()
 
 
 @pytest.mark.parametrize("crop", [None, RandomResizedCrop(8), Resize((8, 9)), RandomCrop(8)])
@@ -249,7 +217,7 @@ class Augmented(torch.utils.data.Dataset):
 def test_without_indices_workers_draw_for_themselves() -> None:
     """Again and again the same, however they are started."""
     made = []
-    for method in ("fork", "fork", "spawn"):
+    for method in ("fork", "spawn"):
         loader = torch.utils.data.DataLoader(
             Augmented(), batch_size=None, num_workers=2, multiprocessing_context=method
         )
@@ -257,8 +225,7 @@ def test_without_indices_workers_draw_for_themselves() -> None:
         assert workers == (0, 1)
         assert not torch.equal(*batches)
         made.append(torch.stack(batches))
-    assert torch.equal(made[0], made[1])
-    assert torch.equal(made[0], made[2])
+    assert torch.equal(*made)
 
 
 RANKS = """
@@ -306,9 +273,8 @@ def test_a_seed_without_indices_numbers_the_samples_of_the_call() -> None:
         standard()(x, indices=[1, 2])
 
 
-@pytest.mark.parametrize("backend", ["fused", "kornia"])
-def test_inside_a_compiled_model_the_pixels_are_the_same(backend: str) -> None:
-    recipe = standard(backend=backend)
+def test_inside_a_compiled_model_the_pixels_are_the_same() -> None:
+    recipe = standard()
     x = images(4, (16, 12))
     compiled = torch.compile(nn.Sequential(recipe, nn.Identity()), backend="eager")
     for _ in range(2):
@@ -317,13 +283,6 @@ def test_inside_a_compiled_model_the_pixels_are_the_same(backend: str) -> None:
         torch.manual_seed(1)
         assert torch.equal(compiled(x), want)
     assert torch.equal(torch.compile(recipe, backend="eager")(x, indices=range(4)), recipe(x, indices=range(4)))
-
-
-def test_arguments_are_keyword_only() -> None:
-    with pytest.raises(TypeError):
-        standard()(images(2, (4, 4)), 0)
-    with pytest.raises(TypeError):
-        Augment(RandomResizedCrop(8))
 
 
 def test_train_and_eval_change_nothing_and_no_generator_moves() -> None:
@@ -415,15 +374,11 @@ def changes() -> dict[str, Augment]:
     ops = standard().ops
     return {
         "base": standard(),
-        "p": standard(ops=ops | {"flip": K.RandomHorizontalFlip(p=0.4)}),
-        "range": standard(ops=ops | {"jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.2)}),
-        "order": standard(ops=ops | {"jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, order=(0, 1, 2, 3))}),
         "class": standard(ops=ops | {"jitter": K.ColorJiggle(0.3, 0.3, 0.3, 0.1)}),
         "name": standard(ops={k: v for k, v in ops.items() if k != "jitter"} | {"colour": jitter}),
         "sequence": standard(ops=dict(reversed(ops.items()))),
         "off": standard(ops=ops | {"gray": None}),
         "more": standard(ops=ops | {"invert": K.RandomInvert()}),
-        "weights": standard(ops=ops | {"gray": K.RandomGrayscale(torch.tensor([0.2, 0.3, 0.5]), p=0.3)}),
         "crop": standard(crop=RandomResizedCrop(32)),
         "crop size": standard(crop=RandomResizedCrop(33)),
         "crop scale": standard(crop=RandomResizedCrop(32, scale=(0.1, 1.0))),
@@ -431,19 +386,9 @@ def changes() -> dict[str, Augment]:
         "normalize": standard(normalize=None),
         "std": standard(normalize=Normalize(MEAN, (0.2, 0.2, 0.2))),
         "copies": standard(copies=2),
-        "clip": standard(ops=ops | {"brightness": K.RandomBrightness((0.5, 1.5))}),
-        "no clip": standard(ops=ops | {"brightness": K.RandomBrightness((0.5, 1.5), clip_output=False)}),
-        "warp": standard(ops=ops | {"warp": K.RandomAffine(10.0)}),
-        "warp flags": standard(ops=ops | {"warp": K.RandomAffine(10.0, padding_mode="border")}),
-        "perspective": standard(ops=ops | {"warp": K.RandomPerspective(0.3)}),
-        "perspective area": standard(ops=ops | {"warp": K.RandomPerspective(0.3, sampling_method="area_preserving")}),
-        "planckian": standard(ops=ops | {"planckian": K.RandomPlanckianJitter()}),
-        "planckian mode": standard(ops=ops | {"planckian": K.RandomPlanckianJitter("CIED")}),
         "policy": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=9)}),
         "policy m": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=10)}),
         "policy list": standard(ops=ops | {"policy": K.auto.RandAugment(n=2, m=9, policy=two)}),
-        "auto": standard(ops=ops | {"policy": K.auto.AutoAugment()}),
-        "auto svhn": standard(ops=ops | {"policy": K.auto.AutoAugment("svhn")}),
         "one": standard(ops={"one": OneOf(ops={"a": K.RandomInvert(), "b": jitter})}),
         "one order": standard(ops={"one": OneOf(ops={"b": jitter, "a": K.RandomInvert()})}),
         "one p": standard(ops={"one": OneOf(ops={"a": K.RandomInvert(), "b": jitter}, p=0.5)}),
@@ -459,18 +404,6 @@ def test_a_fingerprint_changes_with_everything_that_decides_draws_or_pixels() ->
     assert views != json.dumps(MultiView(views={"a": standard(), "b": standard(copies=2)}).fingerprint())
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_a_fingerprint_has_no_trace_of_use_process_or_backend(name: str) -> None:
-    recipe = Augment(ops={"op": OPS[name]()}, backend="kornia")
-    before = json.dumps(recipe.fingerprint())
-    OPS[name]()(torch.rand(3, 3, 16, 16))
-    recipe.ops["op"](torch.rand(3, 3, 16, 16))
-    recipe(images(3, (16, 16)))
-    assert json.dumps(recipe.fingerprint()) == before
-    assert "0x" not in before
-    assert json.dumps(Augment(ops={"op": OPS[name]()}).fingerprint()) == before
-
-
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
     script = (
         f"import json, sys; sys.path += {list(map(str, SHARED))}; from test_recipe import changes;"
@@ -478,6 +411,20 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert json.loads(result.stdout) == {k: v.fingerprint() for k, v in changes().items()}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        gpuaug.RandAugment(), gpuaug.TrivialAugmentWide(), gpuaug.AutoAugment(), gpuaug.AugMix(), gpuaug.TimmAugment(),
+        gpuaug.RandomScaleCrop(8, base=9), gpuaug.Letterbox(8), gpuaug.RandomIoUCrop(8), RandomResizedCrop(8),
+        RandomCrop(8), Resize(8), ResizeCenterCrop(8, 8),
+    ],
+)  # fmt: skip
+def test_a_fingerprint_has_every_argument_of_our_own_classes(own: object) -> None:
+    recipe = Augment(ops={"own": own}) if isinstance(own, nn.Module) else Augment(crop=own)
+    found = recipe.fingerprint()["crop"] or recipe.fingerprint()["ops"][0]
+    assert inspect.signature(type(own)).parameters.keys() <= found.keys()
 
 
 def test_one_setting_written_as_int_or_float_has_one_fingerprint() -> None:
@@ -575,17 +522,20 @@ def test_a_fingerprint_changes_with_every_argument_of_an_operation(name: str) ->
 
 
 @pytest.mark.parametrize("name", [*OPS, "policy", "own", "crop"])
-def test_a_fingerprint_stays_where_classes_move_and_private_attributes_come(
+def test_a_fingerprint_stays_with_use_where_classes_move_and_private_attributes_come(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Own(K.RandomInvert):
         """A class of somebody's own that builds on Kornia."""
 
     more = {"policy": lambda: K.auto.RandAugment(n=2, m=9), "own": Own, "crop": K.RandomInvert}
-    op = (OPS | more)[name]()
-    crop = RandomResizedCrop(8)
-    before = json.dumps(Augment(crop=crop, ops={"op": op}).fingerprint())
+    make = (OPS | more)[name]
+    crop, op = RandomResizedCrop(8), make()
+    before = json.dumps(Augment(crop=crop, ops={"op": op}, backend="kornia").fingerprint())
+    assert json.dumps(Augment(crop=crop, ops={"op": make()}).fingerprint()) == before  # the backend is no part of it
     assert "_2d" not in before
+    assert "0x" not in before
+    op(torch.rand(3, 3, 16, 16))
     for value in (op, crop, *op.modules(), *filter(None, [getattr(op, "_param_generator", None)])):
         value._news = 3
         if type(value) is not Own:
@@ -643,57 +593,24 @@ def test_the_operations_of_a_recipe_are_a_mapping_to_read() -> None:
     assert list(recipe.ops) == ["vflip", "flip", "jitter", "gray"]
 
 
-def _p(recipe: Augment) -> None:
-    recipe.ops["flip"].p = 0.9
-
-
-def _hue(recipe: Augment) -> None:
-    recipe.ops["jitter"].hue = 0.3
-
-
-def _flag(recipe: Augment) -> None:
-    recipe.ops["blur"].flags["kernel_size"] = (3, 3)
-
-
-def _member(recipe: Augment) -> None:
-    recipe.ops["one"].ops["a"].p = 0.9
-
-
-def _inner(recipe: Augment) -> None:
-    recipe.ops["one"].ops["b"].ops["c"].p = 0.9
-
-
-def _magnitude(recipe: Augment) -> None:
-    recipe.ops["policy"].m = 3
-
-
-def _crop(recipe: Augment) -> None:
-    recipe.crop.size = (9, 9)
-
-
-def _mean(recipe: Augment) -> None:
-    recipe.normalize.mean = torch.zeros(3)
-
-
-def _std(recipe: Augment) -> None:
-    recipe.normalize.std.fill_(0.5)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_p, r"`augment\.ops\.flip\.p` was 0\.5 when.* 0\.9 now"),
-        (_hue, r"`augment\.ops\.jitter\.hue` was 0\.1 when"),
-        (_flag, r"`augment\.ops\.blur\.kernel_size` was 5 when"),
-        (_member, r"`augment\.ops\.one\.ops\.a\.p` was 1 when"),
-        (_inner, r"`augment\.ops\.one\.ops\.b\.digest` was"),
-        (_magnitude, r"`augment\.ops\.policy\.m` was 9 when"),
-        (_crop, r"`augment\.crop\.size\.0` was 8 when"),
-        (_mean, r"`augment\.normalize\.mean\.0` was 0\.\d+ when.* 0\.0 now"),
-        (_std, r"`augment\.normalize\.std\.0` was 0\.2"),
+        (lambda r: setattr(r.ops["flip"], "p", 0.9), r"`augment\.ops\.flip\.p` was 0\.5 when.* 0\.9 now"),
+        (lambda r: setattr(r.ops["jitter"], "hue", 0.3), r"`augment\.ops\.jitter\.hue` was 0\.1 when"),
+        (lambda r: r.ops["blur"].flags.update(kernel_size=(3, 3)), r"`augment\.ops\.blur\.kernel_size` was 5 when"),
+        (lambda r: setattr(r.ops["one"].ops["a"], "p", 0.9), r"`augment\.ops\.one\.ops\.a\.p` was 1 when"),
+        (lambda r: setattr(r.ops["one"].ops["b"].ops["c"], "p", 0.9), r"`augment\.ops\.one\.ops\.b\.digest` was"),
+        (lambda r: setattr(r.ops["policy"], "m", 3), r"`augment\.ops\.policy\.m` was 9 when"),
+        (lambda r: setattr(r.crop, "size", (9, 9)), r"`augment\.crop\.size\.0` was 8 when"),
+        (
+            lambda r: setattr(r.normalize, "mean", torch.zeros(3)),
+            r"`augment\.normalize\.mean\.0` was 0\.\d+ when.* 0\.0 now",
+        ),
+        (lambda r: r.normalize.std.fill_(0.5), r"`augment\.normalize\.std\.0` was 0\.2"),
     ],
 )
-def test_a_setting_that_was_changed_after_it_was_read_is_named(change: object, words: str) -> None:
+def test_a_setting_that_was_changed_after_it_was_read_is_named(change: Callable, words: str) -> None:
     ops = standard().ops | {
         "blur": K.RandomGaussianBlur(5, (0.1, 2.0)),
         "one": OneOf(ops={"a": K.RandomInvert(p=1.0), "b": OneOf(ops={"c": K.RandomInvert(p=1.0)})}),
@@ -712,7 +629,7 @@ def test_a_setting_that_was_changed_after_it_was_read_is_named(change: object, w
             op(torch.rand(2, 3, 16, 16))
     recipe.check_unchanged()
     change(recipe)
-    if change is not _std:  # a call does not look into tensors, which may be on a device
+    if r"\.std" not in words:  # a call does not look into tensors, which may be on a device
         with pytest.raises(ConfigError, match=words):
             recipe(x)
         with pytest.raises(ConfigError, match=words.replace("augment", r"augment\.views\.a")):
@@ -801,6 +718,9 @@ def test_a_normalization_that_cannot_work_is_refused(mean: object, std: object, 
         ({"ops": K.RandomHorizontalFlip()}, ["augment.ops", "mapping"]),
         ({"ops": {"crop": K.RandomHorizontalFlip()}}, ["augment.ops.crop"]),
         ({"ops": {"flip": K.RandomHorizontalFlip(same_on_batch=True)}}, ["augment.ops.flip.same_on_batch"]),
+        ({"ops": {"x": K.RandomGrayscale(p="high")}}, ["augment.ops.x.p", "high"]),
+        ({"ops": {"x": K.RandomGrayscale(p=1.5)}}, ["augment.ops.x.p", "1.5"]),
+        ({"ops": {"x": K.RandomGaussianBlur(4, (0.1, 2.0))}}, ["augment.ops.x.kernel_size"]),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, object], words: list[str]) -> None:
@@ -841,14 +761,6 @@ def test_images_of_different_sizes_need_a_crop() -> None:
         recipe.windows(drawn, np.array([5, 5]), np.array([7, 8]))
 
 
-def test_public_names() -> None:
-    assert gpuaug.Augment is Augment
-    assert gpuaug.OneOf is OneOf
-    text = repr(standard(ops=standard().ops | {"policy": K.auto.RandAugment(n=2, m=9)}))
-    assert "RandAugment(...)" in text
-    assert "flip=RandomHorizontalFlip(p=0.5" in text
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -871,19 +783,6 @@ def test_one_backend_for_all_views():
     assert views["a"].backend == "fused"
     with pytest.raises(gpuaug.ConfigError, match="backend"):
         gpuaug.MultiView(views=views, backend="korina")
-
-
-@pytest.mark.parametrize(
-    ("op", "key"),
-    [
-        (lambda: K.RandomGrayscale(p="high"), r"augment\.ops\.x\.p"),
-        (lambda: K.RandomGrayscale(p=1.5), r"augment\.ops\.x\.p"),
-        (lambda: K.RandomGaussianBlur(4, (0.1, 2.0)), r"augment\.ops\.x\.kernel_size"),
-    ],
-)
-def test_settings_that_kornia_lets_pass(op, key):
-    with pytest.raises(gpuaug.ConfigError, match=key):
-        gpuaug.Augment(ops={"x": op()})
 
 
 @pytest.mark.parametrize(

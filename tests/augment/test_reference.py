@@ -31,7 +31,6 @@ SOME = {"a": K.ColorJitter(0.4, 0.4, 0.4, 0.1), "b": K.RandomGaussianNoise(p=0.7
 CHOICES = {
     "randaugment": lambda **k: K.auto.RandAugment(n=3, m=11),
     "trivialaugment": lambda **k: K.auto.TrivialAugment(),
-    "autoaugment": lambda **k: K.auto.AutoAugment("svhn"),
     "oneof": lambda **k: OneOf(ops=SOME),
 }
 SEEDED = {
@@ -140,7 +139,7 @@ def test_an_empty_batch(name: str) -> None:
 
 # They refuse images smaller than their kernels.
 KERNELS = """elastic, blur, blur joint, sharpness, boxblur, medianblur, clahe, motion, motion range, rain, randaugment,
-trivialaugment, autoaugment""".replace("\n", " ").split(", ")
+trivialaugment""".replace("\n", " ").split(", ")
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - set(KERNELS)))

@@ -4,6 +4,7 @@ import sys
 
 import loader as bench
 import pytest
+import reading
 from quick import popen, quick
 
 
@@ -44,6 +45,7 @@ def test_ratios_are_ours_over_the_faster_torchvision():
 
     rows = [row("ours", 900.0), row("torchvision", 300.0), row("torchvision_v2", 450.0), row("dali_reader", 600.0),
             row("ours_s3", 810.0), row("ours_packed", 2000.0, recipe="flip"), row("ffcv_raw", 1000.0, recipe="flip"),
+            row("ours_engine", 1500.0), row("dali_reader_engine", 750.0),
             {"set": "photos", "recipe": "standard", "who": "spdl", "reason": "no"},
             row("ours", 80.0, kind="large"), row("torchvision", 40.0, kind="large")]  # fmt: skip
     found = bench.ratios(rows)
@@ -53,33 +55,15 @@ def test_ratios_are_ours_over_the_faster_torchvision():
     assert found["standard_large"]["torchvision"] == 2.0
     assert found["flip_packed"] == {"ffcv_raw": 2.0}
     assert found["standard_s3"] == {"local": pytest.approx(0.9)}
-    assert "standard_engine" not in found
-
-
-def test_the_jpeg_engine_is_compared_with_the_jpeg_engine():
-    rates = {"ours": 900.0, "dali_reader": 600.0, "ours_engine": 1500.0, "dali_reader_engine": 750.0}
-    rows = [{"set": "photos", "recipe": "standard", "who": w, "images_per_second": r} for w, r in rates.items()]
-    found = bench.ratios(rows)
-    assert found["standard"]["dali_reader"] == 1.5
-    assert found["standard_engine"] == {
-        "ours": pytest.approx(5 / 3), "dali_reader_engine": 2.0, "dali_proxy_engine": None,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("who", ["ours", "dali_reader", "dali_proxy", "kornia_eager"])
-def test_only_who_is_named_so_decodes_with_the_engine(who):
-    for name, load in ((who, 0.0), (f"{who}_engine", 0.65)):
-        assert bench.Spec(name, "flip", "", 8, 1, 1, "cuda", "float32", {}).engine == load
-    assert not bench.takes_part(f"{who}_engine", "flip", "photos", "cpu")
-    assert bench.takes_part(who, "flip", "photos", "cpu")
-
-
-def test_on_a_gpu_reading_has_cores_of_its_own():
-    rows = [{"who": w, "images_per_second": r} for w, r in (("read", 1000.0), ("decode", 3000.0), ("augment", 6000.0))]
-    (gpu,) = bench._derived(rows, "photos", "flip", on_gpu=True)
-    (cpu,) = bench._derived(rows, "photos", "flip", on_gpu=False)
-    assert gpu["images_per_second"] == pytest.approx(1000.0)
-    assert cpu["images_per_second"] == pytest.approx(1 / (1 / 1000 + 1 / 3000 + 1 / 6000))
+    engine = {"ours": pytest.approx(5 / 3), "dali_reader_engine": 2.0, "dali_proxy_engine": None}
+    assert found["standard_engine"] == engine
+    assert bench.Spec("ours_engine", "flip", "", 8, 1, 1, "cuda", "float32", {}).engine == 0.65
+    assert bench.Spec("ours", "flip", "", 8, 1, 1, "cuda", "float32", {}).engine == 0.0
+    assert not bench.takes_part("ours_engine", "flip", "photos", "cpu")
+    rows = [row("read", 1000.0), row("decode", 3000.0), row("augment", 6000.0)]
+    for on_gpu, rate in ((True, 1000.0), (False, 1 / (1 / 1000 + 1 / 3000 + 1 / 6000))):  # reading has its own cores
+        (ceiling,) = bench._derived(rows, "photos", "standard", on_gpu=on_gpu)
+        assert ceiling["images_per_second"] == pytest.approx(rate)
 
 
 def test_the_table_goes_between_its_marks_and_touches_nothing_else():
@@ -110,21 +94,30 @@ def test_the_s3_server_gives_the_folder_as_it_is(tmp_path):
         assert "moto" in server.how
 
 
+def test_reading_is_measured_with_and_without_workers(tmp_path):
+    (tmp_path / "a").mkdir()
+    for i in range(100):
+        (tmp_path / "a" / f"{i}.jpg").write_bytes(b"jpeg" * i)
+    source = reading.Delayed(tmp_path)
+    source.delay = 0.0001
+    for num_workers in (0, 1):
+        reader = reading.Reader(source, num_workers=num_workers)
+        rate, used = reading.epoch(reader, 4)
+        reader.close()
+        assert 0 < rate < 1e7
+        assert 0 < used < 1
+
+
 def started(root, who="read"):
     spec = bench.Spec(who, "flip", str(root), 8, 1, 1, "cpu", "float32", {})
     return bench.Contestant(spec, sys.executable, preload=None, data=str(root), delay=0.0)
 
 
-def test_a_contestant_that_cannot_begin_says_why(tmp_path):
-    contestant = started(tmp_path / "nowhere")
-    try:
-        assert "nowhere" in contestant.reason
-    finally:
-        contestant.close()
-
-
-def test_a_contestant_that_dies_is_a_reason_and_ends_nobody_else(tmp_path, monkeypatch):
+def test_a_contestant_that_cannot_begin_or_dies_says_why_and_ends_nobody_else(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.subprocess, "Popen", popen)
+    lost = started(tmp_path / "nowhere")
+    lost.close()
+    assert "nowhere" in lost.reason
     root = bench.prepare(tmp_path, "photos", 16)
     contestant = started(root)
     try:

@@ -37,7 +37,6 @@ def run(words):
     parser.add_argument("--faults", default="raise")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seed-of-rank-1", type=int, default=5)
-    parser.add_argument("--subset-of-rank-1", type=int)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="kornia", help="fused is the same bit for bit in any batch, on CUDA too")
     parser.add_argument("--collective", action="store_true", help="a barrier after every batch, as DDP has one")
@@ -45,7 +44,7 @@ def run(words):
     rank = dist.get_rank() if dist.is_initialized() else 0
     ops = {"flip": K.RandomHorizontalFlip(p=0.5), "jitter": K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=0.8)}
     loader = gpuaug.Loader(
-        gpuaug.FolderSource(args.root, subset=args.subset_of_rank_1 if rank == 1 else None),
+        gpuaug.FolderSource(args.root),
         augment=gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops=ops, backend=args.backend),
         batch_size=args.batch_size,
         last=args.last,

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import re
 import resource
 import signal
 import subprocess
@@ -18,13 +17,11 @@ import forked
 import pytest
 from common import METHODS, ended
 from conftest import ROOT
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode, photograph
 
 import gpuaug
-
-SHM = Path("/dev/shm")
 
 BUILD = """
 import json, os, signal, sys, time, warnings
@@ -78,39 +75,12 @@ def until(reached, patience=60.0):
     return True
 
 
-def in_use_elsewhere(name):
-    """Whether a process that has nothing to do with this one maps or holds this file of /dev/shm, or has made it."""
-    ours = {os.getpid(), *children()}
-    maker = re.search(r"[-_](\d+)[-_]", name)  # torch's names, and joblib's, hold the number of the process
-    if maker is not None and int(maker[1]) not in ours and Path(f"/proc/{maker[1]}").exists():
-        return True
-    for process in Path("/proc").glob("[0-9]*"):
-        if int(process.name) in ours:
-            continue
-        try:
-            if f"{SHM}/{name}" in (process / "maps").read_text():
-                return True
-            if any(os.readlink(link) == f"{SHM}/{name}" for link in (process / "fd").iterdir()):
-                return True
-        except OSError:  # ended meanwhile, or somebody else's
-            continue
-    return False
-
-
 @pytest.fixture
 def nothing_left():
-    """Processes and shared memory are afterwards as before; what runs beside this on the machine is not counted."""
-    before = {path.name for path in SHM.iterdir()}, children()
-    left = [set(), set()]
-
-    def gone():
-        names = {path.name for path in SHM.iterdir()} - before[0]
-        left[:] = {name for name in names if not in_use_elsewhere(name)}, children() - before[1]
-        return not any(left)
-
+    """Processes are afterwards as before."""
+    before = children()
     yield
-    if not until(gone):
-        pytest.fail(f"left behind: shared memory {left[0]}, processes {left[1]}")
+    assert until(lambda: not children() - before), children() - before
 
 
 def start(code, *args):
@@ -145,41 +115,6 @@ def test_a_killed_worker_is_an_error_from_which_one_goes_on(photos, nothing_left
     assert sorted(seen) == list(range(65))
 
 
-class Stuck:
-    """A source one of whose reads never returns."""
-
-    def __init__(self, file):
-        self.data = file.read_bytes()
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, i):
-        while i == 30:
-            time.sleep(1)
-        return self.data, 0
-
-
-def test_a_read_that_never_returns(photos, nothing_left):
-    with build(Stuck(photos / "china" / "000.jpg"), timeout=2, order="sequential") as loader:
-        begin = time.monotonic()
-        seen = []
-        with pytest.raises(gpuaug.ReadError, match="timeout"):
-            for batch in loader:
-                seen += batch.indices.tolist()
-        assert time.monotonic() - begin < 100  # the read takes for ever
-    assert seen == list(range(len(seen)))
-    assert len(seen) <= 28
-
-
-def test_an_exception_in_the_training_loop(photos, nothing_left):
-    others = set(multiprocessing.active_children())
-    with pytest.raises(ZeroDivisionError), build(photos) as loader:
-        for step, _ in enumerate(loader):
-            1 / (2 - step)
-    assert not set(multiprocessing.active_children()) - others
-
-
 def test_descriptors_do_not_pile_up(photos, nothing_left):
     def once():
         with build(photos) as loader:
@@ -190,19 +125,6 @@ def test_descriptors_do_not_pile_up(photos, nothing_left):
     for _ in range(3):
         once()
     assert until(lambda: descriptors() <= before)  # the threads that write to the workers end a moment later
-
-
-def test_start_methods(photos, nothing_left):
-    code = """
-        if __name__ == "__main__":
-            for method in sys.argv[2:]:
-                with build(sys.argv[1], start_method=method, num_workers=1) as loader:
-                    print(json.dumps(sorted(i for batch in loader for i in batch.indices.tolist())))
-    """
-    process = start(code, photos, "fork", "forkserver", "spawn")
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    assert [json.loads(line) for line in out.splitlines()] == [list(range(65))] * 3
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -277,25 +199,20 @@ def test_few_descriptors(photos, nothing_left):
         assert line.startswith("done 17") or ("error" in line and "ulimit" in line), (limit, line, error[-2000:])
 
 
-def test_shared_memory_full(photos, nothing_left):
+def test_workers_need_no_shared_memory_file_system(photos, nothing_left):
+    """Containers may have a /dev/shm of any size."""
     code = """
-        loader = build(sys.argv[1], timeout=20)
-        try:
+        with build(sys.argv[1]) as loader:
             print("done", sum(len(batch) for batch in loader))
-        except gpuaug.ReadError as error:
-            print("error", error)
-        loader.close()
     """
-    mount = 'mount -t tmpfs -o size=16k tmpfs /dev/shm && exec "$@"'
+    mount = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && echo full > /dev/shm/full && exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode != 0:
         pytest.skip("no right to mount a small /dev/shm")
     command = [*prefix, sys.executable, "-c", BUILD + textwrap.dedent(code), str(photos)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("error"), done.stdout
-    assert "/dev/shm" in done.stdout
+    assert (done.returncode, done.stdout) == (0, "done 65\n"), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -345,11 +262,10 @@ def test_a_forked_child_cannot_go_on_with_an_iterator_of_its_parent(photos):
     assert start(code, photos).communicate(timeout=100) == ("7 16\n", "")
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("how", ["del batches, loader", "loader.close()", "sys.exit()"])
-def test_a_forked_child_that_drops_the_loader_of_its_parent_ends(photos, how, num_workers):
+def test_a_forked_child_that_drops_the_loader_of_its_parent_ends(photos, how):
     code = f"""
-        loader = build(sys.argv[1], num_workers={num_workers}, prefetch=0)
+        loader = build(sys.argv[1], num_workers=1, prefetch=0)
         batches = iter(loader)
         next(batches)
         if not (child := os.fork()):
@@ -361,14 +277,14 @@ def test_a_forked_child_that_drops_the_loader_of_its_parent_ends(photos, how, nu
     assert start(code, photos).communicate(timeout=100) == ("0 16\n", "")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_workers_end_with_a_killed_process(photos, method):
-    """Also those that a forkserver made, whose parent lives as long as they do."""
-    code = f"""
+@pytest.mark.skipif("forkserver" not in METHODS, reason="needs forkserver")
+def test_workers_of_a_forkserver_end_with_a_killed_process(photos):
+    """Their parent, the forkserver, lives as long as they do."""
+    code = """
     import multiprocessing
     multiprocessing.set_forkserver_preload(["torch.utils.data"])  # once for both workers
     if __name__ == "__main__":
-        loader = build(sys.argv[1], start_method={method!r}, cache=gpuaug.RamCache(max_bytes=1 << 20))
+        loader = build(sys.argv[1], start_method="forkserver", cache=gpuaug.RamCache(max_bytes=1 << 20))
         batches = iter(loader)
         next(batches)
         print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
@@ -415,6 +331,7 @@ def test_memory_that_runs_out_for_a_sample_is_its_fault(num_workers):
 
 
 @given(st.text())
+@settings(max_examples=30)
 def test_messages_have_no_control_characters(text):
     from gpuaug.batch import Fault
 

@@ -17,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from gpuaug import source as sources
 from gpuaug.errors import ConfigError
 from gpuaug.random import keyed as draw
 from gpuaug.read.order import (
@@ -31,7 +32,7 @@ from gpuaug.read.order import (
 from gpuaug.source.adapt import adapt as adapt_source
 
 
-class Source:
+class Source(sources.Source):
     """As much of a source as an order looks at."""
 
     def __init__(self, count, indices=None, labels=None):
@@ -134,24 +135,24 @@ def _run(size):
 def test_positions_and_lengths_written_out():
     epoch = ordered(Sequential(), 0, 0, Source(10))
     plan = EpochOrder(epoch, start=1, rank=1, world_size=2, batch_size=2)
+    first = EpochOrder(epoch, start=1, rank=0, world_size=2, batch_size=2)
     assert [batch[0].tolist() for batch in plan] == [[2, 4], [6, 8]]
-    assert [EpochOrder(epoch, start=1, rank=0, world_size=2, batch_size=2)[k][0].tolist() for k in (0, 1, 2)] == [
-        [1, 3],
-        [5, 7],
-        [9],
-    ]
+    assert [batch[0].tolist() for batch in first] == [[1, 3], [5, 7], [9]]
     assert [plan.position(k) for k in range(5)] == [1, 5, 9, 10, 10]
     padded = EpochOrder(epoch, start=1, rank=1, world_size=2, batch_size=2, last="pad")
     assert [x.tolist() for x in padded[2]] == [[0, 2], [1, 1], [False, False]]
     assert [x.dtype for x in padded[2]] == [torch.int64, torch.int64, torch.bool]
     assert len(EpochOrder(epoch, world_size=4, batch_size=3, last="drop")) == 0
-    with pytest.raises(IndexError):
-        plan[2]
-    with pytest.raises(IndexError):
-        plan[-1]
+    for k in (2, -1):
+        with pytest.raises(IndexError):
+            plan[k]
     short = EpochOrder(epoch, start=3, batch_size=2, limit=4)
     assert [batch[0].tolist() for batch in short] == [[3, 4], [5, 6]]  # two batches are before `start`
     assert len(EpochOrder(epoch, start=9, batch_size=2, limit=4)) == 0
+    for last in ("uneven", "drop", "pad"):
+        empty = EpochOrder(ordered(adapt([]), 0, 0, Source(4)), last=last)
+        assert list(empty) == []
+        assert empty.position(3) == 0
 
 
 def test_a_batch_does_not_keep_the_epoch_alive():
@@ -328,24 +329,3 @@ def test_what_is_no_order():
     assert adapt("sequential") == Sequential()
     assert repr(adapt("shuffle")) == "Shuffle()"
     assert "0x" not in repr(adapt(RandomSampler(range(3), generator=torch.Generator())))
-
-
-def test_an_empty_order_has_no_batches():
-    for last in ("uneven", "drop", "pad"):
-        plan = EpochOrder(ordered(adapt([]), 0, 0, Source(4)), last=last)
-        assert len(plan) == 0
-        assert list(plan) == []
-        assert plan.position(0) == plan.position(3) == 0
-
-
-def test_an_epoch_of_the_size_of_imagenet():
-    number, ranks = 1_281_167, 8
-    source = Source(number, labels=np.arange(number) % 1000)
-    for order in (Shuffle(), Weighted(), Repeated()):
-        given = ordered(order, 0, 0, source)
-        plans = [EpochOrder(given, rank=rank, world_size=ranks, batch_size=256) for rank in range(ranks)]
-        assert len(plans[3][100][0]) == 256
-        counts = np.bincount(np.concatenate([indices for plan in plans for indices, *_ in plan]), minlength=number)
-        assert counts.sum() == len(given)
-        if isinstance(order, Shuffle):
-            assert (counts == 1).all()

@@ -1,11 +1,9 @@
 """A buffer of encoded batches: bounded in bytes, in order, full up to the bound, and gone when it is closed."""
 
-import gc
 import json
 import os
 import threading
 import time
-import weakref
 
 import forked
 import pytest
@@ -13,7 +11,6 @@ import torch
 
 import gpuaug
 from gpuaug.batch import EncodedBatch
-from gpuaug.errors import ConfigError
 from gpuaug.read.prefetch import Producer
 
 
@@ -131,14 +128,6 @@ class Samples:
     def __getitem__(self, index):
         return bytes(length), 0
 
-def shared():
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/dev/shm" in line:
-            begin, end = (int(x, 16) for x in line.split()[0].split("-"))
-            total += end - begin
-    return total
-
 def private():
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Private_Dirty:"):
@@ -149,16 +138,16 @@ if __name__ == "__main__":
     numbers = torch.arange(2 * waiting * rows).split(rows)
     encoded = reader.batches([(c, c * 0, c == c) for c in numbers])
     del (first := [next(encoded)])[:]
-    before = private(), shared()
+    before = private()
     ahead = Producer(encoded, name="ahead", max_bytes=waiting * rows * length)
     ahead.start()
     deadline = time.monotonic() + 200
     while ahead.waiting < waiting and time.monotonic() < deadline:
         time.sleep(0.01)
     level = ahead.bytes_waiting
-    held = private() - before[0], shared() - before[1]
+    held = private() - before
     taken = sum(len(batch) for batch in ahead)
-    print(json.dumps({"level": level, "held": held, "taken": taken, "left": private() - before[0]}))
+    print(json.dumps({"level": level, "held": held, "taken": taken, "left": private() - before}))
     reader.close()
 """
 
@@ -172,9 +161,7 @@ def test_what_waits_is_private_memory_and_goes_back_to_the_system():
     found = json.loads(done.stdout)
     batch = rows * length
     assert found["level"] == waiting * batch
-    private, shared = found["held"]
-    assert 0.9 < private / found["level"] < 1.2
-    assert shared <= 2 * batch  # at most the one in hand; the workers' own prefetch is not mapped here
+    assert 0.9 < found["held"] / found["level"] < 1.2
     assert found["taken"] == (2 * waiting - 1) * rows
     assert found["left"] < 0.2 * found["level"]
 
@@ -188,7 +175,7 @@ def built(photos, **more):
     return gpuaug.Loader(gpuaug.FolderSource(photos), augment=augment, **settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 0}, {"prefetch": 0}, {"num_workers": 2, "ahead": 1}])
+@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"num_workers": 2, "ahead": 1}])
 def test_no_pixel_changes_and_every_epoch_is_whole(photos, settings):
     with built(photos) as plain, built(photos, **{"ahead": "1MiB", **settings}) as buffered:
         for _ in range(2):
@@ -213,22 +200,6 @@ def test_the_level_can_be_read_and_a_state_counts_only_what_was_handed_out(photo
         assert sum(len(found) for found in loader) == 57
 
 
-def test_an_abandoned_loader_ends_its_threads(photos):
-    others = set(threading.enumerate())
-    loader = built(photos, ahead="64KiB")  # both threads have more to do when they are told to end
-    iterator = iter(loader)
-    next(iterator)
-    threads = set(threading.enumerate()) - others
-    assert {"gpuaug-loader", "gpuaug-ahead"} <= {thread.name for thread in threads}
-    alive = weakref.ref(loader)
-    del loader, iterator
-    gc.collect()
-    assert alive() is None
-    for thread in threads:
-        thread.join(30)
-    assert not [thread.name for thread in threads if thread.is_alive()]
-
-
 class Stalling:
     labels = None
 
@@ -241,12 +212,11 @@ class Stalling:
         return b"x", 0
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_closing_takes_seconds_even_while_a_read_stalls(workers, monkeypatch):
-    monkeypatch.setattr("gpuaug.loader.pipeline.TIMEOUT_S", 0.5)
+def test_closing_takes_seconds_even_while_a_read_stalls(monkeypatch):
+    monkeypatch.setattr("gpuaug.loader.passes.TIMEOUT_S", 0.5)
     monkeypatch.setattr("gpuaug.read.workers.TIMEOUT_S", 0.5)
     loader = gpuaug.Loader(Stalling(), augment=gpuaug.Augment(crop=gpuaug.Resize(8), backend="kornia"), device="cpu",
-                           batch_size=8, num_workers=workers, order="sequential", ahead="1MiB",
+                           batch_size=8, num_workers=1, order="sequential", ahead="1MiB",
                            faults=gpuaug.Faults(policy="blank"))  # fmt: skip
     iterator = iter(loader)
     for _ in range(4):
@@ -254,9 +224,3 @@ def test_closing_takes_seconds_even_while_a_read_stalls(workers, monkeypatch):
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < 100  # the read takes 600 s
-
-
-@pytest.mark.parametrize("value", [0, -5, "much", True])
-def test_a_bound_that_is_none_is_refused(photos, value):
-    with pytest.raises(ConfigError, match="`ahead` must be .*2GiB"):
-        built(photos, ahead=value)

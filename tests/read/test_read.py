@@ -5,7 +5,6 @@ import gc
 import math
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -49,16 +48,6 @@ class Bytes:
         if self.act is not None:
             self.act(i)
         return self.wrap(content(i)), self.target(i)
-
-
-class Spawned(Bytes):
-    """One that pickles."""
-
-    def __init__(self, count):
-        super().__init__(count, label=None)
-
-    def __getitem__(self, i):
-        return content(i), i % 5
 
 
 def plan(source, batch_size=4, epoch=0, order=Shuffle, **more):
@@ -109,16 +98,15 @@ def test_batches_hold_what_the_order_says(total, batch_size, last):
     check(Reader(source).batches(expected), expected)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_workers_change_nothing(reading, num_workers):
+def test_workers_change_nothing(reading):
     source = Bytes(31)
-    reader = reading(source, num_workers=num_workers)
+    reader = reading(source, num_workers=2)
     pids = set()
     for epoch in range(3):
         expected = plan(source, epoch=epoch)
         check(reader.batches(expected), expected)
         pids |= {worker.pid for worker in multiprocessing.active_children()}
-    assert len(pids) == num_workers  # they persist
+    assert len(pids) == 2  # they persist
     reader.close()
     assert not multiprocessing.active_children()
     expected = plan(source, 64)
@@ -127,10 +115,6 @@ def test_workers_change_nothing(reading, num_workers):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_start_methods(reading, method, tmp_path):
-    source = Spawned(9)
-    reader = reading(source, **started_by(method))
-    expected = plan(source, 2)
-    check(reader.batches(expected), expected)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for i in range(3):
@@ -138,7 +122,9 @@ def test_start_methods(reading, method, tmp_path):
     (tmp_path / "b" / "0.jpg").unlink()
     (tmp_path / "b" / "0.jpg").symlink_to(tmp_path / "nowhere")
     folder = FolderSource(tmp_path, subset=[1, 3, 5])
-    (batch,) = reading(folder, num_workers=1, start_method=method).batches(plan(folder, 8, order=Sequential))
+    reader = reading(folder, **started_by(method))
+    list(reader.batches(plan(folder, 1)))
+    (batch,) = reader.batches(plan(folder, 8, order=Sequential))
     assert batch.indices.tolist() == [1, 3, 5]
     assert batch.labels.tolist() == [0, 1, 1]
     assert batch.data.numpy().tobytes() == b"aabbb"
@@ -179,30 +165,21 @@ def test_slots_grow_with_the_batches_and_large_ones_return_their_memory(monkeypa
         expected, slot = b"".join(pieces), ring.take()
         assert ring.write(slot, pieces) == size
         assert not pieces
-        other, view = ring.take(), ring.view(slot, size)
+        other, view = ring.take(), ring.lease(slot, size)
         ring.write(other, [b"other" * 99])
-        assert view.numpy().tobytes() == expected
+        assert view.tobytes() == expected
         assert held() >= size
         ring.release(other)
         part = view[-1:]
         del view
         assert ring.free == 1
-        assert int(part) == expected[-1]
+        assert part[0] == expected[-1]
         del part
         assert ring.free == 2
         assert sys.platform != "linux" or held() <= 8 << 20
     assert not ring.is_set()
     ring.set()
     assert ring.is_set()
-
-
-def test_a_batch_is_one_piece_of_memory(reading):
-    source = Bytes(40)
-    for batch in reading(source, num_workers=1).batches(plan(source, 10)):
-        assert batch.data.untyped_storage().data_ptr() == batch.offsets.untyped_storage().data_ptr()
-        assert not batch.labels.is_shared()  # who keeps the labels of a batch keeps none of its bytes
-        assert batch.labels.untyped_storage().nbytes() == batch.labels.nbytes
-        assert not batch.data.is_pinned()
 
 
 class Lending(Bytes):
@@ -231,14 +208,10 @@ def test_bytes_that_are_lent_are_copied_nowhere(reading):
             np.testing.assert_array_equal(image, other)
             assert view.encoded(row).equal(packed.encoded(row))
             assert not len(image) or np.shares_memory(image, source.memory)
-
-
-@pytest.mark.parametrize("source", [Lending(20), Bytes(20)], ids=["workers", "own"])
-def test_only_who_lends_and_only_in_this_process_is_taken_at_its_word(reading, source):
-    workers = 1 if isinstance(source, Lending) else 0
-    for batch in reading(source, num_workers=workers).batches(plan(source, 10), zero_copy=True):
-        assert not batch.views
-        assert len(batch.data) == int(batch.offsets[-1]) > 0
+    for other, num_workers in ((source, 1), (Bytes(20), 0)):  # only a source that lends, and only in this process
+        for batch in reading(other, num_workers=num_workers).batches(plan(other, 10), zero_copy=True):
+            assert not batch.views
+            assert len(batch.data) == int(batch.offsets[-1]) > 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
@@ -262,11 +235,10 @@ def test_reading_leaks_neither_descriptors_nor_memory(reading):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("taken", [0, 1, 3])
-def test_an_epoch_left_in_the_middle_leaves_nothing_behind(reading, num_workers, taken):
+def test_an_epoch_left_in_the_middle_leaves_nothing_behind(reading, num_workers):
     source = Bytes(40)
     reader = reading(source, num_workers=num_workers)
-    for epoch in range(4):
+    for epoch, taken in enumerate((0, 1, 3, 0)):
         batches = reader.batches(plan(source, 3, epoch=epoch))
         for _ in range(taken):
             next(batches)
@@ -489,13 +461,6 @@ def test_a_timeout_that_nothing_waits_for_is_told(caplog):
     assert "`timeout` of 5 s has no effect: num_workers=0" in caplog.text
 
 
-def test_no_bytes_are_a_fault():
-    (batch,) = Reader([(b"", 3), (b"ab", 4)]).batches(plan([0, 1], 2, order=Sequential))
-    assert [(fault.row, fault.reason) for fault in batch.faults] == [(0, "0 bytes")]
-    assert batch.labels.tolist() == [3, 4]
-    assert batch.encoded(1).tolist() == [97, 98]
-
-
 class OwnError(Exception):
     def __init__(self, what, number):
         super().__init__(what)
@@ -508,8 +473,8 @@ class Awkward(Exception):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("error", [TypeError("wrong"), KeyError("name"), ZeroDivisionError()])
-def test_other_errors_arrive_with_their_own_type(reading, num_workers, error):
+def test_other_errors_arrive_with_their_own_type(reading, num_workers):
+    error = KeyError("name")
     source = Bytes(20, fail_with({7: error}))
     reader = reading(source, num_workers=num_workers)
     batches = reader.batches(plan(source, 2, order=Sequential))
@@ -545,7 +510,7 @@ def test_an_error_of_the_order_arrives(reading):
             next(batches)
 
 
-@pytest.mark.parametrize("code", [signal.SIGKILL, signal.SIGBUS, "exit"])
+@pytest.mark.parametrize("code", [signal.SIGKILL, "exit"])
 def test_a_dead_worker_is_an_error_at_once(reading, code):
     def act(i):
         if i == 9:
@@ -582,8 +547,7 @@ def hang(i):
         time.sleep(600)
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_silence_is_an_error_in_time(reading, thread):
+def test_silence_is_an_error_in_time(reading):
     source = Bytes(20, hang)
     reader = reading(source, num_workers=2)
     found = []
@@ -598,14 +562,10 @@ def test_silence_is_an_error_in_time(reading, thread):
         except ReadError as error:
             found.append(error)
 
-    begin = time.monotonic()
-    if thread:
-        consumer = threading.Thread(target=consume)
-        consumer.start()
-        consumer.join(100)
-    else:
-        consume()
-    assert time.monotonic() - begin < 100  # the read takes 600 s
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    consumer.join(100)
+    assert not consumer.is_alive()  # the read takes 600 s
     check(found[:2], [plan(source, 2, order=Sequential)[k] for k in (0, 1)])
     assert isinstance(found[-1], ReadError)
     assert "gave no batch for 0.5 s" in str(found[-1])
@@ -661,18 +621,6 @@ def test_close_does_not_wait_for_a_read_that_hangs(reading, monkeypatch, thread_
     assert not consumer.is_alive()
     assert time.monotonic() - begin < 100  # the read takes 600 s
     assert len(found) == 2
-
-
-def test_iterating_in_a_thread_beside_a_busy_main_thread(reading):
-    source = Bytes(200)
-    reader = reading(source, num_workers=2)
-    found = []
-    consumer = threading.Thread(target=lambda: found.extend(reader.batches(plan(source, 3))))
-    consumer.start()
-    other = reading(source, num_workers=1)
-    check(other.batches(plan(source, 7)), plan(source, 7))
-    consumer.join(30)
-    check(found, plan(source, 3))
 
 
 def test_a_worker_that_dies_raises_nothing_in_the_main_thread(reading):
@@ -802,31 +750,6 @@ print([rank.exitcode for rank in ranks], sum(1 for batch in begun))
     assert forked.run(forked.code(code)).stdout == "[50, 50] 48\n"
 
 
-def test_a_forked_child_that_ends_does_not_end_its_parents_iterator():
-    code = """
-import os, sys, torch
-from gpuaug.read.reader import Reader
-
-reader = Reader([(b"ab", i) for i in range(9)])
-tasks = ((torch.tensor([k]), torch.zeros(1).long(), torch.ones(1).bool()) for k in range(9))
-for n, batch in enumerate(reader.batches(tasks)):
-    if n == 3:
-        if not (child := os.fork()):
-            sys.exit()
-        os.waitpid(child, 0)
-print(n)
-"""
-    assert forked.run(forked.code(code)).stdout == "8\n"
-
-
-def test_global_generators_do_not_move(reading):
-    source = Bytes(20)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    list(reading(source, num_workers=1).batches(plan(source)))
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_default_device_and_inference_mode_change_nothing(reading, num_workers, tmp_path):
     (tmp_path / "a").mkdir()
@@ -847,30 +770,43 @@ def test_a_default_device_and_inference_mode_change_nothing(reading, num_workers
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(
-    ("label", "dtype", "expected"),
-    [
-        (lambda i: i, torch.int64, [0, 1, 2]),
-        (lambda i: np.int32(i), torch.int64, [0, 1, 2]),
-        (lambda i: torch.tensor(i), torch.int64, [0, 1, 2]),
-        (lambda i: i > 0, torch.int64, [0, 1, 1]),
-        (lambda i: i / 2, torch.float32, [0, 0.5, 1]),
-        (lambda i: [i, 0.5], torch.float32, [[0, 0.5], [1, 0.5], [2, 0.5]]),
-        (lambda i: (i, 1), torch.float32, [[0, 1], [1, 1], [2, 1]]),
-        (lambda i: np.array([i]), torch.float32, [[0], [1], [2]]),
-        (lambda i: torch.tensor([i, i]), torch.float32, [[0, 0], [1, 1], [2, 2]]),
-        (lambda i: None, None, None),
-    ],
+LABELS = (
+    (lambda i: np.int32(i), torch.int64, [0, 1, 2]),
+    (lambda i: torch.tensor(i), torch.int64, [0, 1, 2]),
+    (lambda i: i > 0, torch.int64, [0, 1, 1]),
+    (lambda i: i / 2, torch.float32, [0, 0.5, 1]),
+    (lambda i: [i, 0.5], torch.float32, [[0, 0.5], [1, 0.5], [2, 0.5]]),
+    (lambda i: np.array([i]), torch.float32, [[0], [1], [2]]),
+    (lambda i: torch.tensor([i, i]), torch.float32, [[0, 0], [1, 1], [2, 2]]),
+    (lambda i: None, None, None),
 )
-def test_labels(reading, num_workers, label, dtype, expected):
-    source = Bytes(3, label=label)
-    (batch,) = reading(source, num_workers=num_workers).batches(plan(source, order=Sequential))
-    if expected is None:
-        assert batch.labels is None
-        return
-    assert batch.labels.dtype == dtype
-    assert batch.labels.tolist() == expected
+ITEMS = (
+    (np.zeros((2, 2, 3), np.uint8), 0), (np.zeros(4, np.float32), 0), ("text", 0), (b"ab",), b"ab", None, (None, 0),
+    (torch.zeros(3, 2, 2), 1),
+)  # fmt: skip
+
+
+def test_labels_and_bytes_in_many_forms():
+    for label, dtype, expected in LABELS:
+        source = Bytes(3, label=label)
+        (batch,) = Reader(source).batches(plan(source, order=Sequential))
+        assert (None if batch.labels is None else batch.labels.tolist()) == expected
+        assert (None if batch.labels is None else batch.labels.dtype) == dtype
+    for wrap in (bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8), lambda b: torch.tensor(list(b)).byte()):
+        source = Bytes(6, wrap=wrap)
+        check(Reader(source).batches(plan(source)), plan(source))
+    (batch,) = Reader([(b"", 3), (b"ab", 4)]).batches(plan([0, 1], 2, order=Sequential))
+    assert [(fault.row, fault.reason) for fault in batch.faults] == [(0, "0 bytes")]
+    assert batch.labels.tolist() == [3, 4]
+    assert batch.encoded(1).tolist() == [97, 98]
+
+
+def test_items_that_are_not_encoded_images(reading):
+    for item in ITEMS:
+        with pytest.raises(SourceError, match=r"`source\[0\]` must give \(bytes, label\)"):
+            list(Reader([item]).batches(plan([item])))
+    with pytest.raises(SourceError, match=r"`source\[0\]` must give \(bytes, label\)"):
+        list(reading([None], num_workers=1).batches(plan([None])))
 
 
 def test_labels_of_samples_that_failed():
@@ -907,33 +843,6 @@ def test_labels_of_samples_that_failed():
         source = Bytes(3, label=label)
         with pytest.raises(SourceError, match="labels of a batch"):
             list(Reader(source).batches(plan(source)))
-
-
-@pytest.mark.parametrize(
-    "wrap", [bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8), lambda b: torch.tensor(list(b)).byte()]
-)
-def test_bytes_in_many_forms(wrap):
-    source = Bytes(6, wrap=wrap)
-    check(Reader(source).batches(plan(source)), plan(source))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(
-    "item",
-    [
-        (np.zeros((2, 2, 3), np.uint8), 0),
-        (np.zeros(4, np.float32), 0),
-        ("text", 0),
-        (b"ab",),
-        b"ab",
-        None,
-        (None, 0),
-        (torch.zeros(3, 2, 2), 1),
-    ],
-)
-def test_items_that_are_not_encoded_images(reading, num_workers, item):
-    with pytest.raises(SourceError, match=r"`source\[0\]` must give \(bytes, label\)"):
-        list(reading([item], num_workers=num_workers).batches(plan([item])))
 
 
 class Many(Bytes):
@@ -1018,14 +927,6 @@ def test_an_interrupt_ends_workers(reading):
     assert not multiprocessing.active_children()
     good = [batch for batch in plan(source, 2, order=Sequential) if 5 not in batch[0]]
     check(reader.batches(good), good)
-
-
-def test_a_large_batch_of_many_faults(reading):
-    source = Bytes(5000, fail_with({i: PermissionError(errno.EACCES, "y" * 300) for i in range(0, 5000, 2)}))
-    (batch,) = reading(source, num_workers=1).batches(plan(source, 5000, order=Sequential))
-    assert len(batch.faults) == 2500
-    assert batch.encoded(4999).numpy().tobytes() == content(4999)
-    assert pickle.loads(pickle.dumps(batch.faults)) == batch.faults
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -26,7 +26,7 @@ import gpuaug
 from gpuaug.batch import Target
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.read.targets import collect
-from gpuaug.source import Remote, coco, runs
+from gpuaug.source import runs
 from gpuaug.source.coco_json import mirror_images
 
 PERSON = ["nose", "left_eye", "right_eye", "left_ear", "right_ear", "left_shoulder", "right_shoulder", "left_elbow",
@@ -108,7 +108,7 @@ def decoded(data):
 
 
 @given(hnp.arrays(np.int32, st.tuples(st.integers(1, 12), st.integers(1, 12)), elements=st.integers(0, 3)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 def test_runs_give_the_map_back(objects):
     for given_map in (objects, np.asfortranarray(objects), objects.astype(np.uint8).T.copy().T):
         data = runs.encode(given_map)
@@ -120,9 +120,8 @@ def test_runs_give_the_map_back(objects):
 # -- what a file says
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_objects_equal_those_of_pycocotools(tmp_path, seed, capsys):
-    content = random_file(np.random.default_rng(seed), points=PERSON)
+def test_objects_equal_those_of_pycocotools(tmp_path, capsys):
+    content = random_file(np.random.default_rng(0), points=PERSON)
     source = open_coco(write(tmp_path, content))
     peer = COCO(tmp_path / "annotations" / f"instances_{SPLIT}.json")
     numbers = sorted(peer.getImgIds())
@@ -147,7 +146,7 @@ def test_objects_equal_those_of_pycocotools(tmp_path, seed, capsys):
         assert np.array_equal(target.keypoints, np.reshape([row["keypoints"] for row in rows], (-1, 17, 3)))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_masks_equal_those_of_pycocotools(tmp_path, seed, capsys):
     content = random_file(np.random.default_rng(seed), images=8, objects=40)
     source = open_coco(write(tmp_path, content), masks="instances")
@@ -164,18 +163,6 @@ def test_masks_equal_those_of_pycocotools(tmp_path, seed, capsys):
         assert np.array_equal(decoded(source[i][1].mask), expected)
         seen |= set(expected.ravel().tolist())
     assert len(seen) > 5
-
-
-def test_a_small_object_inside_a_large_one_is_on_top_and_crowds_are_below(tmp_path):
-    def square(a, b):
-        return [[a, a, b, a, b, b, a, b]]
-
-    content = one([square(4, 8), square(0, 10), square(2, 4)], crowd=[0, 0, 1])
-    mask = decoded(open_coco(write(tmp_path, content), masks="instances")[0][1].mask)
-    expected = np.zeros((10, 12), dtype=np.int32)
-    expected[:, :10] = 2
-    expected[4:8, 4:8] = 1
-    assert np.array_equal(mask, expected)
 
 
 def one(outlines, crowd=None, boxes=None, size=(10, 12)):
@@ -245,15 +232,10 @@ def test_images_without_objects_can_be_left_out(tmp_path):
     assert decoded(drop[1][1].mask).sum() == decoded(open_coco(tmp_path, masks="instances")[2][1].mask).sum() > 0
 
 
-def test_subset_exclude_and_classes_are_as_in_other_sources(tmp_path):
+def test_a_subset_and_classes_of_another_run(tmp_path):
     content = random_file(np.random.default_rng(0), outlines=False)
     source = open_coco(write(tmp_path, content))
-    some = open_coco(tmp_path, subset=[1, 4])
-    assert some.indices.tolist() == [1, 4]
-    assert some[4][1].ids.tolist() == source[4][1].ids.tolist()
-    assert some.digest() == source.digest()
-    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": source.key(3)}) + "\n")
-    assert 3 not in open_coco(tmp_path, exclude=tmp_path / "bad.jsonl").indices.tolist()
+    assert open_coco(tmp_path, subset=[1, 4])[4][1].ids.tolist() == source[4][1].ids.tolist()
     classes = ["other", *reversed(source.classes)]
     renamed = open_coco(tmp_path, classes=classes)
     assert renamed.classes == classes
@@ -359,34 +341,16 @@ def test_panoptic_masks_are_their_files(tmp_path, place):
     assert source[2][0]
 
 
-def change_missing(content):
-    del content["annotations"][1]
-
-
-def change_twice(content):
-    content["annotations"].append(copy.deepcopy(content["annotations"][0]))
-
-
-def change_segments(content):
-    rows = content["annotations"][0]["segments_info"]
-    rows[1]["id"] = rows[0]["id"]
-
-
-def change_path(content):
-    content["annotations"][0]["file_name"] = "../x.png"
-
-
 @pytest.mark.parametrize(("change", "text"), [
-    (change_missing, "has no panoptic mask"), (change_twice, "has two panoptic masks"),
-    (change_segments, "has an id that another object has too"),
+    (lambda c: c["annotations"].pop(0), "has no panoptic mask"),
+    (lambda c: c["annotations"].append(copy.deepcopy(c["annotations"][0])), "has two panoptic masks"),
+    (lambda c: c["annotations"][0]["segments_info"].append(c["annotations"][0]["segments_info"][0]), "id that another"),
     (lambda c: c["annotations"][0]["segments_info"][0].update(id=2**24), "Expected `int` <= 16777215"),
-    (lambda c: c["annotations"][0]["segments_info"][0].update(id=0), "Expected `int` >= 1"),
     (lambda c: c["annotations"][0].update(segments_info=3), "Expected `array`, got `int`"),
-    (lambda c: c["annotations"][0]["segments_info"].append(3), "Expected `object`, got `int`"),
 ])  # fmt: skip
 def test_a_damaged_panoptic_mask_is_a_fault_of_its_sample(tmp_path, change, text):
     content, _ = panoptic(tmp_path, np.random.default_rng(0))
-    number = content["annotations"][1 if change is change_missing else 0]["image_id"]
+    number = content["annotations"][0]["image_id"]
     change(content)
     (tmp_path / "annotations" / f"panoptic_{SPLIT}.json").write_text(json.dumps(content))
     source = open_coco(tmp_path, masks="panoptic")
@@ -398,7 +362,7 @@ def test_a_damaged_panoptic_mask_is_a_fault_of_its_sample(tmp_path, change, text
 
 def test_the_path_of_a_panoptic_mask_stays_in_its_folder(tmp_path):
     content, _ = panoptic(tmp_path, np.random.default_rng(0))
-    change_path(content)
+    content["annotations"][0]["file_name"] = "../x.png"
     (tmp_path / "annotations" / f"panoptic_{SPLIT}.json").write_text(json.dumps(content))
     with pytest.raises(SourceError, match="stay in its folder"):
         open_coco(tmp_path, masks="panoptic")
@@ -440,18 +404,9 @@ FAULTS = {
     "inverted": (first(bbox=[5, 5, -3, 2]), r"box of annotation 70 .* Found: \[5\.0, 5\.0, 2\.0, 7\.0\]"),
     "infinite": (first(bbox=[5, 5, 1e300, 2]), "box of annotation 70 in .* must be finite"),
     "NaN": (first(bbox=[1, float("nan"), 2, 2]), "annotation 70 in .*Expected `float`, got `null`.*bbox"),
-    "minus infinity": (first(bbox=[1, 1, float("-inf"), 2]), "annotation 70 in .*Expected `float`, got `null`.*bbox"),
-    "box a text": (first(bbox="1 2 3 4"), "annotation 70 in .*Expected `array`.*bbox"),
-    "box of three": (first(bbox=[1, 2, 3]), "annotation 70 in .*bbox"),
-    "box of texts": (first(bbox=["1", "2", "3", "4"]), "annotation 70 in .*bbox"),
     "box missing": (first(bbox=...), "annotation 70 in .*`bbox`"),
     "area": (first(area=1e300), "area of annotation 70 in .* must be finite, in float32. Found: inf"),
-    "area of 39 digits": (first(area=1e39), "area of annotation 70 in .* must be finite, in float32. Found: inf"),
-    "area a text": (first(area="4"), "annotation 70 in .*area"),
-    "crowd a text": (first(iscrowd="no"), "annotation 70 in .*iscrowd"),
     "unknown category": (first(category_id=3), "annotation 70 in .*`category_id` 3, which `categories` lacks"),
-    "category negative": (first(category_id=-3), "annotation 70 in .*category_id"),
-    "id negative": (first(id=-70), "annotation -70 in .*`int` >= 0"),
     "id of 400 digits": (first(id=10**400), "annotation 1000.*`int` <= "),
     "id twice": (repeat("annotations"), "annotation 70 in .* has an id that another object has too"),
     "visibility": (first(keypoints=[1, 2, 3]), "keypoints of annotation 70 in "),
@@ -460,38 +415,29 @@ FAULTS = {
     "points too few": (first(keypoints=[1, 2]), "annotation 70 in .* must have 3 numbers in `keypoints`"),
     "two points": (first(segmentation=[[0, 0, 3, 3]]), "annotation 70 .* at least 3 points.* Found: 4 numbers"),
     "odd": (first(segmentation=[[0, 0, 3, 3, 5, 5, 5]]), "annotation 70 .* at least 3 points.* Found: 7 numbers"),
-    "empty ring": (first(segmentation=[[]]), "annotation 70 .* Found: 0 numbers"),
     "no outline": (first(segmentation=[]), "annotation 70 .*segmentation: it is missing"),
-    "null": (first(segmentation=None), "annotation 70 .*segmentation: it is missing"),
     "outline a text": (first(segmentation="1 2 3"), FORM),
-    "outline flat": (first(segmentation=[0, 0, 1, 1, 2, 0]), FORM),
     "outline of texts": (first(segmentation=[["0", 0, 1, 1, 2, 0]]), FORM),
     "outline huge": (first(segmentation=[[10**400, 0, 1, 1, 2, 0]]), "annotation 70 "),
     "runs without size": (first(segmentation={"counts": [120]}), FORM),
     "runs negative": (first(segmentation={"size": [10, 12], "counts": [-1, 121]}), FORM),
     "runs of fractions": (first(segmentation={"size": [10, 12], "counts": [0.5]}), FORM),
-    "runs of a text size": (first(segmentation={"size": ["10", 12], "counts": [120]}), FORM),
-    "runs of three sizes": (first(segmentation={"size": [1, 2, 3], "counts": [120]}), FORM),
     "runs of other text": (first(segmentation={"size": [10, 12], "counts": "é"}), FORM),
     "height missing": (edit(images__0__height=...), r"image 5 in .* >= 1. Found: 12 x nan \(width x height\)"),
     "height a text": (edit(images__0__height="10"), "image 5 in .*Expected `float`, got `str`"),
     "height a fraction": (edit(images__0__height=10.5), r"`width` and `height` of image 5 .* 12 x 10.5 \(width x"),
     "height zero": (edit(images__0__height=0), "`width` and `height` of image 5"),
     "width huge": (edit(images__0__width=2**40), "`width` and `height` of image 5"),
-    "width NaN": (edit(images__0__width=float("nan")), "image 5 in .*Expected `float`, got `null`"),
     "image twice": (repeat("images"), "two images in .* have the id 5"),
 }  # fmt: skip
 LATE = {  # known when the mask is drawn
     "far polygon": (LARGE_POLYGON, r"annotation 70 has a point far outside the image of 12 x 10 \(width x height\)"),
-    "infinite polygon": ([[0, 0, 1e300, 0, 1, 1]], "annotation 70 has a point far outside"),
     "size": ({"size": [12, 10], "counts": [120]}, r"annotation 70 is for an image of 10 x 12 pixels.* 12 x 10 \(width"),
     "short": ({"size": [10, 12], "counts": [100]}, r"must have run lengths .* 12 \* 10 = 120. Found: 100"),
-    "long": ({"size": [10, 12], "counts": [4294967295] * 3}, "annotation 70 must .* = 120"),
     "bad text": ({"size": [10, 12], "counts": "~~~"}, "annotation 70 has run lengths"),
     "open text": ({"size": [10, 12], "counts": "P"}, "annotation 70 has run lengths"),
     "large text": ({"size": [10, 12], "counts": "oooooooo0"}, "too large"),
     "negative": ({"size": [10, 12], "counts": "O0"}, "annotation 70 must have run lengths"),
-    "no text": ({"size": [10, 12], "counts": ""}, "annotation 70 has run lengths"),
 }
 FAULTS |= {name: (first(segmentation=value), text) for name, (value, text) in LATE.items()}
 
@@ -559,7 +505,7 @@ def test_a_map_of_too_many_pixels_is_a_fault(tmp_path):
 
 
 @given(st.text(st.characters(min_codepoint=40, max_codepoint=120), max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 def test_no_run_lengths_write_outside_of_the_map(text):
     from gpuaug.source.segmentations import Segmentations
 
@@ -578,14 +524,10 @@ def test_no_run_lengths_write_outside_of_the_map(text):
 REFUSED = {
     "no images": (edit(images=[]), "0 images"),
     "no categories": (edit(categories=[]), "0 categories"),
-    "images missing": (edit(images=...), "images"),
     "annotations missing": (edit(annotations=...), "annotations"),
-    "annotations a mapping": (edit(annotations={}), "annotations|array"),
     "image without a name": (edit(images__1__file_name=...), "`images`: .*`file_name`"),
     "image id a text": (edit(images__1__id="6"), r"`images`: .*got `str` - at `\$.id`"),
-    "image id null": (edit(images__1__id=None), r"`images`: .*got `null` - at `\$.id`"),
     "category twice": (repeat("categories"), "the same id. Found twice: 1"),
-    "category without id": (edit(categories__0__id=...), "`categories`: .*`id`"),
     "name twice": (lambda c: c["categories"].append({"id": 2, "name": "cat"}), "same name. Found twice: 'cat'"),
     "names are numbers": (edit(categories__0__keypoints=[1, 2]), "keypoints"),
     "many names": (edit(categories__0__keypoints=["a"] * 4097), "at most 4096 `keypoints`. Found: 4097"),
@@ -596,12 +538,11 @@ REFUSED = {
 REFUSED |= {
     f"{what}.id of {name}": (edit(**{f"{what}__0__id": value}), "cannot be used")
     for what in ("images", "categories")
-    for name, value in [("400 digits", 10**400), ("64 bits", 2**64), ("minus 400 digits", -(10**400))]
+    for name, value in [("400 digits", 10**400), ("64 bits", 2**64)]
 }
 REFUSED |= {
     f"path {name!r}": (edit(images__1__file_name=name), "stay in its folder|unicode|codec|surrogate")
-    for name in ["../x.jpg", "/etc/passwd", "a/../../x.jpg", "", ".", "..", "a//b.jpg", "a/", "s3://b/x.jpg", "x\0.jpg",
-                 "\ud800.jpg"]
+    for name in ["../x.jpg", "/etc/passwd", "a/", "\ud800.jpg"]
 }  # fmt: skip
 
 
@@ -621,39 +562,25 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path, name):
 
 GOOD = json.dumps(one([[[0, 0, 3, 0, 3, 3]]])).encode()
 DAMAGED = {
-    "nothing": b"",
-    "space": b" ",
-    "half": GOOD[: len(GOOD) // 2],
-    "all but one": GOOD[:-1],
-    "two files": GOOD + GOOD,
-    "a list": b"[]",
-    "null": b"null",
-    "other fields": b'{"info": {}, "labels": [1, 2]}',
-    "utf-16": GOOD.decode().encode("utf-16"),
-    "zip": b"PK\x03\x04" + bytes(100),
-    "control": GOOD.replace(b'"cat"', b'"c\nat"'),
-    "not utf-8": GOOD.replace(b"cat", b"c\xff\xfet"),
+    "nothing": (b"", ""),
+    "all but one": (GOOD[:-1], GOOD[-9:-1].decode()),
+    "two files": (GOOD + GOOD, ""),
+    "a list": (b"[]", ""),
+    "utf-16": (GOOD.decode().encode("utf-16"), ""),
+    "zip": (b"PK\x03\x04" + bytes(100), "PK"),
+    "not utf-8": (GOOD.replace(b"cat", b"c\xff\xfet"), ""),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "found"), [("zip", "PK"), ("all but one", GOOD[-9:-1].decode())])
-def test_the_message_shows_where_the_json_is_damaged(tmp_path, name, found):
-    write(tmp_path, one([]))
-    write(tmp_path, DAMAGED[name])
-    with pytest.raises(SourceError, match=f"Found there: b.*{re.escape(found)}"):
-        open_coco(tmp_path)
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_json_is_refused(tmp_path, name):
-    assert DAMAGED[name] != GOOD
+    data, found = DAMAGED[name]
     write(tmp_path, one([]))
-    write(tmp_path, DAMAGED[name])
-    for masks in (None, "instances"):
-        with pytest.raises(SourceError, match="cannot be used"):
-            open_coco(tmp_path, masks=masks)
-    with pytest.raises(SourceError, match="do not exist|cannot be used"):
-        open_coco(tmp_path, masks="panoptic", annotations="instances")
+    write(tmp_path, data)
+    for more in ({"masks": "instances"}, {"masks": "panoptic", "annotations": "instances"}):
+        with pytest.raises(SourceError, match=f"cannot be used.*{re.escape(found)}") as error:
+            open_coco(tmp_path, **more)
+        assert not found or "Found there: b" in str(error.value)
 
 
 def test_every_cut_and_most_flips_of_a_byte_are_refused_or_harmless(tmp_path):
@@ -661,11 +588,11 @@ def test_every_cut_and_most_flips_of_a_byte_are_refused_or_harmless(tmp_path):
     path = tmp_path / "annotations" / f"instances_{SPLIT}.json"
     rng = np.random.default_rng(0)
     refused = 0
-    for cut in rng.integers(0, len(GOOD), 60).tolist():
+    for cut in rng.integers(0, len(GOOD), 20).tolist():
         path.write_bytes(GOOD[:cut])
         with pytest.raises(SourceError):
             open_coco(tmp_path, masks="instances")
-    for at in rng.integers(0, len(GOOD), 200).tolist():
+    for at in rng.integers(0, len(GOOD), 100).tolist():
         data = bytearray(GOOD)
         data[at] ^= 1 << int(rng.integers(0, 8))
         path.write_bytes(data)
@@ -677,7 +604,7 @@ def test_every_cut_and_most_flips_of_a_byte_are_refused_or_harmless(tmp_path):
         for i in range(len(source)):
             with contextlib.suppress(OSError, GpuaugError):
                 source[i]
-    assert refused > 50
+    assert refused > 25
 
 
 DEEP = """
@@ -695,8 +622,8 @@ for path in sys.argv[2:]:
 
 def test_a_million_nested_lists_are_refused_and_crash_nothing(tmp_path):
     nested = b"[" * 10**6 + b"]" * 10**6
-    texts = {"all": nested, "objects": b'{"x":' * 10**6 + b"1" + b"}" * 10**6}
-    for field in ("unknown", "segmentation", "keypoints", "segments_info"):
+    texts = {"all": nested}
+    for field in ("segmentation", "keypoints", "segments_info"):
         content = one([[[0, 0, 3, 0, 3, 3]]])
         content["categories"][0]["keypoints"] = ["a"]
         content["annotations"][0][field] = "HERE"
@@ -797,52 +724,9 @@ def test_missing_packages_are_named_with_their_command(tmp_path, monkeypatch):
         open_coco(tmp_path)
 
 
-def test_files_above_the_limit_are_read_in_parts(tmp_path, monkeypatch):
-    write(tmp_path, one([[[0, 0, 3, 0, 3, 3]]]))
-    whole = open_coco(tmp_path)
-    monkeypatch.setattr(coco, "LARGEST_FILE", 100)
-    monkeypatch.setattr(coco, "PART_BYTES", 64)
-    assert open_coco(tmp_path).label(0).boxes.tolist() == whole.label(0).boxes.tolist()
-
-
-@pytest.mark.parametrize("masks", ["instances", "panoptic"])
-def test_a_dataset_behind_a_url(tmp_path, masks):
-    import fsspec
-
-    if masks == "panoptic":
-        panoptic(tmp_path, np.random.default_rng(0))
-    else:
-        write(tmp_path, one([[[0, 0, 3, 0, 3, 3]], [[0, 0, 3, 3]]]))
-    system = fsspec.filesystem("memory")
-    root = f"/coco-{masks}"
-    for path in Path(tmp_path).rglob("*"):
-        if path.is_file():
-            system.pipe(f"{root}/{path.relative_to(tmp_path)}", path.read_bytes())
-    here = open_coco(tmp_path, masks=masks)
-    there = open_coco(f"memory:/{root}", masks=masks, remote=Remote(tries=1))
-    assert there.digest() == here.digest()
-    numbers = list(range(len(here)))
-    there.prefetch(numbers)
-    items = there.read_many(numbers)
-    for i, item in zip(numbers, items, strict=True):
-        if masks == "instances" and i == 0:
-            assert "annotation 71" in str(item)
-            continue
-        data, target = here[i]
-        assert (item[0], item[1].mask, item[1].boxes.tolist()) == (data, target.mask, target.boxes.tolist())
-    with pytest.raises(SourceError, match="cannot be used"):
-        open_coco(f"memory:/{root}", annotations="captions")
-
-
-def test_the_group_composes_and_builds(tmp_path):
-    write(tmp_path, one([]))
-    node = gpuaug.compose("train", ["source=coco", f"source.root={tmp_path}", f"source.split={SPLIT}"]).source
-    assert len(gpuaug.build(node)) == 3
-
-
 def test_the_benchmark_of_the_index_runs(tmp_path):
     root = Path(__file__).parents[2]
-    command = [sys.executable, root / "bench" / "coco_index.py", "--images", "200", "--objects", "1500"]
+    command = [sys.executable, root / "bench" / "coco_index.py", "--images", "50", "--objects", "300"]
     done = forked.run([*command, "--only", "boxes + instance masks"], env={**os.environ, "PYTHONPATH": str(root)})
     assert done.returncode == 0, done.stderr
     assert sum(line.startswith("| boxes") for line in done.stdout.splitlines()) == 1

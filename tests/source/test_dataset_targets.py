@@ -128,7 +128,7 @@ def test_masks_and_objects_by_arguments():
         DatasetSource(dataset, box_format="voc")
     with pytest.raises(ConfigError, match="`classes` is for the classes of objects"):
         DatasetSource(dataset, classes=CLASSES)
-    found, faults = read(source, num_workers=1, start_method="spawn")
+    found, faults = read(source, num_workers=1)
     assert (found, faults) == (wanted(6), {})
     assert len(pickle.dumps(source._objects)) < 5_000
 

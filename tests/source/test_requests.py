@@ -7,19 +7,21 @@ import ssl
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from common import METHODS
 
-from gpuaug.errors import ReadError, SourceError
-from gpuaug.source.remote import storage as storage_module
+from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.remote.storage import Range, Remote, Storage
 
 BODY = bytes(range(256)) * 300
+DATED = b'Last-Modified: Mon, 01 Jun 2026 00:00:00 GMT\r\nETag: "x"\r\n'  # obstore needs them for gs and az
 KINDS = ["s3", "http"]
+LOGINS = {"s3": {"key": "x", "secret": "hidden", "token": "tok"}, "gs": {"bearer_token": "hidden"}}
+LOGINS["az"] = {"account_name": "account", "bearer_token": "hidden"}
 
 
 @contextmanager
@@ -69,27 +71,22 @@ def server(answer, context=None, host="127.0.0.1"):
 def plain(head, send, body=BODY):
     found = re.search(r"range: bytes=(\d+)-(\d*)", head, re.IGNORECASE)
     if found is None:
-        send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        send(b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n" % (DATED, len(body)) + body)
         return True
     part = body[int(found[1]) : int(found[2] or len(body)) + 1]
     at = f"{found[1]}-{int(found[1]) + len(part) - 1}/{len(body)}"
-    send(f"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {at}\r\nContent-Length: {len(part)}\r\n\r\n".encode())
-    send(part)
+    send(b"HTTP/1.1 206 Partial Content\r\n" + DATED)
+    send(f"Content-Range: bytes {at}\r\nContent-Length: {len(part)}\r\n\r\n".encode() + part)
     return True
 
 
-def asking(kind, port, scheme="http", options=None, **settings):
+def asking(kind, port, scheme="http", options=None, host="127.0.0.1", **settings):
     """A storage, and the URL of what it reads."""
+    server = f"{scheme}://{host}:{port}" if port else f"{scheme}://{host}"
     if kind == "http":
-        return Storage(Remote(**{"tries": 1, "options": options, **settings})), f"{scheme}://127.0.0.1:{port}"
-    more = {
-        "endpoint_url": f"{scheme}://127.0.0.1:{port}",
-        "key": "x",
-        "secret": "hidden",
-        "token": "tok",
-        **(options or {}),
-    }
-    return Storage(Remote(**{"tries": 1, "options": more, **settings})), "s3://bucket"
+        return Storage(Remote(**{"tries": 1, "options": options, **settings})), server
+    more = {"endpoint_url": server, **LOGINS[kind], **(options or {})}
+    return Storage(Remote(**{"tries": 1, "options": more, **settings})), f"{kind}://bucket"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,7 +205,7 @@ def test_a_server_that_never_answers_or_is_not_there(kind):
     assert "Connection refused" in str(found) or "connect" in str(found).lower()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gs", "az"])
 def test_redirects_to_another_host_are_refused(kind):
     """Unless `source.remote.redirects` allows them. Those to the same host are followed."""
     with server(plain, host="127.0.0.2") as (other, heads):
@@ -236,7 +233,27 @@ def test_redirects_to_another_host_are_refused(kind):
             assert not heads
             storage, url = asking(kind, port, redirects=True)
             assert storage.read([Range(f"{url}/away"), Range(f"{url}/away", 3, 4)]) == [BODY, BODY[3:7]]
-            assert not [head for head in heads if "Authorization" in head or "hidden" in head]
+            assert not [head for head in heads if "authorization" in head.lower() or "hidden" in head]
+
+
+@pytest.mark.parametrize("kind", ["gs", "az"])
+def test_credentials_may_come_from_another_host(kind, monkeypatch):
+    def token(head, send):
+        body = b'{"access_token": "given", "expires_in": 3600, "expires_on": "4102444800", "token_type": "Bearer", '
+        body += b'"resource": "x"}'
+        send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        return True
+
+    with server(token, host="127.0.0.2") as (login, asked), server(plain) as (port, heads):
+        if kind == "gs":
+            monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.2:{login}")
+            monkeypatch.setenv("HOME", "/nowhere")
+        else:
+            monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.2:{login}/token")
+        options = {"endpoint_url": f"http://127.0.0.1:{port}"} | ({} if kind == "gs" else {"account_name": "account"})
+        assert Storage(Remote(options=options, tries=1)).read([Range(f"{kind}://bucket/a")]) == [BODY]
+        assert len(asked) == 1
+        assert "authorization: bearer given" in heads[0].lower()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,10 +296,10 @@ def test_an_interrupt_leaves_nothing_half_done(kind, monkeypatch):
         storage, url = asking(kind, port)
         with monkeypatch.context() as patch:
 
-            def interrupted(future):
+            def interrupted(future, timeout=None):
                 raise KeyboardInterrupt
 
-            patch.setattr(storage_module, "_result", interrupted)
+            patch.setattr(Future, "result", interrupted)
             storage.prefetch([Range(f"{url}/soon", image=0)])
             with pytest.raises(KeyboardInterrupt):
                 storage.read([Range(f"{url}/{i}") for i in range(9)])
@@ -290,16 +307,31 @@ def test_an_interrupt_leaves_nothing_half_done(kind, monkeypatch):
         assert storage.read([Range(f"{url}/a"), Range(f"{url}/b")]) == [BODY, BODY]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gs", "az"])
 def test_a_proxy_of_the_environment_is_asked(kind, monkeypatch):
+    """obstore cannot refuse redirects behind a proxy. So there, redirects must be allowed."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with server(plain) as (port, heads):
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
-        options = {"endpoint_url": "http://store.example.org", "key": "x", "secret": "x"} if kind == "s3" else None
-        url = "s3://bucket/a" if kind == "s3" else "http://store.example.org/a"
-        assert Storage(Remote(options=options, tries=1)).read([Range(url)]) == [BODY]
-        assert heads[0].startswith("GET http://store.example.org/")
+        for name in ("http_proxy",) if kind == "http" else ("http_proxy", "ALL_PROXY"):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, f"http://127.0.0.1:{port}")
+                storage, url = asking(kind, 0, host="store.example.org", redirects=kind != "http")
+                assert storage.read([Range(f"{url}/a")]) == [BODY]
+                assert heads.pop().startswith("GET http://store.example.org/")
+                if kind != "http":
+                    storage, url = asking(kind, 0, host="store.example.org")
+                    with pytest.raises(ConfigError, match=rf"Found: {name}\. Set `source\.remote\.redirects=true`"):
+                        storage.read([Range(f"{url}/a")])
+                    patch.setenv("NO_PROXY", "127.0.0.1")
+                    storage, url = asking(kind, port)
+                    assert storage.read([Range(f"{url}/a")]) == [BODY]
+                    assert heads.pop().startswith("GET /")
+        assert not heads
+        if kind != "http":
+            storage, url = asking(kind, 0, options={"client_options": {"proxy_url": f"http://127.0.0.1:{port}"}})
+            with pytest.raises(ConfigError, match=r"Found: `source\.remote\.options\.client_options\.proxy_url`"):
+                storage.read([Range(f"{url}/a")])
 
 
 # -- TLS and credentials

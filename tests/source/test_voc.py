@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode, photograph
-from servers import bucket_of, options, s3
 
 import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.source import Remote
 from gpuaug.source.voc import CLASSES, _parse
 
 OBJECTS = {
@@ -114,28 +112,19 @@ def replaced(old, new):
 
 
 LAUGHS = b"""<?xml version="1.0"?><!DOCTYPE a [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]>"""
-OUTER = b'<!DOCTYPE a SYSTEM "file:///etc/passwd">'
 BAD = {
-    "empty": (b"", "is not valid XML"),
     "truncated": (WHOLE[:-20], "is not valid XML"),
-    "bytes": (bytes(range(256)), "is not valid XML"),
-    "two roots": (WHOLE + WHOLE, "is not valid XML"),
     "encoding": (b"<?xml version='1.0' encoding='klingon'?>" + WHOLE, "is not valid XML"),
-    "codec": (b"<?xml version='1.0' encoding='hex'?>" + WHOLE, "is not valid XML"),
-    "json": (b'{"boxes": []}', "is not valid XML"),
     "missing": (None, "cannot be read"),
     "another schema": (b"<boxes><object/></boxes>", "must begin with <annotation>. Found: <boxes>"),
     "entities": (LAUGHS + WHOLE, "<!DOCTYPE>"),
-    "outer": (OUTER + WHOLE, "<!DOCTYPE>"),
     "entities in UTF-16": (LAUGHS.decode()[21:].encode("utf-16"), "<!DOCTYPE>"),
     "deep": (b"<annotation>" + b"<a>" * 100_000, "is not valid XML"),
     "many tags": (b"<annotation>" + b"<a/>" * 1_100_000 + b"</annotation>", "must have at most 1048576 tags"),
-    "no box": (replaced(b"<bndbox>.*?</bndbox>", b""), "has no <xmin>"),
     "no corner": (replaced(b"<ymax>9</ymax>", b""), "has no <ymax>"),
     "no name": (replaced(b"<name>cat</name>", b""), "an object without a name"),
     "another class": (replaced(b"cat", b"unicorn"), "class 'unicorn', which is not in `source.classes`"),
     "a word": (replaced(b"<xmax>9", b"<xmax>nine"), "must have a number in <xmax>. Found: 'nine'"),
-    "not finite": (replaced(b"<xmax>9", b"<xmax>nan"), "must have a number in <xmax>"),
     "large": (replaced(b"<xmax>9", b"<xmax>1e39"), "must have a number in <xmax>"),
     "inverted": (replaced(b"<xmin>1", b"<xmin>10"), "xmax < xmin"),
     "twice": (replaced(b"<xmin>1", b"<xmin>4</xmin><xmin>1"), "has <xmin> twice"),
@@ -203,7 +192,7 @@ def test_a_size_that_is_not_known(tmp_path):
     assert [source[i][1].size for i in range(3)] == [None, None, (31, 47)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_change_of_a_file_breaks_the_parser(data):
     """Any bytes in any place: a result with finite boxes, or a reason."""
@@ -240,17 +229,3 @@ def test_splits_years_classes_and_other_extensions(tmp_path):
     (tmp_path / "mine" / "ImageSets" / "Main" / "train.txt").write_text("1\n../Annotations/2\n3\n")
     with pytest.raises(SourceError, match=r"2 of the 3 samples .*have no image.*'../Annotations/2', '3'"):
         gpuaug.VocSource(tmp_path, year="mine")
-
-
-def test_a_bucket_is_the_same_as_its_folder(tmp_path):
-    write(tmp_path / "kit", OBJECTS | {"bad": b"<a>", "none": None})
-    local = gpuaug.VocSource(tmp_path / "kit")
-    with s3() as port:
-        url = bucket_of(port, tmp_path / "kit", "photos")
-        source = gpuaug.VocSource(url, remote=Remote(options=options(f"http://127.0.0.1:{port}")))
-        assert (source.digest(), source.objects_digest()) == (local.digest(), local.objects_digest())
-        results = source.read_many([4, 2, 3, 0])
-    assert [isinstance(x, GpuaugError) for x in results] == [True, False, True, False]
-    for i, row in ((2, 1), (0, 3)):
-        assert results[row][0] == local[i][0]
-        assert results[row][1].boxes.tolist() == local[i][1].boxes.tolist()

@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from functools import cache
 
 import kornia.augmentation as K
 import numpy as np
@@ -15,8 +14,8 @@ from pictures import encode, photograph, png
 from PIL import Image
 
 import gpuaug
-from gpuaug.augment.target_stage import TargetStage
-from gpuaug.errors import ConfigError, DataError
+from gpuaug.augment.target_mover import TargetMover
+from gpuaug.errors import ConfigError
 
 COUNT, K_POINTS = 12, 4
 SIZES = [(96, 128), (131, 97), (64, 64), (150, 211)]  # (height, width)
@@ -138,105 +137,6 @@ def test_without_targets_nothing_changes():
             assert b.labels.tolist() == b.indices.tolist()
 
 
-@pytest.mark.parametrize("backend", ["fused", "kornia"])
-def test_targets_do_not_depend_on_batch_or_workers(backend):
-    with targets_loader(augment=moving(backend=backend)) as made:
-        want = by_sample(made)
-    for settings in ({"batch_size": 1}, {"batch_size": 12, "num_workers": 2}, {"batch_size": 3, "prefetch": 0}):
-        with targets_loader(augment=moving(backend=backend), **settings) as made:
-            assert by_sample(made) == want
-    shares = [
-        targets_loader(augment=moving(backend=backend), rank=rank, world_size=3, last="uneven") for rank in range(3)
-    ]
-    found = {}
-    for share in shares:
-        with share:
-            found |= by_sample(share)
-    assert found == want
-
-
-def test_resume_continues_with_the_next_sample():
-    with targets_loader(batch_size=2) as made:
-        want = by_sample(made)
-    with targets_loader(batch_size=2) as made:
-        passing = iter(made)
-        first = by_sample([next(passing), next(passing)])
-        state = made.state_dict()
-    with targets_loader(batch_size=3) as made:
-        made.load_state_dict(state)
-        rest = by_sample(made)
-    assert first | rest == want
-    assert not first.keys() & rest.keys()
-
-
-def test_fetch_gives_what_the_epoch_gives():
-    with targets_loader() as made:
-        want = by_sample(made)
-        assert by_sample([made.fetch([7, 3], epoch=0)]).items() <= want.items()
-
-
-BAD = {
-    "nan": {"boxes": [[0, 0, np.nan, 4]], "labels": [1], "keypoints": np.ones((1, K_POINTS, 3)), "ids": None},
-    "inverted": {"boxes": [[9, 0, 3, 4]], "labels": [1], "keypoints": np.ones((1, K_POINTS, 3)), "ids": None},
-    "no mask": {"mask": None},
-    "not a png": {"mask": b"x" * 40},
-    "other size": {"size": (7, 7)},
-    "mask of another size": {"mask": png(np.zeros((5, 6), dtype=np.uint8))},
-    "lengths differ": {"labels": np.arange(7)},
-    "shape": {"boxes": np.zeros((2, 5))},
-    "text": {"boxes": [["a", "b", "c", "d"]]},
-}
-
-
-@cache
-def good(workers):
-    with targets_loader(num_workers=workers) as made:
-        return by_sample(made)
-
-
-@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_bad_targets_are_a_fault_of_their_sample(change, workers):
-    bad, want = Pairs({4: change}), good(workers)
-    with targets_loader(bad, faults=gpuaug.Faults(policy="drop"), num_workers=workers) as made:
-        found = by_sample(made)
-    assert found == {index: value for index, value in want.items() if index != 4}
-    with targets_loader(bad, faults=gpuaug.Faults(policy="blank"), num_workers=workers) as made:
-        seen = False
-        for batch in made:
-            targets = batch.targets
-            for row in (batch.indices == 4).nonzero().flatten().tolist():
-                seen = True
-                assert not batch.valid[row]
-                assert (batch.images[row] == 0).all()
-                assert (targets.masks[row] == 255).all()
-                assert targets.counts[row] == 0
-    assert seen
-    with targets_loader(bad, num_workers=workers) as made, pytest.raises(DataError, match="pair/4"):
-        list(made)
-
-
-def test_many_objects_and_none():
-    many = {"boxes": np.tile([1.0, 2, 30, 40], (10_000, 1)), "labels": np.zeros(10_000, int), "ids": None}
-    many["keypoints"] = np.ones((10_000, K_POINTS, 3))
-    none = {"boxes": None, "labels": None, "keypoints": None, "ids": None}
-    still = gpuaug.Augment(crop=gpuaug.Resize((64, 64)))
-    with targets_loader(Pairs({0: many, 1: none}), augment=still, order="sequential") as made:
-        targets = next(iter(made)).targets
-    assert targets.counts[:2].tolist() == [10_000, 0]
-    assert targets.keypoints.shape[1:] == (K_POINTS, 3)
-
-
-def test_several_views_have_a_list():
-    views = {"a": moving(32), "b": moving(48, copies=2)}
-    with targets_loader(augment=gpuaug.MultiView(views=views)) as made:
-        images, targets = next(iter(made))
-    assert [tuple(view.masks.shape[1:]) for view in targets] == [(32, 32), (48, 48), (48, 48)]
-    assert len(images) == 3
-    with targets_loader(augment=moving(32), targets=MASKS) as one:
-        assert next(iter(one)).images.shape[2:] == images[0].shape[2:]
-
-
 def test_what_cannot_be_carried_is_refused():
     class Own(torch.nn.Module):
         def forward(self, x):
@@ -312,32 +212,17 @@ def test_a_decoded_batch_is_augmented_as_in_the_loader():
             moving()(images, **wrong)
 
 
-def test_values_that_the_dtype_cannot_hold_are_a_fault():
-    wide = Pairs({4: {"mask": png(np.full((96, 128), 300, dtype=np.uint16))}})
-    rules = gpuaug.Targets(masks=gpuaug.Masks(dtype="uint8"))
-    with targets_loader(wide, targets=rules, faults=gpuaug.Faults(policy="drop")) as made:
-        batches = list(made)
-    assert all(batch.targets.masks.dtype == torch.uint8 for batch in batches)
-    assert 4 not in torch.cat([batch.indices for batch in batches])
-    with targets_loader(wide, targets=rules) as made, pytest.raises(DataError, match="300"):
-        list(made)
-    with targets_loader(wide, targets=MASKS) as made:
-        assert max(int(masks.max()) for _, masks in made) == 300
-    with pytest.raises(ConfigError, match="300"):
-        moving()(torch.zeros(1, 3, 8, 9, dtype=torch.uint8), masks=torch.full((1, 8, 9), 300), targets=rules)
-
-
 def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
     """As on CUDA: the host only crops, and torch moves the masks where the images are."""
     with targets_loader() as made:
         want = by_sample(made)
-    sample = TargetStage.sample
+    sample = TargetMover.sample
 
     def as_on_cuda(self, batch, decoded, device, **more):
         sample(self, batch, decoded, torch.device("cuda"), **more)
-        assert all(view.moves for view in batch.views)
+        assert all(view.moves for view in batch)
 
-    monkeypatch.setattr(TargetStage, "sample", as_on_cuda)
+    monkeypatch.setattr(TargetMover, "sample", as_on_cuda)
     with targets_loader() as made:
         assert by_sample(made) == want
 

@@ -6,8 +6,6 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import kornia.augmentation as K
-import kornia.geometry as KG
 import numpy as np
 import pytest
 import torch
@@ -225,58 +223,6 @@ def test_gather_leaves_its_input_and_takes_any_strides() -> None:
     assert torch.equal(canvas, before)
     assert torch.equal(warped, masks.gather(canvas.transpose(1, 2).contiguous(), warp(quarter), 0))
     assert masks.gather(canvas[:0], warp(quarter[:0]), 0).shape == (0, 9, 9)
-
-
-def test_identity_flips_and_quarter_turns_only_move_pixels(way: str) -> None:
-    mask = noise(np.random.default_rng(0), (30, 30))
-    moved = {
-        "identity": ([[1, 0, 0], [0, 1, 0]], mask),
-        "hflip": ([[-1, 0, 30], [0, 1, 0]], mask[:, ::-1]),
-        "vflip": ([[1, 0, 0], [0, -1, 30]], mask[::-1]),
-        "both": ([[-1, 0, 30], [0, -1, 30]], mask[::-1, ::-1]),
-        "turn": ([[0, -1, 30], [1, 0, 0]], np.rot90(mask)),
-        "transposed": ([[0, 1, 0], [1, 0, 0]], mask.T),
-    }
-    inverse = np.array([[*rows, [0, 0, 1]] for rows, _ in moved.values()], dtype=np.float64)
-    ours = placed([mask] * len(moved), whole((30, 30), count=len(moved)), inverse)
-    for k, (name, (_, expected)) in enumerate(moved.items()):
-        np.testing.assert_array_equal(ours[k], expected, err_msg=name)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_one_warp_is_kornias_but_for_ties(way: str, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    mask, fill = shapes(), 255
-    H, W = mask.shape
-    values = torch.from_numpy(mask)[None, None].double() - fill
-    half = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
-
-    def compare(forward: torch.Tensor, theirs: torch.Tensor) -> None:
-        edges = half @ forward.numpy() @ np.linalg.inv(half)
-        ours = placed([mask], whole((H, W)), np.linalg.inv(edges)[None])[0]
-        assert (ours != (theirs + fill).round().numpy()).mean() < 0.0005
-        assert 0.02 < (ours == fill).mean() < 0.98
-
-    turn, scale = math.radians(rng.uniform(-40, 40)), rng.uniform(0.6, 1.5)
-    matrix = np.eye(3)
-    matrix[:2, :2] = scale * np.array([[math.cos(turn), -math.sin(turn)], [math.sin(turn), math.cos(turn)]])
-    matrix[:2, 2] = rng.uniform(-30, 30, 2)
-    forward = torch.from_numpy(matrix)
-    compare(forward, KG.warp_affine(values, forward[None, :2], (H, W), mode="nearest", align_corners=True)[0, 0])
-    forward[2, :2] = torch.from_numpy(rng.uniform(-5e-4, 5e-4, 2))
-    compare(forward, KG.warp_perspective(values, forward[None], (H, W), mode="nearest", align_corners=True)[0, 0])
-    torch.manual_seed(seed)
-    op = K.RandomAffine(30, (0.1, 0.1), (0.7, 1.3), 10, resample="nearest", align_corners=True, p=1.0)
-    compare(*(lambda out: (op.transform_matrix[0].double(), out[0, 0]))(op(values.float())))
-
-
-def test_labels_never_grow(way: str) -> None:
-    rng, mask = np.random.default_rng(1), shapes((97, 61))
-    size, count = (50, 70), 20
-    rows = windows(*zip(*(random_row(rng, mask.shape, size) for _ in range(count)), strict=True), size)
-    ours = placed([mask] * count, rows, np.stack([random_inverse(rng, size) for _ in range(count)]), fill=201)
-    assert len(np.unique(ours)) > 2
-    assert set(np.unique(ours).tolist()) <= {*np.unique(mask).tolist(), 201}
 
 
 def test_masks_of_any_strides_and_types_in_one_batch(way: str) -> None:

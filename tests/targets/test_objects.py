@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuaug.batch import CropWindows, EncodedTargets
+from gpuaug.batch import OBJECT_COLUMNS, CropWindows, Objects
 from gpuaug.targets import geometry
 from gpuaug.targets import objects as objects_module
-from gpuaug.targets.objects import Objects
+from gpuaug.targets.objects import by_rules, output_keypoints
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -22,17 +22,16 @@ FLIP = (0, 2, 1, 4, 3)
 H, W = 60, 80  # of images and of the output
 MIRROR = np.array([[-1, 0, W], [0, 1, 0], [0, 0, 1.0]])
 ALL = Targets(boxes=Boxes(min_size=0, min_area=0), keypoints=Keypoints(pixel_centers=False))
-COLUMNS = [f.name for f in fields(Objects)]
 
 
-def random_targets(rng: np.random.Generator, counts: list[int], points: int = 5) -> EncodedTargets:
+def random_targets(rng: np.random.Generator, counts: list[int], points: int = 5) -> Objects:
     """Objects in and around an image. Labels are the numbers of the objects."""
     n = sum(counts)
     corner = rng.uniform(-30, 90, (n, 2))
     boxes = np.concatenate([corner, corner + rng.uniform(0, 60, (n, 2))], axis=1)
     keypoints = np.concatenate([rng.uniform(-20, 100, (n, points, 2)), rng.integers(0, 3, (n, points, 1))], axis=2)
-    return EncodedTargets(
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+    return Objects(
+        sample=np.repeat(np.arange(len(counts)), counts),
         boxes=boxes.astype(np.float32),
         labels=np.arange(n),
         keypoints=keypoints.astype(np.float32),
@@ -46,8 +45,8 @@ def random_targets(rng: np.random.Generator, counts: list[int], points: int = 5)
 def of(boxes: Any, rules: Targets = ALL, *, keypoints: Any = None, samples: int = 1) -> Objects:
     """Objects of one image after the other, one each if there are several images."""
     n = len(boxes)
-    encoded = EncodedTargets(
-        offsets=np.arange(samples + 1) if samples > 1 else np.array([0, n]),
+    encoded = Objects(
+        sample=np.arange(n) if samples > 1 else np.zeros(n, dtype=np.int64),
         boxes=np.array(boxes, dtype=np.float32).reshape(n, 4),
         labels=np.arange(n),
         keypoints=None if keypoints is None else np.array(keypoints, dtype=np.float32),
@@ -56,7 +55,7 @@ def of(boxes: Any, rules: Targets = ALL, *, keypoints: Any = None, samples: int 
         ids=np.full(n, -1),
         sizes=np.full((samples, 2), 0, dtype=np.int32),
     )
-    return Objects.of(encoded, rules)
+    return by_rules(encoded, rules)
 
 
 def carry(objects: Objects, *, crop: Any, ops: Any, windows: CropWindows | None = None, **more: Any) -> Objects:
@@ -184,7 +183,7 @@ def test_every_object_follows_the_rules_written_out(seed: int, centres: bool, wi
     rules = Targets(boxes=limits, keypoints=Keypoints(pixel_centers=False))
     crop = geometry.crop(windows) @ geometry.orientation(rng.integers(1, 9, rows), np.tile([H, W], (rows, 1)))
     found = carry(
-        Objects.of(encoded, rules), crop=crop, ops=ops, size=(H, W), rules=rules, flip=FLIP, centres=centres,
+        by_rules(encoded, rules), crop=crop, ops=ops, size=(H, W), rules=rules, flip=FLIP, centres=centres,
         windows=windows if with_windows else None,
     )  # fmt: skip
     expected = []
@@ -211,27 +210,27 @@ def test_every_object_follows_the_rules_written_out(seed: int, centres: bool, wi
 
 def test_coordinates_that_the_run_does_not_ask_for_are_left_out() -> None:
     encoded = random_targets(np.random.default_rng(0), [2, 3])
-    only_boxes = Objects.of(encoded, Targets(boxes=Boxes(crowd="keep")))
+    only_boxes = by_rules(encoded, Targets(boxes=Boxes(crowd="keep")))
     assert (only_boxes.keypoints, only_boxes.boxes.dtype, len(only_boxes)) == (None, np.float64, 5)
-    only_points = Objects.of(encoded, Targets(keypoints=Keypoints()))
+    only_points = by_rules(encoded, Targets(keypoints=Keypoints()))
     assert (only_points.boxes, only_points.keypoints.dtype) == (None, np.float64)
-    neither = Objects.of(encoded, Targets(masks=Masks()))
+    neither = by_rules(encoded, Targets(masks=Masks()))
     assert (neither.boxes, neither.keypoints) == (None, None)
-    no_points = Objects.of(replace(encoded, keypoints=None, boxes=None), ALL)
+    no_points = by_rules(replace(encoded, keypoints=None, boxes=None), ALL)
     assert (no_points.boxes, no_points.keypoints) == (None, None)
 
 
 @pytest.mark.parametrize("crowd", ["drop", "keep"])
 def test_crowds(crowd: Any) -> None:
     encoded = replace(random_targets(np.random.default_rng(0), [2, 2]), crowd=np.array([True, False, False, True]))
-    objects = Objects.of(encoded, Targets(boxes=Boxes(crowd=crowd)))
+    objects = by_rules(encoded, Targets(boxes=Boxes(crowd=crowd)))
     assert objects.labels.tolist() == ([1, 2] if crowd == "drop" else [0, 1, 2, 3])
     assert objects.sample.tolist() == ([0, 1] if crowd == "drop" else [0, 0, 1, 1])
 
 
 def test_without_rules_of_boxes_crowds_are_dropped() -> None:
     encoded = replace(random_targets(np.random.default_rng(0), [2]), crowd=np.array([True, False]))
-    assert Objects.of(encoded, Targets(keypoints=Keypoints())).labels.tolist() == [1]
+    assert by_rules(encoded, Targets(keypoints=Keypoints())).labels.tolist() == [1]
 
 
 @pytest.mark.parametrize(("pixel_centers", "inside"), [(True, 3.5), (False, 3.0)])
@@ -239,16 +238,16 @@ def test_pixel_indices_become_edges_and_indices_again(pixel_centers: bool, insid
     rules = Targets(keypoints=Keypoints(pixel_centers=pixel_centers))
     objects = of([[0, 0, 9, 9]], rules, keypoints=[[[3, 3, 2], [7, 7, 0], [np.nan, 5, 0]]])
     assert objects.keypoints.tolist() == [[[inside, inside, 2], [0, 0, 0], [0, 0, 0]]]
-    shown = objects.output_keypoints(rules)
+    shown = output_keypoints(objects, rules)
     assert shown.dtype == np.float32
     assert shown.tolist() == [[[3, 3, 2], [0, 0, 0], [0, 0, 0]]]
-    assert of([[0, 0, 9, 9]]).output_keypoints(rules) is None
+    assert output_keypoints(of([[0, 0, 9, 9]]), rules) is None
 
 
 def test_the_encoded_arrays_stay_as_they_are() -> None:
     encoded = random_targets(np.random.default_rng(0), [3, 1])
     before = {name: getattr(encoded, name).copy() for name in ("boxes", "keypoints", "labels", "crowd")}
-    moved(Objects.of(encoded, Targets(boxes=Boxes(), keypoints=Keypoints())), MIRROR, flip=FLIP)
+    moved(by_rules(encoded, Targets(boxes=Boxes(), keypoints=Keypoints())), MIRROR, flip=FLIP)
     for name, values in before.items():
         np.testing.assert_array_equal(getattr(encoded, name), values)
 
@@ -256,14 +255,14 @@ def test_the_encoded_arrays_stay_as_they_are() -> None:
 @pytest.mark.parametrize("counts", [[], [0], [0, 0, 0]])
 def test_no_object_keeps_shapes_and_types(counts: list[int]) -> None:
     encoded = random_targets(np.random.default_rng(0), counts)
-    objects = Objects.of(encoded, ALL)
+    objects = by_rules(encoded, ALL)
     rows, eye = len(counts), np.eye(3)[None].repeat(len(counts), axis=0)
     for empty in (objects, carry(objects, crop=eye, ops=eye, size=(H, W), rules=ALL, flip=FLIP, centres=True)):
-        assert [getattr(empty, name).dtype for name in COLUMNS] == [
+        assert [getattr(empty, name).dtype for name in OBJECT_COLUMNS] == [
             np.int64, np.float64, np.int64, np.float64, np.bool_, np.float32, np.int64,
         ]  # fmt: skip
         assert (empty.boxes.shape, empty.keypoints.shape) == ((0, 4), (0, 5, 3))
-        assert empty.counts(rows).tolist() == counts
+        assert empty.counts.tolist() == counts
         assert len(empty.rows(np.arange(rows))) == 0
 
 
@@ -278,10 +277,10 @@ def test_objects_that_are_all_dropped_leave_empty_arrays() -> None:
 @given(seed=SEEDS)
 def test_all_columns_are_filtered_together(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    objects = Objects.of(random_targets(rng, rng.integers(0, 4, 5).tolist()), ALL)
+    objects = by_rules(random_targets(rng, rng.integers(0, 4, 5).tolist()), ALL)
     keep = rng.random(len(objects)) < 0.5
     for taken in (objects.take(keep), objects.take(np.flatnonzero(keep))):
-        for name in COLUMNS:
+        for name in OBJECT_COLUMNS:
             np.testing.assert_array_equal(getattr(taken, name), getattr(objects, name)[keep])
 
 
@@ -289,10 +288,10 @@ def test_all_columns_are_filtered_together(seed: int) -> None:
 def test_rows_renumbers_samples_and_keeps_what_belongs_to_them(seed: int) -> None:
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 4, 6)
-    objects = Objects.of(random_targets(rng, counts.tolist()), Targets(boxes=Boxes(crowd="keep")))
+    objects = by_rules(random_targets(rng, counts.tolist()), Targets(boxes=Boxes(crowd="keep")))
     rows = rng.permutation(6)[: rng.integers(0, 7)]
     kept = objects.rows(rows)
-    np.testing.assert_array_equal(kept.counts(len(rows)), counts[rows])
+    np.testing.assert_array_equal(kept.counts, counts[rows])
     assert (np.diff(kept.sample) >= 0).all()
     for number, row in enumerate(rows):
         mine, before = kept.sample == number, objects.sample == row
@@ -300,24 +299,18 @@ def test_rows_renumbers_samples_and_keeps_what_belongs_to_them(seed: int) -> Non
             np.testing.assert_array_equal(getattr(kept, name)[mine], getattr(objects, name)[before])
 
 
-def test_counts_has_a_number_for_each_sample() -> None:
-    objects = Objects.of(random_targets(np.random.default_rng(0), [0, 2, 0, 1, 0]), Targets(boxes=Boxes(crowd="keep")))
-    counts = objects.counts(5)
-    assert (counts.tolist(), counts.dtype) == ([0, 2, 0, 1, 0], np.int64)
-
-
 @given(seed=SEEDS)
 def test_an_image_does_not_depend_on_the_others(seed: int) -> None:
     """To the last bit, in any batch."""
     rng = np.random.default_rng(seed)
     counts, rules = rng.integers(0, 9, 8), Targets(boxes=Boxes(min_visibility=0.2), keypoints=Keypoints())
-    objects = Objects.of(random_targets(rng, counts.tolist()), rules)
+    objects = by_rules(random_targets(rng, counts.tolist()), rules)
     crop, ops = geometry.crop(random_windows(rng, 8)), [random_matrices(rng, 8) for _ in range(3)]
     together = carry(objects, crop=crop, ops=ops, size=(H, W), rules=rules, flip=FLIP)
     for row in range(8):
         one = np.array([row])
         alone = carry(objects.rows(one), crop=crop[one], ops=[m[one] for m in ops], size=(H, W), rules=rules, flip=FLIP)
-        for name in COLUMNS:
+        for name in OBJECT_COLUMNS:
             np.testing.assert_array_equal(getattr(alone, name), getattr(together.rows(one), name))
 
 
@@ -329,7 +322,7 @@ def test_an_image_does_not_depend_on_the_others(seed: int) -> None:
 def test_flip_twice_is_the_identity(seed: int, pixel_centers: bool) -> None:
     rng = np.random.default_rng(seed)
     rules = Targets(boxes=Boxes(crowd="keep"), keypoints=Keypoints(pixel_centers=pixel_centers))
-    start = moved(Objects.of(random_targets(rng, [7]), rules), rules=rules)
+    start = moved(by_rules(random_targets(rng, [7]), rules), rules=rules)
     vertical = np.array([[1, 0, 0], [0, -1, H], [0, 0, 1.0]])
     for flip in (MIRROR, vertical):
         once = moved(start, flip, rules=rules, flip=FLIP)
@@ -338,28 +331,6 @@ def test_flip_twice_is_the_identity(seed: int, pixel_centers: bool) -> None:
         np.testing.assert_allclose(twice.keypoints, start.keypoints, atol=1e-12)
         # a point and its mirror image have changed places
         np.testing.assert_array_equal(once.keypoints[:, FLIP, 2], start.keypoints[..., 2])
-
-
-def test_left_and_right_swap_only_where_the_image_is_mirrored() -> None:
-    points = [[[10, 10, 1], [20, 20, 2]]] * 4
-    objects = of([[0, 0, 40, 40]] * 4, keypoints=points, samples=4)
-    transpose = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 1.0]])
-    turn = np.array([[-1, 0, W], [0, -1, H], [0, 0, 1.0]])
-    crop, ops = np.stack([np.eye(3), np.eye(3), transpose, transpose]), np.stack([turn, MIRROR, np.eye(3), MIRROR])
-    found = carry(objects, crop=crop, ops=ops, size=(H, W), rules=ALL, flip=(1, 0))
-    assert found.keypoints[..., 2].tolist() == [[1, 2], [2, 1], [2, 1], [1, 2]]
-    unpaired = carry(objects, crop=crop, ops=ops, size=(H, W), rules=ALL, flip=None)
-    assert unpaired.keypoints[..., 2].tolist() == [[1, 2]] * 4
-
-
-def test_four_quarter_turns_are_the_identity() -> None:
-    turn = np.array([[0, -1, 60], [1, 0, 0], [0, 0, 1.0]])
-    start = of([[3, 7, 20, 41], [0, 0, 60, 60]], keypoints=[[[5, 6, 1], [0, 0, 0]]] * 2)
-    turned = start
-    for _ in range(4):
-        turned = moved(turned, turn, flip=(1, 0))
-    np.testing.assert_array_equal(turned.boxes, start.boxes)
-    np.testing.assert_array_equal(turned.keypoints, start.keypoints)
 
 
 def test_boxes_are_clipped_after_the_crop_and_at_the_end() -> None:
@@ -484,24 +455,3 @@ def test_values_without_a_place_are_dropped_without_a_warning(value: float, recw
     assert found.labels.tolist() == [1]
     assert found.keypoints[0, :, 2].tolist() == [0, 2]
     assert not recwarn
-
-
-def test_boxes_far_outside_an_image_cover_it_or_vanish() -> None:
-    found = moved(of([[-1e6, -1e6, 1e6, 1e6], [1e6, 1e6, 2e6, 2e6]]), MIRROR)
-    assert found.labels.tolist() == [0]
-    assert found.boxes.tolist() == [[0, 0, W, H]]
-
-
-def test_ten_thousand_objects() -> None:
-    rng = np.random.default_rng(0)
-    counts = rng.multinomial(10_000, np.ones(16) / 16)
-    rules = Targets(boxes=Boxes(crowd="keep"), keypoints=Keypoints())
-    objects = Objects.of(random_targets(rng, counts.tolist(), points=5), rules)
-    ops = random_matrices(rng, 16)
-    found = carry(objects, crop=np.eye(3)[None].repeat(16, 0), ops=ops, size=(H, W), rules=rules, flip=FLIP)
-    assert 1000 < len(found) < 10_000
-    np.testing.assert_array_equal(found.counts(16), np.bincount(found.sample, minlength=16))
-    assert (found.boxes >= 0).all()
-    assert (found.boxes <= [W, H, W, H]).all()
-    assert found.boxes.flags.c_contiguous
-    assert found.keypoints.flags.c_contiguous

@@ -34,12 +34,10 @@ CROPS = {
 }
 _WITH_ZEROS = {name: make for name, make in GEOMETRIC.items() if "border" not in name and "nearest" not in name}
 _MOVING = [[("rotate", -30.0, 30.0)], [("shear_x", -0.3, 0.3)], [("shear_y", -0.3, 0.3)], [("translate_x", -0.1, 0.1)]]
-_SUB = [[("rotate", 0.8, 5), ("translate_y", 0.7, 6)], [("shear_x", 0.9, 4), ("shear_y", 0.8, 3)]]
 MOVES = {name: lambda make=make: make(False) for name, make in _WITH_ZEROS.items()} | {
     "affine aligned": lambda: GEOMETRIC["affine"](True),
     "rand": lambda: K.auto.RandAugment(n=2, m=9, policy=_MOVING),
     "trivial": lambda: K.auto.TrivialAugment(policy=_MOVING),
-    "auto": lambda: K.auto.AutoAugment(policy=_SUB),
     "one": lambda: gpuaug.OneOf(
         ops={
             "flip": K.RandomHorizontalFlip(p=0.9),

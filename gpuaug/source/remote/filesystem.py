@@ -1,14 +1,14 @@
 """Web servers and other URLs through fsspec. aiohttp sends the requests to web servers.
 
-obstore would take 110 us of CPU time per request to a web server instead of 190 us. But it follows every redirect,
-lists no HTML pages, and refuses answers without Content-Length.
+obstore would take a third of the CPU time per request to a web server. But it can refuse no redirect behind a proxy,
+needs a client for each signature in a URL, lists no HTML pages, and refuses answers without Content-Length.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import unquote
 from urllib.request import getproxies
@@ -38,8 +38,7 @@ class FileSystem:
     """
 
     def __init__(self, url: str, remote: Any) -> None:
-        self._seconds, self._free = remote.timeout, asyncio.Semaphore(remote.concurrency)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._seconds = remote.timeout
         protocol, settings = url.split("://", 1)[0], dict(remote.options or {})
         self._is_web = protocol in ("http", "https")
         known = {*fsspec.available_protocols(), "s3", "gs", "az"} - UNFIT
@@ -66,43 +65,51 @@ class FileSystem:
         self._strip = system._strip_protocol  # older wrappers lack it
         self._system: Any = system if system.async_impl else AsyncFileSystemWrapper(system)
 
-    def start(self, call: str, jobs: Mapping[Range, Future[Any]]) -> None:
-        """Start ``read``, ``info`` or ``find`` of ranges on fsspec's event loop."""
+    def read(self, part: Range) -> bytes:
+        data: bytes = self._wait(self._read_web if self._is_web else self._read, part)
+        return check_size(data, part)
 
-        async def run(part: Range, future: Future[Any]) -> None:
-            async with self._free:
-                if not future.set_running_or_notify_cancel():
-                    return
-                try:
-                    seconds = part.seconds(self._seconds)
-                    future.set_result(await asyncio.wait_for(getattr(self, f"_{call}")(part), seconds))
-                except Exception as error:
-                    future.set_exception(error)
+    def info(self, part: Range) -> tuple[int, str]:
+        """Size and version of a file."""
+        return _size_and_version(self._wait(self._headers if self._is_web else self._info, part))
 
-        def begin() -> None:
-            for job in jobs.items():
-                self._tasks.add(task := loop.create_task(run(*job)))  # asyncio itself keeps only a weak reference
-                task.add_done_callback(self._tasks.discard)
+    def find(self, part: Range) -> list[tuple[str, bool, int, str]]:
+        """The entries of a folder: name, whether it is a folder, size in bytes (-1: unknown), version."""
+        entries: list[tuple[str, bool, int, str]] = self._wait(self._find, part)
+        return entries
 
-        loop = get_loop()
-        loop.call_soon_threadsafe(begin)  # one call for all, because each call wakes the loop
+    def _wait(self, work: Callable[[Range], Coroutine[Any, Any, Any]], part: Range) -> Any:
+        """Run on fsspec's event loop, which can stop a request that takes too long."""
+        timed = asyncio.wait_for(work(part), part.seconds(self._seconds))
+        return asyncio.run_coroutine_threadsafe(timed, get_loop()).result()
 
     async def _read(self, part: Range) -> bytes:
-        if self._is_web:
-            return await self._read_web(part)
         end = None if part.size is None else part.begin + part.size
-        data = await self._system._cat_file(self._strip(part.path), start=part.begin, end=end)
-        return check_size(bytes(data), part)
+        return bytes(await self._system._cat_file(self._strip(part.path), start=part.begin, end=end))
 
-    async def _read_web(self, part: Range) -> bytes:
-        """Send a GET on fsspec's session. fsspec's own GET has no size limit, and takes a whole file for a range."""
-        session, options, url = await self._system.set_session(), dict(self._system.kwargs), redact(part.path)
+    async def _info(self, part: Range) -> Mapping[str, Any]:
+        info: Mapping[str, Any] = await self._system._info(self._strip(part.path))
+        return info
+
+    @asynccontextmanager
+    async def _get(self, part: Range) -> AsyncIterator[Any]:
+        """The answer to a GET on fsspec's session. fsspec's own GET has no size limit, and takes a whole file."""
+        session, options = await self._system.set_session(), dict(self._system.kwargs)
         headers = {**(options.pop("headers", None) or {}), "Accept-Encoding": "identity"}
         if part.size is not None:
             headers["Range"] = f"bytes={part.begin}-{part.begin + part.size - 1}"
         async with session.get(self._system.encode_url(part.path), headers=headers, **options) as response:
             if response.status >= 300:
                 raise status_error(response.status, part, response.reason or "")
+            yield response
+
+    async def _headers(self, part: Range) -> Mapping[str, Any]:
+        async with self._get(part) as response:  # not HEAD, which the signature of a URL may not allow
+            return {**response.headers, "size": response.content_length}
+
+    async def _read_web(self, part: Range) -> bytes:
+        async with self._get(part) as response:
+            url = redact(part.path)
             if part.size is not None and response.status == 200:
                 raise ReadError(f"the server of {url!r} supports no range requests. Use a server that does.")
             if part.size is not None and not response.headers.get("Content-Range", "").startswith(
@@ -119,19 +126,9 @@ class FileSystem:
                 data += piece
                 if len(data) > part.bound:
                     raise too_long(part)
-            return check_size(bytes(data), part)
-
-    async def _info(self, part: Range) -> tuple[int, str]:
-        """Size and version of a file."""
-        try:
-            return _size_and_version(await self._system._info(self._strip(part.path)))
-        except FileNotFoundError as error:  # which fsspec's HTTP client raises after any failure
-            cause = error.__cause__
-            status = 404 if isinstance(cause, FileNotFoundError) else getattr(cause, "status", 0)
-            raise status_error(status, part) if status else cause or error from None
+            return bytes(data)
 
     async def _find(self, part: Range) -> list[tuple[str, bool, int, str]]:
-        """The entries of a folder: name, whether it is a folder, size in bytes (-1: unknown), version."""
         path = self._strip(part.path)
         entries, prefix = [], path.rstrip("/") + "/"
         for item in await self._system._ls(path + "/" if self._is_web else path, detail=True):

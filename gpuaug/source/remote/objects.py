@@ -16,7 +16,7 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.request import proxy_bypass
 
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source.paths import redact
@@ -28,6 +28,13 @@ NAMES = {"g": {"anon": "skip_signature", "endpoint_url": "base_url"}}
 NAMES["a"] = {"anon": "skip_signature", "endpoint_url": "endpoint"}
 NAMES["s"] = {**NAMES["a"], "key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
 NAMES["s"] |= {"region_name": "region", "requester_pays": "request_payer"}
+# by kind of store: its host; names of its variables; hosts from which obstore gets credentials (for S3, botocore does)
+ENDPOINTS = {"g": "https://storage.googleapis.com", "a": "https://{}.blob.core.windows.net"}
+VARIABLES = {"g": r"google_", "a": r"azure_(?:storage_)?|(?=identity_endpoint$)", "s": r"$"}
+LOGINS = {"g": {"accounts.google.com", "metadata.google.internal", "169.254.169.254"}, "s": set[str]()}
+LOGINS["a"] = {"login.microsoftonline.com", "login.microsoftonline.us", "login.microsoftonline.de"}
+LOGINS["a"] |= {"login.chinacloudapi.cn", "169.254.169.254"}
+METADATA = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
 NOWHERE = "127.0.0.1:0"  # nothing can listen there
 LOGIN_PAUSE_S = 10.0  # after a failure, credentials are requested again only after this time
 
@@ -99,9 +106,12 @@ class Bucket:
         try:
             self._from_url = _load().from_url
             self._error = sys.modules["obstore.exceptions"].BaseError
-            self._open(remote.timeout, 0)
+            config = self._open(remote.timeout, 0).config
             if SCHEMES[scheme] == "s3":
                 self._find_s3(bucket, profile, verify)
+                config = self._options
+            if not remote.redirects:
+                self._refuse_redirects(SCHEMES[scheme][0], config)
         except ImportError as error:
             text = f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]`."
             raise SourceError(text) from error
@@ -151,12 +161,35 @@ class Bucket:
         elif isinstance(verify, str):
             with open(verify, "rb") as file:
                 self._client["root_certificate"] = file.read()
-        endpoint = urlsplit(options["endpoint"])
-        host = endpoint.hostname or ""
-        has_proxy = "proxy_url" in self._client or (endpoint.scheme in getproxies() and not proxy_bypass(host))
-        if not self.remote.redirects and not has_proxy:
-            # obstore follows all redirects, with the session token. So requests to other hosts go to a dead proxy
-            self._client |= {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": host}
+
+    def _refuse_redirects(self, kind: str, config: Mapping[str, Any]) -> None:
+        """Send requests to other hosts to a dead proxy, because obstore itself follows all redirects.
+
+        ``config``: options of the store, which obstore completes from the environment.
+        """
+        names = re.compile(VARIABLES[kind])
+        named: dict[str, Any] = {names.sub("", x.lower()): os.environ[x] for x in os.environ if names.match(x.lower())}
+        named.update(config)
+        endpoint = named.get("endpoint") or named.get("base_url") or ENDPOINTS[kind].format(named.get("account_name"))
+        if named.get("use_emulator", "false") != "false":
+            endpoint = os.environ.get("AZURITE_BLOB_STORAGE_URL", "http://127.0.0.1")
+        url = urlsplit(endpoint)
+        hosts = {url.hostname or ""}
+        proxies = [x for x in os.environ if x.lower() in (f"{url.scheme}_proxy", "all_proxy") and os.environ[x]]
+        proxies = [] if proxy_bypass(url.hostname or "") else proxies
+        if "proxy_url" in self._client:
+            proxies = ["`source.remote.options.client_options.proxy_url`"]
+        if proxies:
+            raise ConfigError(
+                "`source.remote.redirects=false` needs a direct connection to an object store, because redirects "
+                f"behind a proxy cannot be refused. Found: {proxies[0]}. Set `source.remote.redirects=true`, or name "
+                f"{url.hostname} in NO_PROXY."
+            )
+        if str(named.get("skip_signature")).lower() != "true":
+            more = [x for x in map(str, named.values()) if "://" in x]
+            more += [f"http://{os.environ[x]}" for x in METADATA if x in os.environ]
+            hosts |= LOGINS[kind] | {urlsplit(x).hostname or "" for x in more}
+        self._client |= {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": ",".join(filter(None, hosts))}
 
     def read(self, part: Range) -> bytes:
         with self._errors(part):

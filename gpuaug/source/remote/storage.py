@@ -9,9 +9,9 @@ import os
 import random
 import re
 import sys
-import time
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -47,7 +47,8 @@ class Remote:
             credentials there.
         concurrency: maximum number of requests at a time in each worker.
         tries: maximum number of tries of a request.
-        redirects: follow redirects of ``http(s)://`` and ``s3://`` servers to other hosts. With False they are errors.
+        redirects: follow redirects of web servers and object stores to other hosts. With False they are errors, and
+            object stores cannot be read through a proxy.
         timeout: seconds for one try, plus at least one second for each megabyte of a range. All tries of a batch
             together should take less than the ``timeout`` of the loader.
         cache: folder on a local disk that stores what was read. Processes and runs may share it. None: no cache.
@@ -247,6 +248,7 @@ class Storage:
         self._system = lru_cache(None)(self._open)
         self._threads = ThreadPoolExecutor(self.remote.concurrency, thread_name_prefix="gpuaug-remote")
         self._open_file = lru_cache(OPEN_FILES)(local.OpenFile)
+        self._stop = threading.Event()  # set by Ctrl-C, to end pauses between tries
         self._next, self._begun = [], {}
         self._disk = None if self.remote.cache is None else Disk(self.remote.cache, max_bytes=self.remote.cache_bytes)
 
@@ -265,62 +267,49 @@ class Storage:
             raise SourceError(f"URLs need another package: {error}. Run `pip install gpuaug[remote]`.") from error
         return FileSystem(bucket, self.remote)
 
-    def _start(self, call: str, parts: Iterable[Range]) -> dict[Range, Future[Any]]:
-        """Start ``read``, ``info`` or ``find`` of ranges."""
-        futures: dict[Range, Future[Any]] = {}
-        by_bucket: dict[str, list[Range]] = {}
-        for part in parts:
-            by_bucket.setdefault(_bucket(part.path), []).append(part)
-        for bucket, own in by_bucket.items():
-            system = self._system(bucket)
-            if isinstance(system, Bucket):
-                futures |= {part: self._threads.submit(getattr(system, call), part) for part in own}
-            else:
-                jobs: dict[Range, Future[Any]] = {part: Future() for part in own}
-                system.start(call, jobs)
-                futures |= jobs
-        return futures
-
     def _ask(self, parts: Iterable[Range], call: str, prefetch: Sequence[Range] = ()) -> dict[Range, Any]:
         """The answer of ``call`` for each range, or the exception of its last try. Also start to read ``prefetch``."""
-        answers: dict[Range, Any] = {}
-        todo = list(dict.fromkeys(parts))
+        begun = self._begun
+        futures = {part: begun.pop(part, None) or self._start(call, part) for part in dict.fromkeys(parts)}
+        begun |= {part: self._start("read", part) for part in prefetch if part not in futures and part not in begun}
+        for part in list(begun)[: -max(LEFT_OVER, 2 * len(prefetch))]:  # a read that never came
+            if future := begun.pop(part, None):
+                future.cancel()
+        try:
+            return {part: future.result() for part, future in futures.items()}
+        except BaseException:  # for example Ctrl-C
+            self._stop.set()
+            self._stop = threading.Event()
+            for future in (*futures.values(), *begun.values()):
+                future.cancel()
+            begun.clear()
+            raise
+
+    def _start(self, call: str, part: Range) -> Future[Any]:
+        return self._threads.submit(self._try, getattr(self._system(_bucket(part.path)), call), part)
+
+    def _try(self, call: Callable[[Range], Any], part: Range) -> Any:
+        """The answer of ``call``, or its exception: for a temporary error a ReadError, which no caller retries."""
+        stop = self._stop
         for attempt in range(1, self.remote.tries + 1):
-            waiting = {part: future for part in todo if (future := self._begun.pop(part, None)) is not None}
-            waiting |= self._start(call, [part for part in todo if part not in waiting])
-            if attempt == 1:
-                self._begun |= self._start("read", [x for x in prefetch if x not in waiting and x not in self._begun])
-            for part in list(self._begun)[: -max(LEFT_OVER, 2 * len(prefetch))]:  # a read that never came
-                if future := self._begun.pop(part, None):
-                    future.cancel()
             try:
-                replies = {part: _result(future) for part, future in waiting.items()}
-            except BaseException:  # for example Ctrl-C
-                for future in (*waiting.values(), *self._begun.values()):
-                    future.cancel()
-                self._begun.clear()
+                return call(part)
+            except BUGS:
                 raise
-            answers |= {part: self._final(reply, part, attempt) for part, reply in replies.items()}
-            todo = [part for part, reply in replies.items() if may_pass(reply)]
-            if not todo or attempt == self.remote.tries:
+            except Exception as caught:
+                error = caught
+            if not may_pass(error):
                 break
             # random, so that workers do not retry together. The global generator belongs to the user
-            pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1))
-            time.sleep(pause * random.Random().uniform(0.75, 1.25))
-        return answers
-
-    def _final(self, answer: Any, part: Range, tries: int) -> Any:
-        """Return ``answer``, or for a temporary error a ReadError, which no caller retries. Raise ``BUGS``."""
-        if isinstance(answer, BUGS):
-            raise answer
-        if not isinstance(answer, Exception) or isinstance(answer, GpuaugError):
-            return answer
-        if isinstance(answer, OSError) and not may_pass(answer):
-            return answer
+            pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** (attempt - 1)) * random.Random().uniform(0.75, 1.25)
+            if attempt == self.remote.tries or stop.wait(pause):
+                break
+        if isinstance(error, GpuaugError) or (isinstance(error, OSError) and not may_pass(error)):
+            return error
         late = f"no answer within {part.seconds(self.remote.timeout):.3g} s"
-        text = late if isinstance(answer, TimeoutError) else _text(answer)
-        failed = ReadError(f"{redact(part.path)!r} cannot be read, tried {tries} times: {text}")
-        failed.__cause__ = answer
+        text = late if isinstance(error, TimeoutError) else _text(error)
+        failed = ReadError(f"{redact(part.path)!r} cannot be read, tried {attempt} times: {text}")
+        failed.__cause__ = error
         return failed
 
 
@@ -348,13 +337,6 @@ def _bucket(url: str) -> str:
 
 def _cache_name(part: Range) -> str:
     return f"{part.path}\n{part.begin}\n{part.size}\n{part.version}"
-
-
-def _result(future: Future[Any]) -> Any:
-    try:
-        return future.result()
-    except Exception as error:
-        return error
 
 
 def _text(error: BaseException) -> str:

@@ -23,7 +23,6 @@ from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.loader.augmented import made_of
 from gpuaug.source.adapt import Source
 from gpuaug.source.base import digest
-from gpuaug.source.extra import Fields
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, MANIFEST, Size, parse, shard_name
 from gpuaug.targets.colors import color_table
@@ -145,7 +144,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """Everything that decides the written bytes, as JSON."""
-        source, extra = self.source, getattr(self.source, "extra", None)
+        source, extra = self.source, self.source.extra
         what = {field.name: getattr(self.what, field.name) for field in fields(Pack)}
         what |= {"sizes": self.what.names, "format": self.what.form}
         del what["pixel_centers"], what["orientation"], what["colors"]  # stored in `targets`
@@ -161,7 +160,7 @@ class Job:
             "labels": _labels_digest(source),
             "classes": source.classes,
             **({} if self.targets is None else {"targets": self.targets}),
-            **({"extra": extra._asdict() | {"names": [*extra.names]}} if isinstance(extra, Fields) else {}),
+            **({"extra": extra._asdict() | {"names": [*extra.names]}} if extra is not None else {}),
             **what,
             "decode": {
                 "backend": self.decode.backend,
@@ -249,8 +248,8 @@ def _labels_digest(source: Source) -> str | None:
 def checked_out(out: Path, source: Source) -> Path:
     """The absolute path of ``out``. Raises ConfigError if ``out`` is inside the source or holds other files."""
     place = Path(os.path.abspath(out.expanduser()))
-    root: Any = getattr(source, "root", None)
-    is_folder = isinstance(root, str) and "://" not in root and os.path.isdir(root)
+    root = source.root or ""
+    is_folder = "://" not in root and os.path.isdir(root)
     if is_folder and Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
         raise ConfigError(
             f"`out` must not be inside `source.root` ({root!r}), because the new files would become samples. Found: "

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
-from gpuaug.batch import CropWindows, EncodedBatch, Fault
+from gpuaug.augment.target_mover import TargetMover
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.plan import HeaderInfo
 from gpuaug.errors import GpuaugError
@@ -26,7 +26,7 @@ from gpuaug.source.adapt import Source
 from gpuaug.source.packed import Size
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.colors import Color
-from gpuaug.targets.objects import Objects
+from gpuaug.targets.objects import output_keypoints
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Orientation, Targets
 
 Columns = dict[str, NDArray[Any]]
@@ -83,7 +83,7 @@ class TargetPacker:
             keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
             orientation=described["orientation"],
         )
-        self._target_stage = TargetStage(self._rules, Augment(), source=source)
+        self._mover = TargetMover(self._rules, Augment(), source=source)
 
     def encode(
         self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
@@ -92,11 +92,11 @@ class TargetPacker:
 
         Returns the faults; for each row that has a mask, the encoded mask at every size; the objects at every size.
         """
-        upright = self._target_stage.upright(batch, headers, self._decoder)
+        upright, faults = self._mover.upright(batch, headers, self._decoder)
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
-        faults, encoded = list(upright.faults), dict[int, list[bytes]]()
+        encoded = dict[int, list[bytes]]()
         for row in range(len(batch.masks)):  # one at a time, because masks can be large
-            read, bad = self._target_stage.read_masks(batch, headers, self._decoder, rows=[row])
+            read, bad = self._mover.read_masks(batch, headers, self._decoder, rows=[row], keep_ids=True)
             faults += bad
             if (mask := read[row]) is not None:
                 encoded[row] = self._masks(row, mask, windows)
@@ -111,11 +111,11 @@ class TargetPacker:
         columns: Columns = {}
         for name, whole in zip(names, sizes, strict=True) if self._rules.boxes or self._rules.keypoints else ():
             objects = whole.rows(np.array(kept, dtype=np.int64))
-            columns |= {"object_bounds": objects.counts(len(kept)), "object_labels": objects.labels}
+            columns |= {"object_bounds": objects.counts, "object_labels": objects.labels}
             columns |= {"object_crowd": objects.crowd, "object_ids": objects.ids, f"{name}.area": objects.area}
             if objects.boxes is not None:
                 columns[f"{name}.boxes"] = objects.boxes.astype(np.float32)
-            if (keypoints := objects.output_keypoints(self._rules)) is not None:
+            if (keypoints := output_keypoints(objects, self._rules)) is not None:
                 columns[f"{name}.keypoints"] = keypoints
         return columns
 

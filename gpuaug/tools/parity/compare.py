@@ -74,10 +74,10 @@ def _cropped(
             raise ValueError(f"Pillow gives {theirs.shape[:2]}, ours {image.shape[:2]}")
         parity.at("decode", decoder.backend, "Pillow").add(image, theirs, key)
     parity.turned += int(headers.orientation[0]) != 1
-    stage, views, crops = loader.pipeline.stage, loader.augment.at(epoch).views, {}
-    batch = stage.read_headers(encoded, epoch)
+    pipeline, views, crops = loader.pipeline, loader.augment.at(epoch).views, {}
+    batch = pipeline.read_headers(encoded, epoch)
     name = "crop of reduced decoding" if loader.decode.reduced else "crop"
-    for view, window, made in zip(views, batch.windows, stage.decode(batch)[0], strict=True):
+    for view, window, made in zip(views, batch.windows, pipeline.decode(batch).images, strict=True):
         if view.copy == 0:
             ours = made[0].cpu().numpy()
             parity.at("crop", name, "full decoding, Pillow", view=view.name).add(

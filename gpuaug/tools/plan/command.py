@@ -372,7 +372,7 @@ def rehearsal() -> None:
 
 def set_largest_epoch(loader: Loader) -> tuple[float, int]:
     """Set the epoch with the largest images. Returns the mean bytes of encoded images, and their number."""
-    pipeline, stage, order = loader.pipeline, loader.pipeline.stage, loader.epoch_order.epoch
+    pipeline, order = loader.pipeline, loader.epoch_order.epoch
     some = torch.linspace(0, len(order) - 1, min(SAMPLED, len(order))).round().long()
     tasks = [(order.indices[at], order.repeats[at], torch.ones(len(at), dtype=torch.bool)) for at in some.split(16)]
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
@@ -381,7 +381,7 @@ def set_largest_epoch(loader: Loader) -> tuple[float, int]:
         size, first = size + encoded.data.nbytes, first or [encoded]
 
     def pixels(epoch: int) -> int:
-        windows = stage.read_headers(first[0], epoch).windows
+        windows = pipeline.read_headers(first[0], epoch).windows
         return sum(height * width for height, width in (window.size for window in windows))
 
     epochs = [loader.epoch, *(epoch for epoch in loader.augment.stages if epoch > loader.epoch)]

@@ -92,7 +92,7 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
         named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
         named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
         lines = _lines(loader, len(indices), epoch=settings.epoch)
-        lines[-1] += "" if (root := getattr(loader.source, "root", None)) is None else f" of {root}"
+        lines[-1] += "" if (root := loader.source.root) is None else f" of {root}"
         return rows, {"heading": named[-1], "lines": lines, "legend": legend}, values
 
 

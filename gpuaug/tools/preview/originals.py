@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from PIL import Image
 
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.target_stage import TargetStage
+from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import EncodedBatch
 from gpuaug.display.annotations import Annotated, Annotations
 from gpuaug.display.batches import label_text
 from gpuaug.loader.loader import Loader
+from gpuaug.loader.pipeline import LazyDecoder, Streams
 from gpuaug.read.reader import Reader
 
 GRAY = (240, 240, 240)
@@ -34,35 +36,37 @@ class Sample:
 
 def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Sequence[int] = ()) -> list[Sample]:
     """Read the original images, and compute their crops in the epochs ``cropped``."""
-    augmented, own = loader.source.augmented_by, loader.pipeline.stage
+    augmented, own, cpu = loader.source.augmented_by, loader.pipeline, torch.device("cpu")
     absent = "not stored, unlike its augmented images" if augmented else "cannot be decoded"
-    decode = replace(loader.decode, num_threads=1)
+    decode, accepted = replace(loader.decode, num_threads=1), loader.faults.truncated == "accept"
+    decoder = LazyDecoder(partial(decode.open, cpu, accept_truncated=accepted))
     # without a crop and without operations, the output is the whole image
-    whole = replace(own, recipe=Augment(), settings=decode, device=torch.device("cpu"), targets=None)
-    stages = [] if augmented else [whole]
-    if own.targets is not None:
-        targets = TargetStage(own.targets.rules, Augment(), source=loader.source, quiet=True)
-        stages.insert(0, replace(whole, targets=targets))
+    whole = replace(own, recipe=Augment(), lazy_decoder=decoder, device=cpu, streams=Streams(cpu), targets=None)
+    pipelines = [] if augmented else [whole]
+    if loader.targets is not None:
+        targets = TargetMover(loader.targets, Augment(), source=loader.source, quiet=True)
+        pipelines.insert(0, replace(whole, targets=targets))
     samples = []
     for index in indices:
         encoded = read(loader, [index], epoch=epoch)
         label = label_text(None if encoded.labels is None else encoded.labels.tolist()[0], loader.source.classes)
         sample = Sample(index, loader.source.key(index), label, Annotated(Image.new("RGB", (2, 1), GRAY)), absent)
-        for stage in stages:  # a sample with damaged targets is shown without them
-            staged = stage.read_headers(encoded, epoch)
-            (pixels,), faults = stage.decode(staged)
-            if not (encoded.faults or staged.faults or faults):
-                known = stage.finish_targets(staged, bad=[], keep=None)
+        for pipeline in pipelines:  # a sample with damaged targets is shown without them
+            decoded = pipeline.decode(pipeline.read_headers(encoded, epoch))
+            if not decoded.faults:
+                known = pipeline.finish_targets(decoded, [], None)
                 annotations = Annotations.of(known[0] if known else None, 0, loader.targets)
-                sample.original, sample.absent = Annotated(Image.fromarray(pixels[0].numpy()), annotations), ""
+                sample.original, sample.absent = (
+                    Annotated(Image.fromarray(decoded.images[0][0].numpy()), annotations),
+                    "",
+                )
                 break
         for each in () if sample.absent else cropped:
             for window in own.read_headers(encoded, each).windows:
                 top, left, height, width = window.window[0].tolist()
                 sample.crops.append((left, top, left + width, top + height))
         samples.append(sample)
-    for stage in stages:
-        stage.close()
+    decoder.close()
     return samples
 
 

@@ -227,7 +227,7 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
 
 
 def _decoding(loader: Loader, name: str, key: Callable[[str], str]) -> Iterator[Remedy]:
-    decoder, cores = loader.pipeline.stage.decoder, machine.usable_cpus()
+    decoder, cores = loader.pipeline.decoder, machine.usable_cpus()
     if decoder.num_threads < cores:
         text = f"{cores} decoding threads instead of {decoder.num_threads}"
         yield Remedy((key(f"decode.num_threads={cores}"),), text)
@@ -263,8 +263,8 @@ def op_seconds(loader: Loader) -> dict[str, float]:
     pipeline, epoch = loader.pipeline, loader.epoch
     task = next(endless(loader))
     encoded = next(iter(pipeline.read([tuple(part[:FEW] for part in task)], epoch)))  # type: ignore[list-item]
-    images, indices = pipeline.decode(encoded, epoch).images, encoded.indices.numpy()
-    stages: Any = pipeline.stage.recipe
+    images, indices = pipeline.decode(pipeline.read_headers(encoded, epoch)).images, encoded.indices.numpy()
+    stages: Any = pipeline.recipe
     views = [view for view in stages.at(epoch).views if not view.copy]
 
     def seconds(without: str | None) -> float:

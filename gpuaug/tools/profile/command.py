@@ -211,7 +211,7 @@ def bars(verdict: Verdict, *, heading: str) -> Image.Image:
 
 
 def _heading(loader: Loader) -> str:
-    root = getattr(loader.source, "root", None)
+    root = loader.source.root
     where = type(loader.source).__name__ if root is None else Path(str(root)).name
     stage = f", stage of epoch {loader.epoch}" if len(loader.augment.stages) > 1 else ""
     return (

@@ -8,7 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from glob import glob
 from typing import Any
 
@@ -21,7 +21,8 @@ from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
-from gpuaug.loader.pipeline import Pass, Pipeline, Task
+from gpuaug.loader.passes import Pass
+from gpuaug.loader.pipeline import PartialBatch, Pipeline, Task
 
 Step = Callable[[Batch], None]
 Seconds = defaultdict[str, float]  # by stage
@@ -132,59 +133,45 @@ def _timed() -> Any:
     return torch.cuda.Event(enable_timing=True)
 
 
-class _Beside:
-    """Passes everything on to another object, but for what a subclass times."""
+@dataclass(kw_only=True, eq=False)
+class _Traced(Pipeline):
+    clock: _Clock
+    images = encoded = largest = 0
+    shorter = 0.0
 
-    def __init__(self, inner: Any, clock: _Clock) -> None:
-        self._inner, self._clock = inner, clock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class _Reader(_Beside):
-    images = encoded = 0
-
-    def batches(self, *args: Any, **given: Any) -> Iterator[EncodedBatch]:
-        with contextlib.closing(self._inner.batches(*args, **given)) as batches:
+    def read(self, *args: Any, **given: Any) -> Iterator[EncodedBatch]:
+        with contextlib.closing(super().read(*args, **given)) as batches:  # type: ignore[type-var]
             while True:
-                with self._clock.stage("read"):
+                with self.clock.stage("read"):
                     batch = next(batches, None)
                 if batch is None:
                     return
                 self.images, self.encoded = self.images + len(batch), self.encoded + batch.data.nbytes
                 yield batch
 
-
-class _Stage(_Beside):
-    shorter, largest = 0.0, 0
-
-    def read_headers(self, encoded: EncodedBatch, epoch: int) -> Any:
-        with self._clock.stage("headers"):
-            batch = self._inner.read_headers(encoded, epoch)
+    def read_headers(self, encoded: EncodedBatch, epoch: int) -> PartialBatch:
+        with self.clock.stage("headers"):
+            batch = super().read_headers(encoded, epoch)
         if batch.info is not None:
             self.shorter = float(np.median(np.minimum(batch.info.height, batch.info.width)))
             self.largest = max(max(window.size) for window in batch.windows)
         return batch
 
-    def decode(self, batch: Any) -> Any:
-        with self._clock.stage("decode", kernels=True):
-            images, faults = self._inner.decode(replace(batch, targets=None))
-        if batch.targets is not None:
-            with self._clock.stage("masks"):
-                more = self.targets.decode(batch.targets, batch.encoded, batch.info, self.decoder)
-            faults = [*faults, *more]
-        return images, faults
+    def decode_images(self, batch: PartialBatch) -> Any:
+        with self.clock.stage("decode", kernels=True):
+            return super().decode_images(batch)
 
-    def augment(self, *args: Any, **given: Any) -> Any:
-        with self._clock.stage("augment", kernels=True):
-            return self._inner.augment(*args, **given)
+    def decode_masks(self, batch: PartialBatch) -> Any:
+        with contextlib.nullcontext() if batch.targets is None else self.clock.stage("masks"):
+            return super().decode_masks(batch)
 
-    def finish_targets(self, *args: Any, **given: Any) -> Any:
-        if self.targets is None:
-            return None
-        with self._clock.stage("targets"):
-            return self._inner.finish_targets(*args, **given)
+    def augment(self, batch: PartialBatch) -> Any:
+        with self.clock.stage("augment", kernels=True):
+            return super().augment(batch)
+
+    def finish_targets(self, batch: PartialBatch, *given: Any) -> Any:
+        with contextlib.nullcontext() if batch.targets is None else self.clock.stage("targets"):
+            return super().finish_targets(batch, *given)
 
 
 class _Faults(Faults):
@@ -218,8 +205,7 @@ def trace(
     Raises:
         GpuaugError: if no image can be read and decoded.
     """
-    clock, mix = _Clock(loader.device), loader.pipeline.mix
-    reader, stage = _Reader(loader.pipeline.reader, clock), _Stage(loader.pipeline.stage, clock)
+    clock, mix, reader = _Clock(loader.device), loader.pipeline.mix, loader.pipeline.reader
     faults = _Faults(policy="drop" if loader.faults.policy == "drop" else "blank", truncated=loader.faults.truncated)
 
     def mixed(*args: Any, **given: Any) -> Any:
@@ -227,8 +213,8 @@ def trace(
         with clock.stage("mix"):
             return mix(*args, **given)
 
-    wrapped: dict[str, Any] = {"reader": reader, "stage": stage, "mix": None if mix is None else mixed}
-    pipeline: Pipeline = replace(loader.pipeline, faults=faults, **wrapped)
+    parts = {each.name: getattr(loader.pipeline, each.name) for each in fields(Pipeline) if each.init}
+    pipeline = _Traced(**{**parts, "faults": faults, "mix": None if mix is None else mixed}, clock=clock)
     tasks, skip = endless(loader), max(WARMUP, loader.num_workers)
     if pipeline.cache is not None:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
@@ -268,9 +254,9 @@ def trace(
         busy=dict(clock.busy),
         cpu=cpu,
         reading=reading,
-        encoded=reader.encoded / max(1, reader.images),
-        shorter=stage.shorter,
-        largest=stage.largest,
+        encoded=pipeline.encoded / max(1, pipeline.images),
+        shorter=pipeline.shorter,
+        largest=pipeline.largest,
         faults=faults.bad,
         tried=faults.tried,
     )

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.moves import Field, Move, moves
+from gpuaug.augment.moves import Elastic, Move, moves
 from gpuaug.augment.ops.erasing import RandomErasing
 from gpuaug.augment.parameters import Chosen, Size
-from gpuaug.batch import CropWindows, EncodedBatch, EncodedTargets, Fault, Int64
+from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.plan import HeaderInfo, decode_fault, split_by_bytes
@@ -29,7 +29,7 @@ from gpuaug.source.base import Source
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
 from gpuaug.targets.masks import Erased, Warp
-from gpuaug.targets.objects import Objects, carry
+from gpuaug.targets.objects import by_rules, carry, output_keypoints
 from gpuaug.targets.rules import Masks, Targets
 
 log = logging.getLogger("gpuaug")
@@ -39,39 +39,29 @@ LARGEST_BYTE = 255
 _SHOWN = 8  # values in a warning
 
 
-@dataclass(frozen=True, slots=True)
-class Upright:
-    """Targets of a batch before the crop, on images turned upright as EXIF says. Rows with a fault must not be used."""
+@dataclass(slots=True, kw_only=True)
+class TargetView:
+    """Targets of a batch on the host: of the upright images, then of one view. Rows with a fault must not be used."""
 
-    table: EncodedTargets  # the worker's table, converted to pixels
-    objects: Objects  # in pixels of the annotated images; `ids` are rows of `table`
-    boxed: Objects  # the same objects in pixels of the upright images, for crops
-    matrices: Float64  # [B, 3, 3], from the annotated to the upright image
+    table: Objects  # the worker's table, in pixels of the annotated images
+    objects: Objects  # upright: in pixels of the annotated images; view: of the output. `ids` are rows of `table`
+    matrices: Float64  # [B, 3, 3], from the annotated to the upright image, or to the output
     sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
-    masks: list[NDArray[Any] | None] | None  # None: not decoded yet, or no masks. Element None: the row has no mask
-    faults: list[Fault]
+    decoded: list[NDArray[Any] | None] | None = None  # upright masks that a crop reads. Element None: no mask
+    windows: Any = None  # CropWindows of the view
+    moves: list[Warp | Elastic] = field(default_factory=list)  # what masks still have to follow, in order
+    masks: Tensor | None = None  # [B, H, W], set by TargetMover.sample
+
+    @property
+    def upright_objects(self) -> Objects:
+        """The objects in pixels of the upright images, for crops."""
+        boxes = self.objects.boxes
+        if boxes is None or (self.matrices == np.eye(3)).all():
+            return self.objects
+        return replace(self.objects, boxes=geometry.hulls(self.matrices[self.objects.sample], boxes))
 
 
-@dataclass(slots=True)
-class Placed:
-    """Targets of one view on the host."""
-
-    objects: Objects  # in pixels of the output; `ids` are rows of the batch's table
-    matrices: Float64  # [B, 3, 3], from the annotated image to the output
-    windows: CropWindows
-    moves: list[Warp | Field]  # what masks still have to follow, in order
-    masks: Tensor | None = None  # [B, H, W], set by TargetStage.sample
-
-
-@dataclass(slots=True)
-class TargetBatch:
-    """Targets of a batch, with one :class:`Placed` per view."""
-
-    upright: Upright
-    views: list[Placed]
-
-
-class TargetStage:
+class TargetMover:
     """Moves targets as ``recipe`` moves the images.
 
     Args:
@@ -81,17 +71,10 @@ class TargetStage:
         quiet: True: log nothing, because another stage logs the same.
     """
 
-    def __init__(
-        self,
-        rules: Targets,
-        recipe: Any,
-        *,
-        source: Source | None = None,
-        quiet: bool = False,
-    ) -> None:
+    def __init__(self, rules: Targets, recipe: Any, *, source: Source | None = None, quiet: bool = False) -> None:
         self.rules, self.recipe = rules, recipe
         flip = getattr(rules.keypoints, "flip", None)
-        source = Source() if source is None else source
+        source = Source(()) if source is None else source
         flip = source.flip_pairs if flip is None else flip
         self.flip = None if flip is None else tuple(flip)
         self.panoptic = source.panoptic  # masks hold annotation ids in three channels
@@ -103,15 +86,15 @@ class TargetStage:
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
         self._orientation_logged = quiet
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
-        self._table = None if rules.masks is None else masks.lookup(rules.masks)
+        self._lookup = None if rules.masks is None else masks.lookup(rules.masks)
         self._unnamed_logged = quiet
-        if self.panoptic and self._table is not None and self._table.colors:
+        if self.panoptic and self._lookup is not None and self._lookup.colors:
             raise ConfigError("`targets.masks.colors` must be null, because the colours of panoptic masks are ids.")
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
         self._largest = max([self.fill, *(_erasing_values(views, rules.masks) if rules.masks is not None else ())])
         self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
-    def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> Upright:
+    def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> tuple[TargetView, list[Fault]]:
         """Check the annotated sizes, convert fractions to pixels, and decode masks that a crop needs."""
         table = encoded.targets
         assert table is not None
@@ -120,14 +103,12 @@ class TargetStage:
         as_stored, faults = self._annotated_as_stored(encoded, info, sizes, stored)
         table = _in_pixels(table, np.where(as_stored[:, None], stored, sizes))
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
-        objects = boxed = Objects.of(replace(table, ids=np.arange(len(table.ids))), self.rules)
+        objects = by_rules(replace(table, ids=np.arange(len(table))), self.rules)
         if as_stored.any():
             matrices[as_stored] = geometry.orientation(info.orientation[as_stored], stored[as_stored])
-            if objects.boxes is not None:
-                boxed = replace(objects, boxes=geometry.hulls(matrices[objects.sample], objects.boxes))
         decoded = self._decode_all(encoded, info, decoder, faults) if self._needs_masks else None
         sizes = np.where((sizes > 0).all(axis=1, keepdims=True), sizes, 0)
-        return Upright(table, objects, boxed, matrices, sizes, decoded, faults)
+        return TargetView(table=table, objects=objects, matrices=matrices, sizes=sizes, decoded=decoded), faults
 
     def _annotated_as_stored(
         self, encoded: EncodedBatch, info: HeaderInfo, shown: Int64, stored: Int64
@@ -136,7 +117,7 @@ class TargetStage:
 
         ``shown``, ``stored``: sizes [B, 2] of the displayed and the stored images.
         """
-        table = encoded.targets
+        table, has_masks = encoded.targets, bool(encoded.masks)
         assert table is not None
         turned = (info.orientation > 1) & (shown > 0).all(axis=1)
         given = (table.sizes > 0).all(axis=1) & (shown > 0).all(axis=1)
@@ -147,11 +128,11 @@ class TargetStage:
             )
             for row in np.flatnonzero(given & ~fits_shown & ~fits_stored).tolist()
         ]
-        for row in np.flatnonzero(turned & ~given).tolist() if table.masks else ():
+        for row in np.flatnonzero(turned & ~given).tolist() if has_masks else ():
             with suppress(HeaderError):  # decoding the mask gives the fault
                 size, _ = masks.size_and_header(encoded.masks[row].tobytes())
                 fits_shown[row], fits_stored[row] = size == tuple(shown[row]), size == tuple(stored[row])
-        annotated = turned & (fits_shown == fits_stored) & (table.masks | (np.diff(table.offsets) > 0))
+        annotated = turned & (fits_shown == fits_stored) & (has_masks | (table.counts > 0))
         if annotated.any() and not self._orientation_logged:
             self._orientation_logged = True
             row, name = int(annotated.argmax()), self.rules.orientation
@@ -164,8 +145,8 @@ class TargetStage:
         return turned & np.where(fits_shown != fits_stored, fits_stored, self._as_stored), faults
 
     def place(
-        self, upright: Upright, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]], *, epoch: int
-    ) -> TargetBatch:
+        self, upright: TargetView, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]], *, epoch: int
+    ) -> list[TargetView]:
         """Move the objects of every view. ``chosen``: per view, the choices of each operation."""
         views = []
         for view, window, choices in zip(self.recipe.at(epoch).views, windows, chosen, strict=True):
@@ -183,14 +164,15 @@ class TargetStage:
                 windows=window,
             )
             matrices = reduce(lambda path, op: op @ path, ops, crop)
-            views.append(Placed(objects, matrices, window, self._warps(done, window.size)))
-        return TargetBatch(upright, views)
+            warps = self._warps(done, window.size)
+            views.append(replace(upright, objects=objects, matrices=matrices, windows=window, moves=warps))
+        return views
 
-    def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Field]:
+    def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Elastic]:
         """Compose the moves between fields, for masks. A sample that a field does not change is sampled only once."""
-        found, group = list[Warp | Field](), list[Float64 | Erased]()
+        found, group = list[Warp | Elastic](), list[Float64 | Erased]()
         for move in done if self.rules.masks else ():
-            if not isinstance(move, Field):
+            if not isinstance(move, Elastic):
                 group.append(move)
                 continue
             now = [_of_rows(each, move.rows) for each in group]
@@ -198,38 +180,41 @@ class TargetStage:
             group = [_of_rows(each, move.rows, others=True) for each in group]
         return [*found, Warp.of(group, size, self.fill)] if group else found
 
-    def decode(self, batch: TargetBatch, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> list[Fault]:
-        """Decode the masks, sample them for every view, and store them in ``batch``. Return the faults."""
+    def decode(
+        self, views: Sequence[TargetView], encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder
+    ) -> list[Fault]:
+        """Decode the masks, sample them for every view, and store them in ``views``. Return the faults."""
         if self.rules.masks is None:
             return []
-        faults, held = list[Fault](), batch.upright.masks
-        batch.upright = replace(batch.upright, masks=None)  # the batch may wait long, and needs only the samples
+        faults, held = list[Fault](), views[0].decoded
+        for view in views:
+            view.decoded = None  # the batch may wait long, and needs only the samples
         parts = self._decoded(encoded, info, decoder, faults) if held is None else iter([held])
-        self.sample(batch, parts, decoder.device, threads=decoder.num_threads, each=decoder.each)
+        self.sample(views, parts, decoder.device, threads=decoder.num_threads, each=decoder.each)
         return faults
 
     def sample(
         self,
-        batch: TargetBatch,
+        views: Sequence[TargetView],
         parts: Iterator[list[NDArray[Any] | None]],
         device: torch.device,
         *,
         threads: int = 1,
         each: Callable[..., None] = one_by_one,
     ) -> None:
-        """Crop and resize upright masks for every view of ``batch``.
+        """Crop and resize upright masks for every view.
 
         On the CPU, or if masks hold object numbers, a view's first warp is applied too. ``parts``: the masks of the
         batch in order, in lists. A list is no longer needed when the next one is taken.
         """
-        count, first = len(batch.upright.sizes), 0
+        count, first = len(views[0].sizes), 0
         warps = list[Warp | None]()
         for decoded in parts:
             rows = np.arange(first, first + len(decoded))
             if first == 0:
                 small = len(decoded) == count and all(m is None or m.dtype == np.uint8 for m in decoded)
-                warps = self._begin(batch, count, device, small=small and self._largest <= LARGEST_BYTE)
-            for view, warp in zip(batch.views, warps, strict=True):
+                warps = self._begin(views, count, device, small=small and self._largest <= LARGEST_BYTE)
+            for view, warp in zip(views, warps, strict=True):
                 assert view.masks is not None
                 masks.place(
                     decoded,
@@ -242,16 +227,18 @@ class TargetStage:
                 )
             first += len(decoded)
             del decoded
-        for view in batch.views if self._instances else ():
-            _drop_vanished(view, batch.upright.table)
+        for view in views if self._instances else ():
+            _drop_vanished(view)
 
-    def _begin(self, batch: TargetBatch, count: int, device: torch.device, *, small: bool) -> list[Warp | None]:
+    def _begin(
+        self, views: Sequence[TargetView], count: int, device: torch.device, *, small: bool
+    ) -> list[Warp | None]:
         """Allocate the masks of every view. Return the warps that are applied while sampling, and remove them.
 
         ``small``: whether bytes hold all values.
         """
         on_host, warps = device.type == "cpu" or self._instances, list[Warp | None]()
-        for view in batch.views:
+        for view in views:
             first = view.moves[0] if view.moves and on_host else None
             warps.append(first if isinstance(first, Warp) else None)
             view.moves = view.moves if warps[-1] is None else view.moves[1:]
@@ -263,7 +250,13 @@ class TargetStage:
         return warps
 
     def finish(
-        self, batch: TargetBatch, indices: Tensor, *, bad: Sequence[int], keep: Tensor | None, device: torch.device
+        self,
+        views: Sequence[TargetView],
+        indices: Tensor,
+        *,
+        bad: Sequence[int],
+        keep: Tensor | None,
+        device: torch.device,
     ) -> list[BatchTargets]:
         """Upload the targets of every view to the device of the images. Apply the remaining moves to the masks.
 
@@ -271,10 +264,10 @@ class TargetStage:
         rows to keep; None: all.
         """
         rows = np.arange(len(indices)) if keep is None else keep.numpy()
-        return [self._finish(view, batch.upright, indices, bad=bad, rows=rows, device=device) for view in batch.views]
+        return [self._finish(view, indices, bad=bad, rows=rows, device=device) for view in views]
 
     def _finish(
-        self, view: Placed, upright: Upright, indices: Tensor, *, bad: Sequence[int], rows: Int64, device: torch.device
+        self, view: TargetView, indices: Tensor, *, bad: Sequence[int], rows: Int64, device: torch.device
     ) -> BatchTargets:
         objects = view.objects
         if len(bad):
@@ -282,7 +275,7 @@ class TargetStage:
         if len(rows) < len(indices):
             objects = objects.rows(rows)
         corners = None if objects.boxes is None else objects.boxes.astype(np.float32)
-        columns = (corners, objects.labels, objects.output_keypoints(self.rules), objects.sample)
+        columns = (corners, objects.labels, output_keypoints(objects, self.rules), objects.sample)
         boxes, labels, keypoints, sample = upload(columns, device)
         assert labels is not None
         assert sample is not None
@@ -295,25 +288,27 @@ class TargetStage:
             labels=labels,
             keypoints=keypoints,
             sample=sample,
-            counts=torch.from_numpy(objects.counts(len(rows))),
-            ids=torch.from_numpy(upright.table.ids[objects.ids]),
+            counts=torch.from_numpy(objects.counts),
+            ids=torch.from_numpy(view.table.ids[objects.ids]),
             crowd=torch.from_numpy(objects.crowd),
             area=torch.from_numpy(objects.area),
             indices=indices[rows],
             image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
-            sizes=torch.from_numpy(upright.sizes[rows]),
+            sizes=torch.from_numpy(view.sizes[rows]),
             covered=torch.from_numpy(covered[rows].astype(np.int64)),
             matrices=torch.from_numpy(view.matrices[rows]),
             size=windows.size,
             instances=self._instances,
         )
 
-    def _finished_masks(self, view: Placed, *, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
+    def _finished_masks(
+        self, view: TargetView, *, bad: Sequence[int], rows: Int64, device: torch.device
+    ) -> Tensor | None:
         if view.masks is None:
             return None
         made = buffers.to_device(view.masks, device)
         for move in view.moves:
-            if isinstance(move, Field):
+            if isinstance(move, Elastic):
                 made = move.apply(made, self.fill)
                 continue
             moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | (move.counts > 0))
@@ -337,7 +332,7 @@ class TargetStage:
         or with a fault gets None; the faults are added to ``faults``.
         """
         most, pixels = decoder.settings.max_bytes // 2, (info.height * info.width).tolist()
-        kind = {"changed": self._table is not None, "panoptic": self.panoptic}
+        kind = {"changed": self._lookup is not None, "panoptic": self.panoptic}
         sizes = np.array([masks.peak_bytes(data, n, **kind) for data, n in zip(encoded.masks, pixels, strict=True)])
         for row in np.flatnonzero(sizes > most).tolist():
             reason = f"decoding takes {sizes[row]} bytes, more than half of `decode.max_bytes` ({2 * most}). Raise it"
@@ -345,14 +340,6 @@ class TargetStage:
         for rows in split_by_bytes(np.arange(len(sizes)), np.where(sizes > most, 0, sizes), most):
             found, bad = self.read_masks(encoded, info, decoder, rows=rows[sizes[rows] <= most].tolist())
             faults += bad
-            if self.panoptic:
-                self._number(found, encoded)
-            for row, mask in enumerate(found if self._dtype == torch.uint8 else ()):
-                largest = 0 if mask is None or mask.dtype == np.uint8 else int(mask.max(initial=0))
-                if largest > LARGEST_BYTE:
-                    reason = f"a value of {largest}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-                    faults.append(self._mask_fault(encoded, row, reason))
-                    found[row] = None
             yield found[rows[0] : rows[-1] + 1]
             del found
 
@@ -372,25 +359,16 @@ class TargetStage:
                 )
         return found
 
-    def _number(self, found: list[NDArray[Any] | None], encoded: EncodedBatch) -> None:
-        """Replace annotation ids in panoptic masks by object numbers or classes."""
-        assert encoded.targets is not None
-        masks.number_segments(found, encoded.targets, as_objects=self._instances, fill=self.fill)
-        if self._table is None:
-            return
-        unnamed = [Counter[int]() for _ in found]
-        for row, mask in enumerate(found):  # not applied earlier, because `map` is for classes, not for annotation ids
-            found[row] = None if mask is None else self._table.apply(mask, unnamed=unnamed[row])
-        self._log_unnamed(encoded, unnamed)
-
     def read_masks(
-        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int]
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int], keep_ids: bool = False
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Decode upright masks [h, w]. Panoptic masks hold annotation ids; to others, the rules are applied.
+        """Decode upright masks [h, w] of classes or objects. With ``keep_ids``, panoptic masks hold annotation ids.
 
         ``rows``: the rows to decode. The other rows, and rows without a mask or with a fault, get None.
         """
-        data = encoded.masks
+        data, objects = encoded.masks, encoded.targets
+        assert objects is not None
+        offsets = objects.offsets
         found: list[NDArray[Any] | None] = [None] * len(data)
         unnamed = [Counter[int]() for _ in data]
         faults: list[Fault] = []
@@ -398,16 +376,28 @@ class TargetStage:
         def one(row: int) -> None:
             height, width, exif = int(info.height[row]), int(info.width[row]), int(info.orientation[row])
             try:
-                found[row] = masks.decode(
+                mask = masks.decode(
                     data[row].tobytes(),
                     stored=(width, height) if exif > 4 else (height, width),
                     exif=exif,
                     as_stored=self._as_stored,
                     max_pixels=decoder.settings.max_pixels,
-                    table=None if self.panoptic else self._table,
+                    table=None if self.panoptic else self._lookup,
                     unnamed=None if self._unnamed_logged else unnamed[row],
                     ids_in_rgb=self.panoptic,
                 )
+                if self.panoptic and not keep_ids:
+                    own = slice(offsets[row], offsets[row + 1])
+                    values = objects.labels[own]
+                    values = np.arange(1, len(values) + 1) if self._instances else values
+                    mask = masks.replace_ids(mask, objects.ids[own], values, self.fill)
+                    if self._lookup is not None:  # `map` is for classes, not for annotation ids
+                        mask = self._lookup.apply(mask, unnamed=unnamed[row])
+                if self._dtype == torch.uint8 and mask.dtype != np.uint8 and mask.max() > LARGEST_BYTE:
+                    raise HeaderError(
+                        f"a value of {mask.max()}, but `targets.masks.dtype` is uint8. Set int32 or int64"
+                    )
+                found[row] = mask
             except HeaderError as error:
                 faults.append(self._mask_fault(encoded, row, str(error)))
 
@@ -428,7 +418,7 @@ class TargetStage:
             return
         self._unnamed_logged = True
         counts, index = sum(unnamed, Counter[int]()), int(encoded.indices[row])
-        in_colors = self._table is not None and self._table.colors
+        in_colors = self._lookup is not None and self._lookup.colors
         shown = [
             f"{[value & 255, value >> 8 & 255, value >> 16] if in_colors else value} ({count} pixels)"
             for value, count in counts.most_common(_SHOWN)
@@ -467,12 +457,12 @@ def _erasing_values(views: Sequence[Any], rules: Masks) -> list[int]:
     return values
 
 
-def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
+def _in_pixels(table: Objects, sizes: Int64) -> Objects:
     """Convert annotations from fractions to pixels. ``sizes``: int64 [B, 2], (H, W) of the annotated images."""
     rows = table.fractions
     if rows is None:
         return table
-    scale = np.where(rows[:, None], np.maximum(sizes, 1), 1).repeat(np.diff(table.offsets), axis=0)[:, ::-1]
+    scale = np.where(rows[:, None], np.maximum(sizes, 1), 1)[table.sample, ::-1]
     boxes, keypoints = table.boxes, table.keypoints
     if boxes is not None:
         boxes = (boxes * np.concatenate([scale, scale], axis=1)).astype(np.float32)
@@ -482,16 +472,15 @@ def _in_pixels(table: EncodedTargets, sizes: Int64) -> EncodedTargets:
     return replace(table, boxes=boxes, keypoints=keypoints)
 
 
-def _drop_vanished(view: Placed, table: EncodedTargets) -> None:
+def _drop_vanished(view: TargetView) -> None:
     """Drop objects that have no pixel in the view's masks, and number the other objects 1, 2, ... in each mask."""
     assert view.masks is not None
     objects, made = view.objects, view.masks.numpy()
-    counts = objects.counts(len(made))
-    begins = np.cumsum([0, *counts])
+    begins, first = objects.offsets, view.table.offsets
     keep = np.zeros(len(objects.labels), dtype=bool)
     for row, mask in enumerate(made):
         own = objects.ids[begins[row] : begins[row + 1]]
-        numbers = own - table.offsets[row] + 1  # the objects' values in the mask, ascending
+        numbers = own - first[row] + 1  # the objects' values in the mask, ascending
         present = np.zeros(max(int(mask.max(initial=0)), int(numbers.max(initial=0))) + 1, dtype=bool)
         present[mask.reshape(-1)] = True
         kept = present[numbers]

@@ -12,7 +12,7 @@ from gpuaug.random.keyed import Float, Int
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class Pairs:
     """A policy of K pairs."""
 
     names: tuple[str, ...]  # the operations that occur in the policy
@@ -22,15 +22,15 @@ class Table:
 
 
 @lru_cache(maxsize=8)
-def read(policy: str, posterize: str = "posterize") -> Table:
-    """Read the table of a policy, and rename its operation "posterize" to the argument ``posterize``."""
+def read(policy: str, posterize: str = "posterize") -> Pairs:
+    """Read a policy, and rename its operation "posterize" to the argument ``posterize``."""
     words = [op.split() for line in _POLICIES[policy].strip().splitlines() for op in line.split(";")]
     found = [posterize if word[0] == "posterize" else word[0] for word in words]
     names = tuple(dict.fromkeys(found))
     ops = np.array([names.index(name) for name in found], dtype=np.int64)
     p = np.array([float(word[1]) for word in words], dtype=np.float32)
     magnitudes = np.array([int(word[2]) if len(word) == 3 else 0 for word in words], dtype=np.int64)
-    return Table(names, ops.reshape(-1, 2), p.reshape(-1, 2), magnitudes.reshape(-1, 2))
+    return Pairs(names, ops.reshape(-1, 2), p.reshape(-1, 2), magnitudes.reshape(-1, 2))
 
 
 _POLICIES = {  # a line is a pair of operations, each "name probability [magnitude]"

@@ -1,0 +1,101 @@
+"""Packs what was read of a batch into one block of bytes, as workers send it, and unpacks the block."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuaug.batch import Fault, Objects
+from gpuaug.errors import SourceError
+from gpuaug.source.adapt import Source
+
+PICKLABLE = "Give text, bytes, numbers, lists, dictionaries or numpy arrays."
+FAILED = -1  # in place of the number of images: the block holds an exception
+
+# labels, faults, targets and extras of a batch
+Rest = tuple[NDArray[Any] | None, tuple[Fault, ...], Objects | None, list[Any] | None]
+
+
+def pack(encoded: list[memoryview], rest: Rest) -> list[Any]:
+    """The pieces of a block: two numbers (see :func:`unpack`), the offsets, the pickled ``rest``, ``encoded``."""
+    try:
+        pickled = pickle.dumps(rest)
+    except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+        raise SourceError(
+            f"an extra, the third value of a sample, cannot be pickled for the other process: {error}. {PICKLABLE}"
+        ) from error
+    return [_int64(len(encoded), len(pickled)), offsets_of(encoded).tobytes(), pickled, *encoded]
+
+
+def pack_error(error: Exception) -> list[Any]:
+    """The pieces of a block that holds an exception and its traceback."""
+    try:
+        data = pickle.dumps(error)
+    except Exception:  # some attribute of the exception cannot be pickled
+        data = b""
+    pickled = pickle.dumps((data, "".join(traceback.format_exception(error))))
+    return [_int64(FAILED, len(pickled)), pickled]
+
+
+def join(pieces: list[Any], target: memoryview) -> None:
+    """Copy the pieces into ``target``, one after the other. ``pieces`` is empty afterwards."""
+    begin = 0
+    pieces.reverse()
+    while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
+        piece = pieces.pop()
+        target[begin : begin + len(piece)] = piece
+        begin += len(piece)
+
+
+def unpack(block: NDArray[np.uint8], *, source: Source, indices: NDArray[np.int64]) -> dict[str, Any]:
+    """Fields of an EncodedBatch, whose images and offsets are views of ``block``, uint8 [n].
+
+    Raises:
+        SourceError: if an extra of the samples ``indices`` of ``source`` cannot be unpickled.
+        Exception: the exception in the block; RuntimeError if it cannot be unpickled.
+    """
+    count, size = block[:16].view(np.int64).tolist()
+    begin = 16 + 8 * (count + 1)
+    pickled = block[begin : begin + size].data
+    if count == FAILED:
+        raise _restored(*pickle.loads(pickled))
+    try:
+        rest = pickle.loads(pickled)
+    except Exception as error:  # unpickling calls the classes of the extras
+        first, last = (source.key(i) for i in indices[[0, -1]].tolist())
+        raise SourceError(
+            f"an extra, the third value of a sample, cannot be unpickled: {type(error).__name__}: {error}. The "
+            f"sample is in the batch from {first!r} to {last!r}. {PICKLABLE}"
+        ) from error
+    return fields_of(rest, data=block[begin + size :], offsets=block[16:begin].view(np.int64))
+
+
+def fields_of(rest: Rest, *, data: NDArray[np.uint8], offsets: NDArray[np.int64], **more: Any) -> dict[str, Any]:
+    labels, faults, targets, extra = rest
+    tensors = {"data": data, "offsets": offsets, "labels": labels}
+    made = {name: None if values is None else torch.from_numpy(values) for name, values in tensors.items()}
+    return {**made, "faults": faults, "targets": targets, "extra": extra, **more}
+
+
+def offsets_of(encoded: list[memoryview]) -> NDArray[np.int64]:
+    return np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+
+
+def _int64(*values: int) -> bytes:
+    return np.array(values, dtype=np.int64).tobytes()
+
+
+def _restored(pickled: bytes, text: str) -> BaseException:
+    """The source's exception, with the worker's traceback as a note."""
+    error: BaseException
+    try:
+        error = pickle.loads(pickled)
+    except Exception:  # the constructor needs other arguments, or only the worker can import the class
+        error = RuntimeError("the source raised an exception that cannot be pickled")
+    error.add_note(f"raised in a reading worker:\n{text}")
+    return error
