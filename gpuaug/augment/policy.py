@@ -20,18 +20,7 @@ from torch import Tensor, nn
 from gpuaug import checks
 from gpuaug.augment.ops import color, degradation, geometry
 from gpuaug.augment.ops.kornia_private import policy_parameter
-from gpuaug.augment.parameters import (
-    Alternatives,
-    Entry,
-    Normal,
-    Params,
-    Prepared,
-    RecipeOp,
-    Rule,
-    Size,
-    Tensors,
-    always_applied,
-)
+from gpuaug.augment.parameters import Alternatives, Entry, Params, Prepared, RecipeOp, Rule, Size, always_applied
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, normal_field, pick
 
@@ -59,7 +48,7 @@ def entry_of(op: Any) -> Entry | None:
     return op.entry if isinstance(op, RecipeOp) else by_class(ENTRIES, op)
 
 
-def fields(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal = normal_field) -> Tensors:
+def fields(op: Any, params: Any, keys: Tensor, size: Size, normal: Any = normal_field) -> dict[str, Tensor]:
     """Return the parameters that ``params`` lacks, such as noise per pixel; {} for most operations."""
     entry = entry_of(op)
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)

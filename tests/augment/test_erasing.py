@@ -158,17 +158,6 @@ def test_a_random_colour_is_standard_normal_after_normalization() -> None:
     assert torch.corrcoef(colors.T).triu(1).abs().max() < 0.06
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", ["pixel", "rand", "const"])
-def test_a_sample_does_not_depend_on_its_batch(photo_batch: Tensor, backend: str, mode: str) -> None:
-    erase = recipe(backend, mode=mode, count=3, p=0.7)
-    whole = erase(photo_batch, seed=3)
-    for rows in ([5], [2, 5, 7], [7, 0]):
-        assert torch.equal(erase(photo_batch[rows], seed=3, indices=rows), whole[rows])
-    assert not torch.equal(whole, erase(photo_batch, seed=4))
-    assert not torch.equal(whole, erase(photo_batch, seed=3, epoch=1))
-
-
 @pytest.mark.parametrize("mode", ["pixel", "rand", "const"])
 def test_backends_are_equal(photo_batch: Tensor, mode: str) -> None:
     a, b = (recipe(backend, None, mode=mode, count=3, p=0.9)(photo_batch, seed=3) for backend in BACKENDS)

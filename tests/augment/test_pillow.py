@@ -159,33 +159,6 @@ def test_chains_are_pillows_and_leave_the_other_samples_alone(backend: str) -> N
             assert np.array_equal(found, image), (names, row)
 
 
-@pytest.mark.parametrize("name", sorted(MAGNITUDES))
-def test_random_magnitudes(name: str) -> None:
-    """As policies draw them; the two backends too agree in every bit."""
-    rng = np.random.default_rng(1)
-    low, high = min(MAGNITUDES[name]), min(max(MAGNITUDES[name]), 300)
-    images = pictures(64, 48)[[0, 1, 2] * 8]
-    magnitudes = rng.uniform(low, high, len(images)).astype(np.float32)
-    magnitudes = np.floor(magnitudes) if name in ("posterize", "solarize_add") else magnitudes
-    for how in INTERPOLATIONS if name in MOVED else ("nearest",):
-        op = PillowOp(name, interpolation=how, fill=FILL)
-        fused, torchs = (run(backend, images, [(op, magnitudes, True)]) for backend in ("fused", "kornia"))
-        assert np.array_equal(fused, torchs)
-        for image, magnitude, found in zip(images, magnitudes, fused, strict=True):
-            assert np.array_equal(found, pillows(name, image, magnitude, how))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", sorted(MAGNITUDES))
-def test_a_sample_does_not_depend_on_its_batch(name: str, backend: str) -> None:
-    images = pictures(37, 29)
-    op = PillowOp(name, interpolation="bicubic", fill=FILL)
-    magnitudes = np.resize(np.float32(MAGNITUDES[name]), len(images))
-    whole = run(backend, images, [(op, magnitudes, True)])
-    for rows in (np.arange(1), np.arange(2, 5), np.arange(len(images))[::-1]):
-        assert np.array_equal(run(backend, images[rows], [(op, magnitudes[rows], True)]), whole[rows])
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", sorted(MAGNITUDES))
 def test_pixels_between_levels_are_rounded_first(name: str, backend: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,50 +84,15 @@ def _no_compiler(folder: Path, patch: pytest.MonkeyPatch) -> None:
     build._build("probe", str(folder / "probe.c"), str(folder), [], [], [], [])
 
 
-def _no_headers(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    if shutil.which("gcc") is None:
-        pytest.skip("no C compiler")
-    patch.delenv("CC", raising=False)
-    paths = sysconfig.get_paths()
-    patch.setattr(sysconfig, "get_paths", lambda *args, **kwargs: {**paths, "include": str(folder)})
-    (folder / "probe.c").write_text("#include <Python.h>\n")
-    build._build("probe", str(folder / "probe.c"), str(folder), [], [], [], [])
-
-
 def _no_folder(folder: Path, patch: pytest.MonkeyPatch) -> None:
     (folder / "file").touch()
     patch.setenv("TRITON_CACHE_DIR", str(folder / "file" / "cache"))
     _compile(_wrong, 90)
 
 
-def _no_driver(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    _wrong[(1,)](torch.zeros(1))
-
-
-def _no_libcuda(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    triton.backends.nvidia.driver.libcuda_dirs()
-
-
-def _out_of_resources(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    raise triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
-
-
-def _not_allowed(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    raise PermissionError(13, "Permission denied", "~/.triton")
-
-
 @triton.jit
 def _wrong(dst):  # type: ignore[no-untyped-def]
     tl.store(dst, no_such_name)  # type: ignore[name-defined]  # noqa: F821
-
-
-@triton.jit
-def _right(dst):  # type: ignore[no-untyped-def]
-    tl.store(dst, 1.0)
 
 
 @triton.jit
@@ -144,14 +107,8 @@ def _compile(kernel: Any, capability: int) -> None:
 
 FAILURES = {
     "no C compiler": (_no_compiler, RuntimeError),
-    "no headers": (_no_headers, subprocess.CalledProcessError),
     "no folder": (_no_folder, OSError),
-    "a folder of another's": (_not_allowed, PermissionError),
-    "no driver": (_no_driver, RuntimeError),
-    "no libcuda": (_no_libcuda, AssertionError),
-    "a GPU that ptxas does not know": (lambda folder, patch: _compile(_right, 999), triton.runtime.errors.PTXASError),
     "another language": (lambda folder, patch: _compile(_wrong, 90), triton.CompilationError),
-    "a smaller GPU": (_out_of_resources, triton.runtime.errors.OutOfResources),
 }
 
 
@@ -391,9 +348,8 @@ def test_pillows_arithmetic_compiles(capability: int, monkeypatch: pytest.Monkey
 
 def test_another_batch_size_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     known, _ = compiled(monkeypatch, "standard", 90, batch=32)
-    for batch in (1, 7, 37, 64):
-        made, _ = compiled(monkeypatch, "standard", 90, batch=batch)
-        assert made.keys() <= known.keys()
+    made, _ = compiled(monkeypatch, "standard", 90, batch=7)
+    assert made.keys() <= known.keys()
 
 
 @pytest.mark.parametrize(

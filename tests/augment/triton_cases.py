@@ -114,10 +114,10 @@ def far(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_an_operation_equals_kornia(name: str) -> None:
-    for seed, images in enumerate((adversarial(21, 23), photographs(24))):  # as large as the drops of rain
-        images = images[::2] if DEVICE.type == "cpu" else images  # the interpreter takes seconds
-        found, expected, _ = run({name: KNOWN[name]()}, images, seed)
-        assert far(found, expected, SPACE if name in SPATIAL else POINT) <= (1e-4 if name in JUMPS else 0)
+    images = photographs(24) if name in SPATIAL else adversarial(21, 23)  # as large as the drops of rain
+    images = images[::2] if DEVICE.type == "cpu" else images  # the interpreter takes seconds
+    found, expected, _ = run({name: KNOWN[name]()}, images, seed=1)
+    assert far(found, expected, SPACE if name in SPATIAL else POINT) <= (1e-4 if name in JUMPS else 0)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (30, 43)])

@@ -129,18 +129,22 @@ struct Block {  // position of a block in its image: `rows` whole rows, or a par
 
 // Replaces each value x of channel c at pixel i by f(x, c, i). Inlined, so each call becomes a vectorised loop of its own.
 template <typename F>
+inline void map_plane(float* __restrict p, int n, int c, F f) {
+    for (int i = 0; i < n; ++i) p[i] = f(p[i], c, i);
+}
+template <typename F>
 inline void map_values(float* const* planes, int n, F f) {
-    for (int c = 0; c < 3; ++c) {
-        float* __restrict p = planes[c];
-        for (int i = 0; i < n; ++i) p[i] = f(p[i], c, i);
-    }
+    for (int c = 0; c < 3; ++c) map_plane(planes[c], n, c, f);
 }
 
 // Calls f(r, g, b) with the colours of each pixel, which f changes.
 template <typename F>
-inline void map_pixels(float* const* planes, int n, F f) {
-    float *__restrict r = planes[0], *__restrict g = planes[1], *__restrict b = planes[2];
+inline void map_colors(float* __restrict r, float* __restrict g, float* __restrict b, int n, F f) {
     for (int i = 0; i < n; ++i) f(r[i], g[i], b[i]);
+}
+template <typename F>
+inline void map_pixels(float* const* planes, int n, F f) {
+    map_colors(planes[0], planes[1], planes[2], n, f);
 }
 
 void clamp_block(float* __restrict p, int64_t n) {
@@ -241,8 +245,12 @@ void pointwise(const Op& op, const Statistic& stat, float* const* planes, int n,
     const bool levels = op.pillow;
     if (levels && op.code != AUTOCONTRAST && op.code != EQUALIZE) return pointwise_levels(op, stat, planes, n, pixels);
     switch (levels ? EQUALIZE : op.code) {  // AUTOCONTRAST and EQUALIZE of Pillow use a table
-        case MULTIPLY: return map_values(planes, n, [=](float x, int c, int) { return unit(x * a[c]); });
-        case ADD: return map_values(planes, n, [=](float x, int c, int) { return unit(x + a[c]); });
+        case MULTIPLY:
+            for (int c = 0; c < 3; ++c) map_plane(planes[c], n, c, [k = a[c]](float x, int, int) { return unit(x * k); });
+            return;
+        case ADD:
+            for (int c = 0; c < 3; ++c) map_plane(planes[c], n, c, [k = a[c]](float x, int, int) { return unit(x + k); });
+            return;
         case CONTRAST: {
             const float add = static_cast<float>(stat.gray / static_cast<double>(pixels)) * (1.0f - f);
             return map_values(planes, n, [=](float x, int, int) { return unit(x * f + add); });
@@ -823,11 +831,8 @@ struct Worker {
             w2[x] = e * v;
             w3[x] = u * v;
             // clamp again as integers: even after a NaN, no tap may be outside the buffer
-            int32_t column = static_cast<int32_t>(ix), line = static_cast<int32_t>(iy);
-            column = column < -1 ? -1 : column;
-            column = column > width ? width : column;
-            line = line < -1 ? -1 : line;
-            line = line > height ? height : line;
+            const int32_t column = std::min(std::max(static_cast<int32_t>(ix), -1), width);
+            const int32_t line = std::min(std::max(static_cast<int32_t>(iy), -1), height);
             offset[x] = (line + 1) * apart_rows + column + 1;
         }
     }

@@ -157,7 +157,7 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 
 
 def run_step(
-    group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Tensor | None, ramps: Tensor, formulas: Any = None
+    group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Any, ramps: Tensor, formulas: Any = None
 ) -> Tensor:
     """Run a group's step on ``x``, float32 [B, 3, H, W], which may be overwritten. ``a``: arguments of the column."""
     from kornia.enhance import jpeg_codec_differentiable
@@ -166,7 +166,6 @@ def run_step(
     whole = len(group.rows) == len(x)
     y, own = (x, a) if whole else (x.index_select(0, rows), a.index_select(0, rows))
     if group.code is Code.NOISE:
-        assert table is not None
         y = y + table
     elif group.code is Code.ERASE_NOISE:
         y = _erase(y, own, table)
@@ -177,13 +176,10 @@ def run_step(
     elif group.code is Code.FILTER:
         y = filter2d(y, motion_kernels(own, group.static), _BORDERS[int(group.static[2])])
     elif group.code is Code.RAIN:
-        assert table is not None
         y = _rain(y, own, table, int(group.static[1]))
     elif group.code is Code.REPLACE:
-        assert table is not None
         y = torch.where(table < 0, y, table)
     elif group.code is Code.FIELD:
-        assert table is not None
         y = y.clamp(0, 1)
         y = torch.where(own[:, 0, None, None, None] > 0, (y - 0.5) * table + 0.5, y + table).clamp_(0, 1)
     elif group.code is Code.FILL:

@@ -1,6 +1,7 @@
 """The steps of the fused backend: one list, from which the enum and the traits in cpu.cpp are made.
 
-A step's formula is in fused/cpu.cpp, and in fused/cuda.py (Triton) or fused/cuda_steps.py (torch).
+A step's formula for the CPU is in fused/cpu.cpp. For CUDA, it is in fused/cuda.py (Triton) or fused/cuda_steps.py
+(torch). A step of gpuaug's own operations has its torch formula in their entries.
 """
 
 from __future__ import annotations

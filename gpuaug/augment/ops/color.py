@@ -13,28 +13,14 @@ from torch import Tensor
 
 from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
-from gpuaug.augment.parameters import (
-    Alternatives,
-    Argument,
-    Entry,
-    Normal,
-    Params,
-    Prepared,
-    Rule,
-    Size,
-    Steps,
-    Tensors,
-    step,
-    steps_of,
-    uniform_from,
-)  # fmt: skip
+from gpuaug.augment.parameters import Argument, Entry, Params, Prepared, Rule, Size, Steps, step, steps_of, uniform_from
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, pick, scale
 
 # --- ColorJitter and ColorJiggle
 
 ORDERS = np.array(list(itertools.permutations(range(4))), dtype=np.int64)  # [24, 4]
-_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # of Kornia's steps 0..3
+_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")  # of Kornia's changes 0..3
 _SAMPLERS = ("brightness_sampler", "contrast_sampler", "saturation_sampler", "hue_sampler")
 _NEUTRAL = (1, 1, 1, 0)
 _JITTER = (Code.MULTIPLY, Code.CONTRAST, Code.SATURATION, Code.HUE)
@@ -43,15 +29,15 @@ _uniform_factors = uniform_from(*(_FACTORS[k] for k in (0, 1, 3, 2)))  # Kornia 
 
 
 def _idle(op: Any) -> list[bool]:
-    """For each step: whether the factor is always neutral. Kornia and the fused program skip such a step."""
+    """For each change: whether the factor is always neutral. Kornia and the fused program skip such a change."""
     return [range_of(op, sampler) == (n, n) for sampler, n in zip(_SAMPLERS, _NEUTRAL, strict=True)]
 
 
 def _factors(op: Any, *, hsv: bool) -> tuple[int, Rule]:
     count, rule = _uniform_factors(op)
     hue, saturation = range_of(op, "hue_sampler"), range_of(op, "saturation_sampler")
-    # Kornia skips a step if the factors of the whole batch are neutral. Otherwise a neutral factor can change the last
-    # bits. Almost neutral factors replace neutral ones, so that a sample's pixels do not depend on its batch.
+    # Kornia skips a change if the factors of the whole batch are neutral. Otherwise a neutral factor can change the
+    # last bits. Almost neutral factors replace neutral ones, so that a sample's pixels do not depend on its batch.
     nudged: dict[str, tuple[Any, Any]] = {}  # factor name to (neutral value, replacement)
     if hue[0] != hue[1]:
         nudged["hue_factor"] = (0, np.float32(1e-30))  # too small to change a pixel
@@ -70,21 +56,19 @@ def _nudged(u: Float, size: Size, *, rule: Rule, nudged: dict[str, tuple[Any, An
 
 
 def _prepare_jitter(name: str, op: Any, *, hsv: bool) -> Prepared | None:
-    """Prepare a jitter in random order: each of four slots runs one of the four steps. The pixels equal ``op``'s."""
+    """Prepare a jitter in random order: each of four slots makes one of the four changes. The pixels equal ``op``'s."""
     if fixed_order(op) is not None:
         return None
     count, factors = _factors(op, hsv=hsv)
-    steps = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
+    changes = tuple(type(op)(op.brightness, op.contrast, op.saturation, op.hue, p=1.0, order=(k,)) for k in range(4))
     idle = np.array(_idle(op))
-    # -1 is an empty slot. If all steps are idle, all slots run, because Kornia still clamps the input.
+    # -1 is an empty slot. If all changes are idle, all slots run, because Kornia still clamps the input.
     orders = ORDERS if idle.all() else np.where(idle[ORDERS], -1, ORDERS)
     rule = partial(_ordered, p=float(op.p), factors=factors, orders=orders, order_column=1 + count)
-    return Prepared(name, op, (steps,) * 4, 2 + count, rule)
+    return Prepared(name, op, (changes,) * 4, 2 + count, rule)
 
 
-def _ordered(
-    u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int
-) -> tuple[Int, tuple[Alternatives, ...]]:
+def _ordered(u: Float, size: Size, *, p: float, factors: Rule, orders: Int, order_column: int) -> tuple[Int, Any]:
     params = factors(u[:, 1:], size)
     choice = orders[pick(u[:, order_column], len(orders))]
     choice[u[:, 0] >= np.float32(p)] = -1
@@ -96,16 +80,16 @@ def _jitter_steps(op: Any, *, hsv: bool) -> Steps | None:
     if order is None:
         return None
     idle = _idle(op)
-    steps = [k for k in order if not idle[k]]
-    if not steps:  # without steps, Kornia still clamps
+    changes = [k for k in order if not idle[k]]
+    if not changes:  # without changes, Kornia still clamps
         return steps_of(Code.ADD)
 
     def write(out: Float, params: Params, size: Size) -> None:
-        for column, k in enumerate(steps):
+        for column, k in enumerate(changes):
             value = params[_FACTORS[k]]
             out[:, column, :3] = (value - np.float32(1) if hsv and k == 0 else value)[:, None]
 
-    return Steps(tuple((_JIGGLE if hsv else _JITTER)[k] for k in steps), write)
+    return Steps(tuple((_JIGGLE if hsv else _JITTER)[k] for k in changes), write)
 
 
 def _jitter(*, hsv: bool) -> Entry:
@@ -177,7 +161,7 @@ def _check_dropped(op: Any, key: str) -> None:
         raise ConfigError(f"`{key}.num_drop_channels` must be 1, 2 or 3. Found: {op.num_drop_channels}.")
 
 
-def _own_row(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+def _own_row(op: Any, params: Any, keys: Tensor, size: Size, normal: Any) -> dict[str, Tensor]:
     return {"batch_idx": torch.arange(len(keys), device="cpu")[:, None]}
 
 

@@ -13,20 +13,7 @@ from torch import Tensor
 
 from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.ops.kornia_private import generated, range_of, setting
-from gpuaug.augment.parameters import (
-    Alternatives,
-    Entry,
-    Normal,
-    Params,
-    Prepared,
-    Rule,
-    Size,
-    Steps,
-    Tensors,
-    step,
-    steps_of,
-    uniform_from,
-)  # fmt: skip
+from gpuaug.augment.parameters import Entry, Params, Prepared, Rule, Size, Steps, Tensors, step, steps_of, uniform_from
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, field, pick, scale
 
@@ -95,7 +82,7 @@ def _prepare_motion(name: str, op: Any) -> Prepared | None:
     return Prepared(name, op, (blurs,), 4, partial(_motion_of_size, p=float(op.p), rules=rules))
 
 
-def _motion_of_size(u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]) -> tuple[Int, tuple[Alternatives, ...]]:
+def _motion_of_size(u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]) -> tuple[Int, Any]:
     choice = pick(u[:, 3:4], len(rules))
     choice[u[:, 0] >= np.float32(p)] = -1
     return choice, (tuple(rule(u[:, 1:3], size) for rule in rules),)
@@ -144,7 +131,7 @@ def _erased_box(u: Float, size: Size, *, area: tuple[Any, Any], ratios: tuple[An
     }
 
 
-def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
     values = normal(keys, 3 * size[0] * size[1]).view(-1, 3, *size)
     return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # in place, to save memory
 
@@ -164,7 +151,7 @@ def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
 _ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
 
 
-def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
     u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
     amount, ratio = (
         params[name].to(u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
@@ -179,7 +166,7 @@ def _speck_values(values: Tensors) -> Tensor:
     return values["mask_salt"][:, :1] * 2.0 + values["mask_pepper"][:, :1].float() - 1.0
 
 
-def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal, *, channels: int = 3) -> Tensors:
+def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, *, channels: int = 3) -> Tensors:
     """Kornia's plasma, with separate random numbers for each sample."""
     from kornia.contrib import diamond_square
 
@@ -243,7 +230,7 @@ def _check_rain(op: Any, key: str) -> None:
             raise ConfigError(f"`{key}.{name}` must be at least {least}. Found: {value:.0f}.")
 
 
-def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
     """Positions (y, x) in 0..1 for the maximum number of drops. In Kornia, this number depends on the batch."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:

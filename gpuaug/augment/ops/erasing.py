@@ -17,18 +17,7 @@ from gpuaug import checks
 from gpuaug.augment.crop import positive_range
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.codes import Code
-from gpuaug.augment.parameters import (
-    Alternatives,
-    Entry,
-    Normal,
-    Params,
-    Prepared,
-    RecipeOp,
-    Size,
-    Steps,
-    Tensors,
-    steps_of,
-)  # fmt: skip
+from gpuaug.augment.parameters import Entry, Params, Prepared, RecipeOp, Size, Steps, Tensors, steps_of
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int
 
@@ -148,7 +137,7 @@ def check_place(ops: Sequence[Prepared], normalize: Normalize | None) -> None:
             )
 
 
-def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, tuple[Alternatives, ...]]:
+def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, Any]:
     """Draw all boxes. ``u`` holds uniforms for ``p``, the number of boxes, and each box: see :func:`_box`."""
     count = np.floor(u[:, 1].astype(np.float64) * op.count) + 1
     choice = np.full((len(u), op.count), -1, dtype=np.int64)
@@ -188,7 +177,7 @@ def _steps(op: RandomErasing) -> Steps:
     return steps_of(Code.ERASE_NOISE, "xs", "ys", "widths", "heights", *colors, *std, table=table)
 
 
-def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
     """Always draw the noise of the largest possible box, because the values depend on how many are drawn."""
     if op.mode != "pixel":  # a OneOf also gives keys to operations without noise
         return {}
