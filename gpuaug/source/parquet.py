@@ -163,15 +163,6 @@ class ParquetSource(ListedSource):
         import_pyarrow().default_memory_pool().release_unused()
         return items
 
-    def group_bytes(self) -> int:
-        """Uncompressed bytes in the largest of 16 evenly spread row groups."""
-        sizes = [0]
-        for group in np.linspace(0, len(self._starts) - 2, 16).round().astype(int).tolist():
-            place = self._locate(group)
-            parts = map(place.meta.row_group(place.number).column, range(place.meta.num_columns))
-            sizes.append(sum(p.total_uncompressed_size for p in parts if any(_has(name, p) for name in self._columns)))
-        return max(sizes)
-
     def same_group(self, index: int) -> NDArray[np.int64]:
         """Active samples in the row group of sample ``index``, int64 [n]; empty if the group is not in memory."""
         group, _ = locate(self._starts, index)
