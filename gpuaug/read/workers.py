@@ -10,6 +10,7 @@ import pickle
 import queue
 import select
 import signal
+import threading
 import time
 import weakref
 from collections import deque
@@ -38,6 +39,8 @@ HELD = 4  # batches that may stay in the ring while headers are read and pixels 
 MESSAGE_BYTES = 512  # POSIX writes so many bytes to a pipe at once: all of them, or none if the worker is killed
 
 _owned = weakref.WeakSet["Workers"]()  # those of this process
+# filelock 4, which torch imports, raises an error on Python 3.12 if two threads fork at once
+_forking = threading.Lock()
 _of_parent: list[Any] = []  # iterators of the parent; if a forked child freed them, they would end the parent's workers
 
 Planned = tuple[Task, NDArray[np.int64]]  # a task, and the sample numbers to read for it
@@ -85,7 +88,7 @@ class Workers:
             generator=torch.Generator(),  # otherwise DataLoader uses torch's global generator
         )
         try:
-            with torch.device("cpu"):  # forked workers would inherit a default device such as cuda
+            with _forking, torch.device("cpu"):  # forked workers would inherit a default device such as cuda
                 self._answers = iter(loader)
         except BaseException as error:
             self.stop(kill=True)
@@ -332,6 +335,8 @@ class _Worker:
 
 def _leave_to_parent() -> None:
     """In a forked child: end no workers of the parent. DataLoader and Python's exit function would do so."""
+    global _forking
+    _forking = threading.Lock()  # another thread may have held it during the fork
     for workers in _owned:
         _of_parent.append(workers._answers)
         multiprocessing.process._children.difference_update(workers._context.started)  # type: ignore[attr-defined]

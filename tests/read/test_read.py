@@ -750,6 +750,40 @@ print([rank.exitcode for rank in ranks], sum(1 for batch in begun))
     assert forked.run(forked.code(code)).stdout == "[50, 50] 48\n"
 
 
+def test_threads_start_their_workers_in_turn():
+    """Packages such as filelock, which torch imports, refuse a fork during another thread's fork."""
+    code = """
+import os, threading, time, torch
+from gpuaug.read.reader import Reader
+
+forking, most = [], []
+
+def enter():
+    forking.append(1)
+    most.append(len(forking))
+
+def leave():
+    time.sleep(0.01)  # other threads run
+    forking.pop()
+
+def read():
+    reader = Reader([(b"ab", 0)], num_workers=2, start_method="fork")
+    begin.wait()
+    for _ in reader.batches([(torch.tensor([0]), torch.zeros(1).long(), torch.ones(1).bool())]):
+        pass
+
+os.register_at_fork(before=enter, after_in_parent=leave)
+begin = threading.Barrier(4)
+threads = [threading.Thread(target=read) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(max(most), len(most))
+"""
+    assert forked.run(forked.code(code)).stdout == "1 8\n"
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_default_device_and_inference_mode_change_nothing(reading, num_workers, tmp_path):
     (tmp_path / "a").mkdir()
