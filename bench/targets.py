@@ -133,7 +133,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
             upright, _ = targets.upright(encoded, info, decoder)
             placed = targets.place(upright, windows, chosen, epoch=0)
             if masks is not None:
-                targets.sample(placed, iter([[*masks]]), decoder.device, each=decoder.each)
+                targets.sample(placed, iter([[*masks]]), decoder.device, threads=decoder.num_threads)
             return targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)
 
         chosen = augment.choose(drawn, [window.size for window in windows])

@@ -307,11 +307,11 @@ def test_the_changelog_has_this_version() -> None:
 def test_contributing_names_the_tables_of_the_tests() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     tables = {"test_recipes": ("INTERPOLATION", "SHAPES"), "test_parameters": ("OPS",)}
-    tables["test_fused"] = ("POINTWISE", "JUMPS", "SPATIAL")
+    tables |= {"test_fused": ("FORMS",), "test_moves": ("GEOMETRIC",)}
     for test, names in tables.items():
         source = (ROOT / "tests/augment" / f"{test}.py").read_text(encoding="utf-8")
         assert f"tests/augment/{test}.py" in text
-        assert all(f"`{name}`" in text and f"\n{name} = {{" in source for name in names)
+        assert all(f"`{name}`" in text and re.search(rf"^{name}\b.* = {{$", source, re.MULTILINE) for name in names)
 
 
 def test_import_is_light() -> None:

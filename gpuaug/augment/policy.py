@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,6 @@ def fields(op: Any, params: Any, keys: Tensor, size: Size, normal: Any = normal_
     return {} if entry is None or entry.fields is None else entry.fields(op, params, keys, size, normal)
 
 
-@dataclass(kw_only=True, eq=False)
 class OneOf:
     """Chooses one of several operations for each sample, all equally likely. Use it as an entry of a recipe's ``ops``.
 
@@ -68,8 +66,12 @@ class OneOf:
     ['blur']
     """
 
-    ops: Mapping[str, Any]
-    p: float = 1.0
+    # no dataclass: Hydra's `instantiate` would turn it back into a configuration
+    def __init__(self, *, ops: Mapping[str, Any], p: float = 1.0) -> None:
+        self.ops, self.p = ops, p
+
+    def __repr__(self) -> str:
+        return f"OneOf(ops={self.ops!r}, p={self.p})"
 
 
 def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, ...]:
