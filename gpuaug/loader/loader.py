@@ -519,7 +519,7 @@ class Loader:
 
 
 def _check_epoch(epoch: Any) -> int:
-    return int(checks.whole_number("epoch", epoch, 0, draw.EPOCHS - 1))
+    return int(checks.whole_number("epoch", epoch, 0, 10**9 - 1))
 
 
 class _Epoch(Pass):

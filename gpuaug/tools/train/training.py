@@ -32,7 +32,6 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
-from gpuaug.random.keyed import EPOCHS
 from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Keys
@@ -75,7 +74,7 @@ class Settings(Keys):
             raise ConfigError(
                 f"`profiling` must be true, false, or a number of batches >= 1. Found: {self.profiling!r}."
             )
-        checks.whole_number("epochs", self.epochs, 1, EPOCHS - 1)
+        checks.whole_number("epochs", self.epochs, 1, 10**9 - 1)
         checks.whole_number("accumulate", self.accumulate, 1)
         checks.one_of("optimizer", self.optimizer, ("sgd", "adamw"))
         checks.one_of("loss", self.loss, ("cross_entropy", "binary_cross_entropy"))
