@@ -156,45 +156,41 @@ def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> t
 
 # --- modules that `ops` refuses
 
-# From "package.class" to (requirement, remedy). Of the module's MRO, the first class in this table decides.
-_REFUSED = {
-    name: (required, remedy)
-    for names, required, remedy in (
-        (
-            "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
-            "kornia.RandomResizedCrop kornia.PadTo",
-            "keep the size of the images",
-            "Image sizes are set before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
-        ),
-        (
-            "gpuaug.Augment gpuaug.MultiView gpuaug.Progressive",
-            "be one operation",
-            "It is a whole recipe: make each of its operations an entry of `ops`, or make the recipe a view of "
-            "gpuaug.MultiView.",
-        ),
-        (
-            "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
-            "keep pixels in 0..1 for later operations",
-            "Use `normalize` instead.",
-        ),
-        ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
-        ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
-        ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
-        (
-            "kornia.PolicyAugmentBase",
-            "be a policy that chooses for each sample",
-            "Instead of Kornia's class, use gpuaug.RandAugment, TrivialAugmentWide or AutoAugment, which are "
-            "torchvision's, or gpuaug.TimmAugment.",
-        ),
-        (
-            "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
-            "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
-            "be one operation",
-            "It is a container: make each of its operations a separate entry of `ops`, with its own name.",
-        ),
-    )
-    for name in names.split()
-}
+# (classes as "package.class", requirement, remedy). Of the module's MRO, the first class in this table decides.
+_REFUSED = (
+    (
+        "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
+        "kornia.RandomResizedCrop kornia.PadTo",
+        "keep the size of the images",
+        "Image sizes are set before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
+    ),
+    (
+        "gpuaug.Augment gpuaug.MultiView gpuaug.Progressive",
+        "be one operation",
+        "It is a whole recipe: make each of its operations an entry of `ops`, or make the recipe a view of "
+        "gpuaug.MultiView.",
+    ),
+    (
+        "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
+        "keep pixels in 0..1 for later operations",
+        "Use `normalize` instead.",
+    ),
+    ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
+    ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
+    ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
+    (
+        "kornia.PolicyAugmentBase",
+        "be a policy that chooses for each sample",
+        "Instead of Kornia's class, use gpuaug.RandAugment, TrivialAugmentWide or AutoAugment, which are "
+        "torchvision's, or gpuaug.TimmAugment.",
+    ),
+    (
+        "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
+        "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
+        "be one operation",
+        "It is a container: make each of its operations a separate entry of `ops`, with its own name.",
+    ),
+)
 
 
 def _check(key: str, op: Any) -> None:
@@ -203,7 +199,8 @@ def _check(key: str, op: Any) -> None:
             f"`{key}` must be an operation, such as kornia.augmentation.RandomHorizontalFlip(p=0.5). Found: {op!r}."
         )
     names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(op).__mro__]
-    required, remedy = next((_REFUSED[name] for name in names if name in _REFUSED), (None, None))
+    rows = (row for name in names for row in _REFUSED if name in row[0].split())
+    _, required, remedy = next(rows, (None, None, None))
     if required is not None:
         raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):

@@ -188,7 +188,7 @@ class Pipeline:
 
     def augment(self, batch: PartialBatch) -> list[Tensor]:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
-        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).apply(
+        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).render(
             batch.images, batch.drawn, chosen=batch.chosen, dtype=self.dtype, memory_format=self.memory_format
         )
         return views

@@ -148,9 +148,6 @@ def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
     return {"gradient": generated(op, torch.from_numpy(u.copy()), size, samplers)["gradient"].numpy()}
 
 
-_ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
-
-
 def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
     u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
     amount, ratio = (
@@ -183,19 +180,6 @@ def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, *, 
     shape = (len(keys), channels, *size)
     plasma = diamond_square(shape, roughness, random_fn=random, device=keys.device, dtype=torch.float32)
     return {"plasma": plasma[:count]}
-
-
-def _per_image(values: Tensors, name: str) -> Tensor:
-    return values[name].to(values["plasma"].device, non_blocking=True).view(-1, 1, 1, 1)
-
-
-def _brightness(values: Tensors) -> Tensor:
-    return (2 * values["plasma"] - 1) * _per_image(values, "intensity")
-
-
-def _shadow(values: Tensors) -> Tensor:
-    shade = (values["plasma"] < _per_image(values, "shade_quantity")).float() * _per_image(values, "shade_intensity")
-    return shade.expand(-1, 3, -1, -1)
 
 
 def _whole(u: Float, limits: tuple[Any, Any]) -> Int:
@@ -280,14 +264,12 @@ ENTRIES = {
         uniform_from("amount_factor", "salt_and_pepper_factor"),
         fields=_specks,
     ),
-    "RandomGaussianIllumination": Entry("pixels", _ADD_LIGHT, _light(6, "gain", "sigma", "center", "sign")),
-    "RandomLinearIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
-    "RandomLinearCornerIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
-    "RandomPlasmaBrightness": Entry("pixels", step(Code.FIELD, table=_brightness), fields=_plasma),
-    "RandomPlasmaContrast": Entry(
-        "pixels", step(Code.FIELD, 1, table=lambda values: 4 * values["plasma"]), fields=_plasma
-    ),
-    "RandomPlasmaShadow": Entry("pixels", step(Code.FIELD, table=_shadow), fields=partial(_plasma, channels=1)),
+    "RandomGaussianIllumination": Entry("pixels", parameters=_light(6, "gain", "sigma", "center", "sign")),
+    "RandomLinearIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
+    "RandomLinearCornerIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
+    "RandomPlasmaBrightness": Entry("pixels", fields=_plasma),
+    "RandomPlasmaContrast": Entry("pixels", fields=_plasma),
+    "RandomPlasmaShadow": Entry("pixels", fields=partial(_plasma, channels=1)),
     "RandomRain": Entry("pixels", _rain_steps, _rain, check=_check_rain, fields=_coordinates),
     "RandomSnow": Entry("pixels", step(Code.SNOW, "snow_coefficient", "brightness")),
 }

@@ -260,7 +260,7 @@ def op_seconds(loader: Loader) -> dict[str, float]:
         for _ in range(3):  # the first round compiles
             began = time.perf_counter()
             for image, augment, draws in zip(images, made, drawn, strict=False):
-                augment.apply([image] * len(augment.views), draws, dtype=loader.dtype,
+                augment.render([image] * len(augment.views), draws, dtype=loader.dtype,
                               memory_format=loader.memory_format)  # fmt: skip
             best = min(best, time.perf_counter() - began)
         return best / len(indices)
