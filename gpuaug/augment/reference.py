@@ -212,7 +212,7 @@ def _checked(op: Prepared, y: Any, shape: list[int]) -> Tensor:
 
 CHECKED_BATCHES = 3  # checked batches per operation and process; not more, because a check waits for the device
 # In each checked batch, this many samples run twice. Suppose that an operation changes a sample with probability 0.1,
-# and that its random numbers do not repeat. The check finds 99 of 100 such operations.
+# and that its random numbers do not repeat. The check finds 9 of 10 such operations.
 CHECKED_SAMPLES = 8
 _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str]] = set()

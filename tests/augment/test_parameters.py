@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
-import pickle
 
 import kornia.augmentation as K
 import numpy as np
@@ -259,19 +257,6 @@ def test_settings_are_read_once_and_the_given_module_is_never_changed() -> None:
     before = prepared.draw(u, SIZE)
     op.p = 1.0
     np.testing.assert_array_equal(prepared.draw(u, SIZE).choice, before.choice)
-
-
-@pytest.mark.parametrize("name", OPS | OWN)
-def test_prepared_operations_travel(name: str) -> None:
-    prepared = prepare(name, (OPS | OWN)[name]())
-    u = np.random.default_rng(0).random((5, prepared.count), dtype=np.float32)
-    want = prepared.draw(u, SIZE)
-    for other in (pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)):
-        got = other.draw(u, SIZE)
-        np.testing.assert_array_equal(got.choice, want.choice)
-        for a, b in zip(itertools.chain(*got.params), itertools.chain(*want.params), strict=True):
-            for k in a:
-                np.testing.assert_array_equal(a[k], b[k])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from test_parameters import Own as Subclass
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gpuaug
 from gpuaug.augment import reference
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import tensors
@@ -30,6 +31,11 @@ from gpuaug.errors import ConfigError
 SOME = {"a": K.ColorJitter(0.4, 0.4, 0.4, 0.1), "b": K.RandomGaussianNoise(p=0.7), "c": K.RandomJPEG()}
 CHOICES = {
     "oneof": lambda **k: OneOf(ops=SOME),
+    "randaugment": lambda **k: gpuaug.RandAugment(interpolation="bilinear"),
+    "timm": lambda **k: gpuaug.TimmAugment(interpolation="random"),
+    "augmix": lambda **k: gpuaug.AugMix(),
+    "distort": lambda **k: gpuaug.PhotometricDistort(),
+    "distort mmseg": lambda **k: gpuaug.PhotometricDistort(style="mmseg"),
 }
 SEEDED = {
     "own brightness": lambda **k: Subclass((0.6, 1.4), **k),
@@ -241,11 +247,11 @@ def test_rain_that_is_larger_than_the_image_is_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
-@pytest.mark.parametrize("p", [1.0, 0.1])
+@pytest.mark.parametrize(("name", "p"), [("own", 1.0), ("own rare", 0.1)])
 def test_an_operation_that_does_not_repeat_is_named_once(
-    p: float, backend: str, caplog: pytest.LogCaptureFixture
+    name: str, p: float, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    key, op = f"own {p} {backend}", Own(p)
+    key, op = f"{name} {backend}", Own(p)
     x = images(40, (9, 8))
     for ops in (
         {"before": K.RandomInvert(), key: op, "after": K.RandomInvert()},

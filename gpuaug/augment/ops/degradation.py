@@ -182,11 +182,6 @@ def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, *, 
     return {"plasma": plasma[:count]}
 
 
-def _whole(u: Float, limits: tuple[Any, Any]) -> Int:
-    """Integers, all equally likely, from the lower limit to just below the upper limit."""
-    return np.minimum(np.floor(scale(u, *limits)), limits[1] - np.float32(1)).astype(np.int64)
-
-
 _RAIN = ("number_of_drops", "drop_height", "drop_width")
 
 
@@ -195,7 +190,9 @@ def _rain(op: Any) -> tuple[int, Rule]:
 
 
 def _drops(u: Float, size: Size, *, limits: list[tuple[Any, Any]]) -> Params:
-    return {f"{name}_factor": _whole(u[:, k], limits[k]) for k, name in enumerate(_RAIN)}
+    """Draw integers, all equally likely, from the lower limit to just below the upper limit."""
+    values = [np.minimum(np.floor(scale(u[:, k], *each)), each[1] - np.float32(1)) for k, each in enumerate(limits)]
+    return {f"{name}_factor": value.astype(np.int64) for name, value in zip(_RAIN, values, strict=True)}
 
 
 def _rain_steps(op: Any) -> Steps:
