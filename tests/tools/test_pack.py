@@ -114,7 +114,7 @@ def arrays(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tars(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("packed") / "tars"
-    run(FolderSource(folder), out, sizes=[40, 96], quality=92, subsampling="4:4:4")
+    run(FolderSource(folder), out, sizes=[40, 96], quality=92)
     return out
 
 
@@ -193,7 +193,7 @@ def test_tars_are_webdataset(folder: Path, tars: Path) -> None:
             continue
         want = io.BytesIO()
         pixels = resized(by_pillow(folder / original.key(i)), 40)
-        Image.fromarray(pixels).save(want, "JPEG", quality=92, subsampling="4:4:4")
+        Image.fromarray(pixels).save(want, "JPEG", quality=92)
         assert data == want.getvalue() or "cmyk" in original.key(i)
     assert unchanged == 1  # small.jpg, but neither the turned one nor the ones that are no JPEG
     webdataset = pytest.importorskip("webdataset")
@@ -672,7 +672,6 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["out=/x/y", "sizes=[64,64]"], "`sizes` must be"),
         (["out=/x/y", "format=png"], "`format` must be one of jpeg, uint8. Found: 'png'."),
         (["out=/x/y", "quality=101"], "from 1 to 100"),
-        (["out=/x/y", "subsampling=420"], "4:4:4, 4:2:2, 4:2:0. Found: 420"),
         (["out=/x/y", "interpolation=lanczos"], "bilinear, bicubic"),
         (["out=/x/y", "samples=0"], "`samples` must be"),
         (["out=/proc/no", "on=ry"], "source.root"),

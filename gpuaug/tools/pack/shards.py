@@ -152,7 +152,7 @@ class Packer:
                 return Fault(row, "encode", reason, len(data), begin)
             else:
                 stream = io.BytesIO()
-                Image.fromarray(pixels).save(stream, "JPEG", quality=what.quality, subsampling=what.subsampling)
+                Image.fromarray(pixels).save(stream, "JPEG", quality=what.quality)
                 made = stream.getvalue()
             encoded.append((made, (height, width)))
         return encoded
@@ -161,21 +161,12 @@ class Packer:
 def _json(value: Any, key: str) -> str:
     """An extra value as JSON. Raises ConfigError if JSON would change it."""
     with suppress(TypeError, ValueError, RecursionError):
-        if _same(json.loads(text := json.dumps(value)), value):
+        if json.loads(text := json.dumps(value)) == value:
             return text
     raise ConfigError(
         f"`source.extra` must give text, numbers, lists or dictionaries, because `gpuaug pack` stores the values as "
         f"JSON. Found: {value!r:.100} of {key!r}. Remove `source.extra`, or choose other fields."
     )
-
-
-def _same(read: Any, value: Any) -> bool:
-    """Whether JSON kept a value. JSON turns tuples into lists, and keys of dictionaries into text."""
-    if isinstance(read, dict):
-        return read.keys() == value.keys() and all(_same(read[key], value[key]) for key in read)
-    if isinstance(read, list):
-        return isinstance(value, list) and all(map(_same, read, value))
-    return bool(read == value) or read != read  # NaN differs from itself
 
 
 class _BadSampleError(Exception):
