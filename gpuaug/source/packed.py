@@ -240,7 +240,7 @@ class PackedSource(ListedSource):
 
     def _range(self, index: int) -> Range:
         name, begin, end = self._locate(index)
-        return Range(join(self.root, name), begin, end - begin, self.manifest["files"][name][1])
+        return Range(join(self.root, name), begin, end - begin, str(self._checksums.numpy()[index]))
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
@@ -253,7 +253,7 @@ class PackedSource(ListedSource):
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise SourceError(f"{MANIFEST} in {redact(self.root)!r} cannot be used: {error}. {_REPAIR}") from error
         if not is_url(self.root):
-            for name, (expected, _) in manifest["files"].items():
+            for name, (expected, *_) in manifest["files"].items():
                 path = os.path.join(self.root, name)
                 actual = os.stat(path).st_size if os.path.exists(path) else -1
                 if actual != expected:
@@ -385,7 +385,7 @@ class PackedSource(ListedSource):
         return schedule
 
 
-_REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again into a new folder."
+_REPAIR = "Pack again into a new folder."
 
 
 def _map(root: str, files: dict[str, list[Any]], name: str) -> mmap.mmap:

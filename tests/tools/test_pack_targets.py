@@ -304,7 +304,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
     call = ["pack", "source=masks", f"source.root={tmp_path / 'in'}", f"out={tmp_path / 'out'}", "sizes=[24]"]
-    assert main([*call, "num_workers=0", "verify=true", f"json={tmp_path / 'r.json'}"]) == 0
+    assert main([*call, "num_workers=0", f"json={tmp_path / 'r.json'}"]) == 0
     assert "masks" in capsys.readouterr().out
     assert json.loads((tmp_path / "r.json").read_text())["targets"] == ["masks"]
     words = ["source=packed", f"source.root={tmp_path / 'out'}", "targets=segmentation", "augment=standard"]
