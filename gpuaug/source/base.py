@@ -57,7 +57,6 @@ class Source:
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
             get this label. None: they get their value in ``labels``.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
-        prefetch: ``source.prefetch(numbers)`` announces samples of the second ``read_many`` call from now.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
             ``i`` and are still in memory.
         mapped: True if the bytes are memory-mapped.
@@ -97,7 +96,6 @@ class Source:
     thread_safe: Any = False
     label: Any = None
     read_many: Any = None
-    prefetch: Any = None
     same_group: Any = None
     mask_path: Any = None
     objects_digest: Any = None
@@ -203,7 +201,6 @@ class ListedSource(Source):
     _objects: ObjectTable | None = None
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
-    _has_ranges = True  # whether every sample has its own byte ranges, which can be announced
     _files: Files | None = None  # the image of each sample
     _mask_files: Files | None = None
 
@@ -243,11 +240,6 @@ class ListedSource(Source):
         return self._read if self._is_remote else None
 
     @property
-    def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces samples for the ``read_many`` call after the next. None for local files."""
-        return self._prefetch if self._is_remote and self._has_ranges else None
-
-    @property
     def thread_safe(self) -> bool:
         """True if samples are files, because several threads may read files at the same time."""
         return self._files is not None
@@ -284,7 +276,8 @@ class ListedSource(Source):
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         if self._files is not None and self._mask_files is None and not self._is_remote:
             return [self._read_local(self._files, i) for i in numbers]  # takes 17 us per image instead of 22 us
-        data = self._storage.read(self._ranges(numbers))
+        mask_ranges = [] if self._mask_files is None else [self._mask_files.range(i) for i in numbers]
+        data = self._storage.read([*map(self._range, numbers), *mask_ranges])
         masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
         return list(map(self._item, numbers, data, masks))
 
@@ -293,13 +286,6 @@ class ListedSource(Source):
             return self._item(index, read_file(join(files.root, os.fsdecode(files.names[index])), image=True))
         except OSError as error:
             return error
-
-    def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch(self._ranges(numbers))
-
-    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        masks = [] if self._mask_files is None else [self._mask_files.range(i) for i in numbers]
-        return [*map(self._range, numbers), *masks]
 
     def _range(self, index: int) -> Range:
         """The bytes of image ``index``."""
