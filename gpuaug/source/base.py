@@ -73,7 +73,6 @@ class Source:
         augmented_by: the settings that made the images, if they are already augmented; see :class:`PackedSource`.
         thread_safe: True if several threads may call ``source[i]`` at the same time. A worker then reads up to
             ``read_threads`` samples at a time. Without it, and with ``read_many``, a worker uses one thread.
-        zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
 
     >>> source = Source([(b"...", 0), (b"...", 1)])
     >>> source[1], source.key(1)
@@ -91,7 +90,7 @@ class Source:
     num_keypoints: int | None = None
     flip_pairs: tuple[int, ...] | None = None
     skeleton: tuple[tuple[int, int], ...] = ()
-    panoptic = mapped = zero_copy = False
+    panoptic = mapped = False
     # Any, because a subclass may define these as methods, properties or attributes
     thread_safe: Any = False
     label: Any = None

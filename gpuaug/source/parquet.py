@@ -72,7 +72,6 @@ class ParquetSource(ListedSource):
     >>> source = ParquetSource("data/train-*.parquet", image="image", objects="objects")
     """
 
-
     def __init__(
         self,
         root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

@@ -69,7 +69,7 @@ def read_by(reader, size=8):
     try:
         for batch in reader.batches(batches(reader.source, size)):
             for row, i in enumerate(batch.indices.tolist()):
-                data[i] = batch.encoded(row).numpy().tobytes()
+                data[i] = batch.images[row].tobytes()
                 labels[i] = None if batch.labels is None else batch.labels[row].item()
             faults |= {int(batch.indices[fault.row]): fault.reason for fault in batch.faults}
     finally:
