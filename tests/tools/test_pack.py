@@ -265,8 +265,7 @@ def test_batches_are_what_the_same_pixels_give(arrays: Path, tmp_path: Path) -> 
 def test_nothing_is_copied_out_of_the_mapped_files(arrays: Path) -> None:
     packed = PackedSource(arrays, size=40)
     indices = torch.tensor([3, 0, 17])
-    (batch,) = Reader(packed).batches([(indices, indices * 0, indices >= 0)], zero_copy=True)
-    assert len(batch.data) == 0
+    (batch,) = Reader(packed).batches([(indices, indices * 0, indices >= 0)])
     files = [np.frombuffer(packed._open(f"40/0000{k}.bin"), dtype=np.uint8) for k in range(4)]
     for image, index in zip(batch.images, indices.tolist(), strict=True):
         assert any(np.shares_memory(image, file) for file in files)

@@ -135,7 +135,7 @@ class Packer:
         self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]
     ) -> Encoded | Fault:
         """The bytes to write for one image. ``views``: for each size, the batch's windows and resized images."""
-        what, data = self.job.what, batch.encoded(row).numpy()
+        what, data = self.job.what, batch.images[row]
         begin = data[:16].tobytes()
         upright = headers.orientation[row] == 1 and row not in headers.replaced
         original = (headers.height[row], headers.width[row]) if upright and header.sniff(begin) == "jpeg" else None
@@ -174,9 +174,8 @@ class _BadSampleError(Exception):
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
-    data = batch.encoded(row)
-    rows = {name: getattr(batch, name)[row : row + 1] for name in ("indices", "repeats", "valid")}
-    return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
+    rows = {name: getattr(batch, name)[row : row + 1] for name in ("images", "indices", "repeats", "valid")}
+    return EncodedBatch(labels=None, **rows)
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
