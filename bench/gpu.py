@@ -326,7 +326,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         Part(
             "profile",
             [python, "-m", "gpuaug.tools", "profile", f"source.root={root}", f"device={device}", "dtype=bfloat16",
-             f"out={work / 'profile.png'}", f"json={work / 'profile.json'}",
+             f"json={work / 'profile.json'}",
              *(["repeats=1", "batch_size=8", "augment=flip"] * small)],
             "Which stage is the narrowest?", 60, 200, "The one that profile.log names.",
         ),
