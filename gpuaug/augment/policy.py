@@ -19,12 +19,6 @@ from gpuaug.random.keyed import Float, Int, normal_field, pick
 
 logger = logging.getLogger("gpuaug")
 
-_FASTER = (
-    ". If its output depends only on its input and on random numbers per image, the module can run on whole batches: "
-    "see `uniforms` in docs/guide.md"
-)
-
-
 ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
 
 
@@ -94,21 +88,22 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if isinstance(op, RecipeOp):
         return op.prepare(name)
     entry = entry_of(op)
-    if entry is not None and entry.check is not None:
-        entry.check(op, key)
-    if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
-        return prepared
-    if entry is None:
-        if (count := getattr(op, "uniforms", None)) is not None:
-            checks.whole_number(f"{key}.uniforms", count, 0)
-            return Prepared(name, op, ((copy.deepcopy(op),),), count, _given)
-        reason = "gpuaug has no rule for its parameters"
-        logger.warning(
-            "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s%s",
-            *(key, type(op).__name__, reason, _FASTER),
-        )
-        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
-    return entry.gated(name, op)
+    if entry is not None:
+        if entry.check is not None:
+            entry.check(op, key)
+        prepared = None if entry.prepare is None else entry.prepare(name, op)
+        return entry.gated(name, op) if prepared is None else prepared
+    if (count := getattr(op, "uniforms", None)) is not None:
+        checks.whole_number(f"{key}.uniforms", count, 0)
+        return Prepared(name, op, ((copy.deepcopy(op),),), count, _given)
+    reason = "gpuaug has no rule for its parameters"
+    logger.warning(
+        "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s. If its output depends "
+        "only on its input and on random numbers per image, the module can run on whole batches: see `uniforms` in "
+        "docs/guide.md",
+        *(key, type(op).__name__, reason),
+    )
+    return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
