@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -186,6 +187,7 @@ def test_large_images(photos: Path, tmp_path: Path) -> None:
     packed = next(remedy for remedy in verdict.tried if "source=packed" in remedy.overrides)
     assert "gpuaug pack sizes=[37] out=DIR" in packed.text
     assert not packed.same
+    assert tempfile.gettempdir() not in str(packed)  # the folder of the trial is gone
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -194,9 +194,9 @@ class _Faults(Faults):
 
 
 def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep: bool = False) -> Trace:
-    """Run a pass of ``loader``, with a training step per batch, and trace its stages. The loader does not change.
+    """Run a pass of ``loader``, with a training step per batch, and trace its stages.
 
-    Do not iterate the loader at the same time.
+    The loader does not change. Do not iterate it at the same time.
 
     Args:
         loader: the loader. Its workers stay for the next trace.
@@ -238,17 +238,15 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
         took = clock.stop()
     cpu = {name: (clock.cpu if lockstep else clock.thread)[name] / images for name in clock.busy}
     cpu["read"] += spent / images
+    used, unqueued = clock.thread["read"], clock.busy["read"] - clock.queued["read"]
     if loader.num_workers:
-        reading = spent / max(spent, took * loader.num_workers - queued, 1e-9)
-    else:
-        own = clock.thread["read"]
-        reading = own / max(own, clock.busy["read"] - clock.queued["read"], 1e-9)
+        used, unqueued = spent, took * loader.num_workers - queued
     return Trace(
         images=images,
         seconds=took,
         busy=dict(clock.busy),
         cpu=cpu,
-        reading=reading,
+        reading=used / max(used, unqueued, 1e-9),
         encoded=pipeline.encoded / max(1, pipeline.images),
         shorter=pipeline.shorter,
         largest=pipeline.largest,
