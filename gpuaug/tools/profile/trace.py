@@ -151,7 +151,7 @@ class _Traced(Pipeline):
                     batch = next(batches, None)
                 if batch is None:
                     return
-                self.images, self.encoded = self.images + len(batch), self.encoded + batch.data.nbytes
+                self.images, self.encoded = self.images + len(batch), self.encoded + batch.nbytes
                 yield batch
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> PartialBatch:
