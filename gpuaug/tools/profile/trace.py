@@ -262,10 +262,10 @@ def endless(loader: Loader) -> Iterator[Task]:
         yield from (task for task in loader.epoch_order if len(task[0]) == whole)
 
 
-def read_cpu(loader: Loader, *, count: int = 32) -> float:
+def read_cpu(loader: Loader) -> float:
     """CPU seconds to read one sample in this thread, without handing its bytes over. Errors do not count."""
     source: Any = loader.pipeline.reader.source
-    numbers = next(iter(loader.epoch_order))[0][:count].tolist()
+    numbers = next(iter(loader.epoch_order))[0][:32].tolist()
     many = source.read_many
     began = time.thread_time()
     for part in numbers if many is None else [numbers]:
