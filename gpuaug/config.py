@@ -262,7 +262,9 @@ def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
 
 def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
     """`` Did you mean 'x'?``, or an empty string."""
-    for near in get_close_matches("none" if word == "null" else word, list(options), n=1):
+    word, options = "none" if word == "null" else word, list(options)
+    longer = [option for option in options if option.startswith(f"{word}_")]  # randaugment_torchvision, not autoaugment
+    for near in longer[:1] or get_close_matches(word, options, n=1):
         return f" Did you mean {key}={near}?" if key else f" Did you mean {near!r}?"
     return ""
 

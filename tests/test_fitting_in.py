@@ -380,7 +380,7 @@ def test_mps_says_what_to_do(overrides: list[str]) -> None:
     ("overrides", "advice"),
     [
         (["augment=randaugment_torchvision", "augment.ops.randaugment.mstd=0.5"], "augment=timm:rand-m9-mstd0.5-inc1"),
-        (["augment=randaugment", "+augment.ops.randaugment.mstd=0.5"], "augment=timm:rand-m9-mstd0.5-inc1"),
+        (["augment=randaugment"], "Did you mean augment=randaugment_torchvision?"),
         (["augment=dino", "augment.crop.size=96"], "`augment.views.local.crop`"),
         (["augment=dino", "+augment.crop={_target_: gpuaug.Resize, size: 96}"], "`augment.views.local.crop`"),
         (["augment=efficientnetv2", "augment.crop.size=96"], "`augment.stages.88.crop`"),

@@ -295,11 +295,10 @@ class PackedSource(ListedSource):
         return share(torch.from_numpy(begin)), share(torch.from_numpy(count))
 
     def _take_targets(self) -> None:
-        described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None, "panoptic": False}
+        described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None}
         flip = described["flip_pairs"]
         self.target_kinds = frozenset(described["kinds"])
         self.flip_pairs = None if flip is None else tuple(flip)
-        self.panoptic: bool = described["panoptic"]
         self._masks = self._places("mask_offsets", "mask_lengths") if "masks" in self.target_kinds else None
         if self._masks is not None and (self._masks[0] < self._images[0] + self._images[1]).any():
             raise SourceError(f"masks in {redact(self.root)!r} must come after their images. {_REPAIR}")

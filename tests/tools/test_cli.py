@@ -127,8 +127,6 @@ def test_held_out_overrides_are_named_as_the_user_wrote_them(folder: Path, capsy
     assert "`val.`: `bach`" in capsys.readouterr().err
     assert main(["train", f"source.root={folder}", "val.source.root=/no/such", "num_workers=0"]) == 2
     assert "`val.`: `source.root` does not exist: '/no/such'" in capsys.readouterr().err
-    assert main(["train", f"source.root={folder}", "val=held_out", "num_workers=0"]) == 2
-    assert "val.source.root=DIR" in capsys.readouterr().err
 
 
 def test_tracebacks_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,30 +185,20 @@ def test_names_of_classes_are_data_and_not_configuration(tmp_path: Path) -> None
 def test_own_configuration(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "train.yaml").write_text(
-        "defaults:\n  - gpuaug@train_data: train\n  - gpuaug@val_data: eval\n  - _self_\n"
+        "defaults:\n  - gpuaug@train_data: train\n  - _self_\n"
         f"batch: 5\ntrain_data:\n  batch_size: ${{batch}}\n  source: {{root: {folder}}}\n"
-        f"val_data:\n  batch_size: 3\n  source: {{root: {folder}}}\n"
     )
     own = {"config_dir": str(tmp_path / "conf"), "config_name": "train"}
-    asked = request(
-        "epochs=2", "val=val_data", "batch=6", "gpuaug/augment@train_data.augment=flip", at="train_data", **own
-    )
+    asked = request("epochs=2", "batch=6", "gpuaug/augment@train_data.augment=flip", at="train_data", **own)
     loader = asked.loader()
     assert asked.settings()["epochs"] == 2
     assert "jitter" not in loader.augment.ops
     with asked.build(loader) as built:
         assert built.batch_size == 6
-    held_out = asked.held_out(loader, at="val_data")
-    assert held_out is not None
-    with asked.build_held_out(held_out, classes=["red", "blue"]) as built:
-        assert built.batch_size == 3
-        assert built.source.classes == ["red", "blue"]
     with pytest.raises(ConfigError, match="`train_date` must be the path of a loader"):
         request(at="train_date", **own).loader()
     with pytest.raises(ConfigError, match=r"`train\.yaml` holds more than one object.* --at train_data\."):
         request(**own).loader()
-    with pytest.raises(ConfigError, match="cannot be combined"):
-        request("val.batch_size=3", at="train_data", **own).held_out(loader, at="val_data")
     with pytest.raises(ConfigError, match="--config-dir"):
         request(config_name="train")
     (tmp_path / "conf" / "augment").mkdir()
@@ -258,9 +246,8 @@ def test_what_belongs_to_the_system_is_not_replaced(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "real.json").read_text()) == {"a": 1}
 
 
-@pytest.mark.parametrize("command", ["preview", "profile"])
-def test_a_picture_is_a_png_and_says_so(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, f"source.root={folder}", "out=look.jpg"]) == 2
+def test_a_picture_is_a_png_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preview", f"source.root={folder}", "out=look.jpg"]) == 2
     assert "`out` must end in .png" in capsys.readouterr().err
 
 
