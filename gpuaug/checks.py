@@ -51,11 +51,11 @@ def flag(name: str, value: Any, *, optional: bool = False) -> Any:
     return _checked(isinstance(value, bool), name, value, "true or false", optional=optional)
 
 
-def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> Any:
-    """Check that ``value`` is one of the strings ``known``. ``hint`` ends the error message."""
+def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
+    """Check that ``value`` is one of the strings ``known``."""
     known = tuple(known)
     good = isinstance(value, str) and value in known
-    return _checked(good, name, value, f"one of {', '.join(known)}", remedy=hint)
+    return _checked(good, name, value, f"one of {', '.join(known)}")
 
 
 _OF_TORCH = {
