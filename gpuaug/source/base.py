@@ -65,8 +65,6 @@ class Source:
         flip_pairs: for each keypoint, the number of its mirror image.
         image_ids: int64 ``[N]``, the id of each sample for evaluation, such as COCO's; None: samples have only numbers.
         category_ids: int64 ``[C]``, the id of each label for evaluation; None: labels have only numbers.
-        skeleton: pairs of keypoint numbers to draw as lines.
-        panoptic: True if masks hold annotation numbers in three channels, as in COCO's panoptic files.
         mask_path: ``source.mask_path(i)`` is the path of the mask of a sample, for messages; None if it has no file.
         objects_digest: ``source.objects_digest()`` is a hash of all objects.
         row_count, sample_count: numbers of rows and samples of a source that has other bytes in other epochs, else 0.
@@ -89,8 +87,7 @@ class Source:
     target_kinds: frozenset[str] | None = None
     num_keypoints: int | None = None
     flip_pairs: tuple[int, ...] | None = None
-    skeleton: tuple[tuple[int, int], ...] = ()
-    panoptic = mapped = False
+    mapped = False
     # Any, because a subclass may define these as methods, properties or attributes
     thread_safe: Any = False
     label: Any = None
