@@ -32,8 +32,6 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between tries; pa
 GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, because two requests take longer
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # limit for levels of folders, because a server may list a folder in itself
-PACKAGES = {"hdfs": "pyarrow", "webhdfs": "requests", "sftp": "paramiko", "hf": "huggingface_hub"}  # by protocol
-HDFS = " It needs Java and Hadoop's libhdfs. Set JAVA_HOME, HADOOP_HOME and CLASSPATH, or use webhdfs://."
 
 _ABANDONED: list[Any] = []  # the parent's clients; closing them after a fork would wait for threads that do not exist
 
@@ -260,11 +258,12 @@ class Storage:
         except GpuaugError:
             raise
         except ImportError as error:
-            package = PACKAGES.get(scheme, "gpuaug[remote]")
-            raise SourceError(f"{scheme}:// needs another package: {error}. Run `pip install {package}`.") from error
+            raise SourceError(
+                f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]` for s3, gs, az and https."
+            ) from error
         except OSError as error:
-            text = f"{scheme}:// cannot be opened: {clean(str(error).partition(chr(10))[0] or repr(error))}."
-            raise SourceError(text + (HDFS if scheme == "hdfs" else "")) from error
+            text = clean(str(error).partition("\n")[0] or repr(error))
+            raise SourceError(f"{scheme}:// cannot be opened: {text}.") from error
         except (TypeError, ValueError) as error:
             text = clean(str(error).partition("\n")[0])
             raise ConfigError(f"`source.remote.options` are not valid for {scheme}://. {text}.") from error
