@@ -127,8 +127,7 @@ def by_pillow(data: bytes) -> np.ndarray:
 def pack(images: list[bytes], faults: tuple[Fault, ...] = ()) -> EncodedBatch:
     count = len(images)
     return EncodedBatch(
-        data=torch.frombuffer(bytearray(b"".join(images) or b"\0"), dtype=torch.uint8),
-        offsets=torch.tensor([0, *np.cumsum([len(x) for x in images]).tolist()]),
+        images=tuple(np.frombuffer(data, dtype=np.uint8) for data in images),
         labels=None,
         indices=torch.arange(count),
         repeats=torch.zeros(count, dtype=torch.int64),
