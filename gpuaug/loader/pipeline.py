@@ -178,7 +178,7 @@ class Pipeline:
     def decode_images(self, batch: PartialBatch) -> tuple[list[Tensor], list[Fault]]:
         """Returns uint8 [B, H, W, 3] per view on the device, and the faults."""
         assert batch.info is not None
-        return self.decoder.pixels(batch.encoded, batch.info, batch.windows)
+        return self.decoder.pixels(batch.info, batch.windows)
 
     def decode_masks(self, batch: PartialBatch) -> list[Fault]:
         if self.targets is None or batch.targets is None or batch.info is None:
