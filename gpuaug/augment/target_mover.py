@@ -85,9 +85,9 @@ class TargetMover:
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
         self._orientation_logged = quiet
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
-        self._lookup = None if rules.masks is None else masks.lookup(rules.masks)
+        self.lookup = None if rules.masks is None else masks.lookup(rules.masks)
         self._unnamed_logged = quiet
-        if self.panoptic and self._lookup is not None and self._lookup.colors:
+        if self.panoptic and self.lookup is not None and self.lookup.colors:
             raise ConfigError("`targets.masks.colors` must be null, because the colours of panoptic masks are ids.")
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
         self._largest = max([self.fill, *(_erasing_values(views, rules.masks) if rules.masks is not None else ())])
@@ -329,7 +329,7 @@ class TargetMover:
         or with a fault gets None; the faults are added to ``faults``.
         """
         most, pixels = decoder.settings.max_bytes // 2, (info.height * info.width).tolist()
-        kind = {"changed": self._lookup is not None, "panoptic": self.panoptic}
+        kind = {"changed": self.lookup is not None, "panoptic": self.panoptic}
         sizes = np.array([masks.peak_bytes(data, n, **kind) for data, n in zip(encoded.masks, pixels, strict=True)])
         for row in np.flatnonzero(sizes > most).tolist():
             reason = f"decoding takes {sizes[row]} bytes, more than half of `decode.max_bytes` ({2 * most}). Raise it"
@@ -379,7 +379,7 @@ class TargetMover:
                     exif=exif,
                     as_stored=self._as_stored,
                     max_pixels=decoder.settings.max_pixels,
-                    table=None if self.panoptic else self._lookup,
+                    table=None if self.panoptic else self.lookup,
                     unnamed=None if self._unnamed_logged else unnamed[row],
                     ids_in_rgb=self.panoptic,
                 )
@@ -388,8 +388,8 @@ class TargetMover:
                     values = objects.labels[own]
                     values = np.arange(1, len(values) + 1) if self._instances else values
                     mask = masks.replace_ids(mask, objects.ids[own], values, self.fill)
-                    if self._lookup is not None:  # `map` is for classes, not for annotation ids
-                        mask = self._lookup.apply(mask, unnamed=unnamed[row])
+                    if self.lookup is not None:  # `map` is for classes, not for annotation ids
+                        mask = self.lookup.apply(mask, unnamed=unnamed[row])
                 if self._dtype == torch.uint8 and mask.dtype != np.uint8 and mask.max() > LARGEST_BYTE:
                     raise HeaderError(
                         f"a value of {mask.max()}, but `targets.masks.dtype` is uint8. Set int32 or int64"
@@ -415,7 +415,7 @@ class TargetMover:
             return
         self._unnamed_logged = True
         counts, index = sum(unnamed, Counter[int]()), int(encoded.indices[row])
-        in_colors = self._lookup is not None and self._lookup.colors
+        in_colors = self.lookup is not None and self.lookup.colors
         shown = [
             f"{[value & 255, value >> 8 & 255, value >> 16] if in_colors else value} ({count} pixels)"
             for value, count in counts.most_common(_SHOWN)
