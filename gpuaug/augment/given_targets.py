@@ -108,7 +108,7 @@ def _table(given: Given, rules: Targets, count: int) -> Objects:
 
 
 def _label_maps(
-    given: Any, rules: Masks, shape: tuple[int, ...], table: masks.Lookup | masks.Ignored | None
+    given: Any, rules: Masks, shape: tuple[int, ...], table: masks.Lookup | None
 ) -> list[NDArray[Any] | None]:
     """The masks as uint8 or int32 arrays, with the values that ``table`` gives."""
     values = _array(given)

@@ -414,17 +414,16 @@ class TargetMover:
         if row is None or self._unnamed_logged:
             return
         self._unnamed_logged = True
-        counts, index = sum(unnamed, Counter[int]()), int(encoded.indices[row])
+        counts, index = unnamed[row], int(encoded.indices[row])
         in_colors = self.lookup is not None and self.lookup.colors
         shown = [
             f"{[value & 255, value >> 8 & 255, value >> 16] if in_colors else value} ({count} pixels)"
             for value, count in counts.most_common(_SHOWN)
-        ]
-        more = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
+        ] + ["..."] * (len(counts) > _SHOWN)
         log.warning(
-            "masks have %d %s without a class: %s%s. Found first in %s. They become %d. %s",
-            len(counts), "colours" if in_colors else "values", ", ".join(shown), more,
-            repr(self._mask_path(index) or f"sample {index}"), self.fill,
+            "the mask of %s has %d %s without a class: %s. They become %d. %s",
+            repr(self._mask_path(index) or f"sample {index}"), len(counts), "colours" if in_colors else "values",
+            ", ".join(shown), self.fill,
             "Name them in `targets.masks.colors`, and in `map` if it is set." if in_colors
             else "Name them in `targets.masks.map`, or list them in `targets.masks.ignore`.",
         )  # fmt: skip

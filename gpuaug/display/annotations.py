@@ -27,11 +27,6 @@ PALETTE = (
 BACKGROUND = (24, 24, 32)  # for class 0 of a mask: the background in most datasets
 LEGEND = 48  # maximum number of classes in the legend
 TEXT, DOT = 11, 3  # pixels: height of a label's text, radius of a dot
-# COCO's skeleton of a person, for a source that has 17 keypoints but no skeleton
-PERSON = (
-    (15, 13), (13, 11), (16, 14), (14, 12), (11, 12), (5, 11), (6, 12), (5, 6), (5, 7), (6, 8), (7, 9), (8, 10),
-    (1, 2), (0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +71,7 @@ class Style:
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
         """The style for the samples of a source. ``rules``: None if there are no targets."""
-        lines = source.skeleton or (PERSON if source.num_keypoints == 17 else ())
-        return cls(rules, source.classes, tuple(lines))
+        return cls(rules, source.classes, tuple(source.skeleton or ()))
 
     @property
     def by_object(self) -> bool:
@@ -141,7 +135,7 @@ class Annotated(NamedTuple):
         pen = ImageDraw.Draw(image, "RGBA")
         for corners, color in crops:
             left, top, right, bottom = (round(v * scale) for v in corners)
-            _crop(pen, (left, top, max(left, right - 1), max(top, bottom - 1)), color, dashed=annotations is not None)
+            pen.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=color, width=2)
         if annotations is None:
             return image
         factors = image.width / self.picture.width, image.height / self.picture.height
@@ -179,19 +173,6 @@ def color_of(number: int) -> Color:
 def of_class(value: int) -> Color:
     """The color of a class in a mask; 0 is dark."""
     return BACKGROUND if value == 0 else color_of(value - 1)
-
-
-def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
-    x1, y1, x2, y2 = box
-    if not dashed:
-        pen.rectangle(box, outline=color, width=2)
-        return
-    for x in range(x1, x2 + 1, 10):
-        for y in (y1, y2 - 1):
-            pen.rectangle((x, y, min(x + 5, x2), y + 1), fill=color)
-    for y in range(y1, y2 + 1, 10):
-        for x in (x1, x2 - 1):
-            pen.rectangle((x, y, x + 1, min(y + 5, y2)), fill=color)
 
 
 def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image.Image:
