@@ -347,16 +347,13 @@ class RandomIoUCrop(Crop):
         boxes = np.asarray(objects.boxes, dtype=np.float64)[order] + np.tile(corner[sample, ::-1], 2)
         first = np.searchsorted(sample, np.arange(len(crop) + 1))
         waiting = np.flatnonzero(known & (np.diff(first) > 0) & (draws[:, 0] < np.float32(self.p)))
-        start, rounds = 0, 1 if redraw is None else self.ROUNDS
-        while len(waiting) and start < rounds:
-            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, then 8 rounds at once
-            stack = [draws[waiting] if redraw is None or not n else redraw(n, waiting) for n in numbers]
-            rows = np.tile(waiting, len(stack))
-            done, found = self._rounds(np.concatenate(stack)[:, 5:], canvas[rows], boxes, first[rows], first[rows + 1])
-            done = done.reshape(len(stack), -1)
-            at, any_done = done.argmax(axis=0), done.any(axis=0)  # the first round that is done
-            crop[waiting[any_done]] = found.reshape(len(stack), -1, 4)[at, np.arange(len(at))][any_done]
-            waiting, start = waiting[~any_done], numbers.stop
+        for n in range(1 if redraw is None else self.ROUNDS):
+            if not len(waiting):
+                break
+            own = draws[waiting] if redraw is None or not n else redraw(n, waiting)
+            done, found = self._rounds(own[:, 5:], canvas[waiting], boxes, first[waiting], first[waiting + 1])
+            crop[waiting[done]] = found[done]
+            waiting = waiting[~done]
         return self._placed(crop, corner, sizes)
 
     def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:

@@ -259,7 +259,7 @@ class Storage:
             raise
         except ImportError as error:
             raise SourceError(
-                f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]` for s3, gs, az and https."
+                f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]`."
             ) from error
         except OSError as error:
             text = clean(str(error).partition("\n")[0] or repr(error))
