@@ -65,7 +65,7 @@ def test_hydra_instantiates_every_recipe_as_build_does(name: str) -> None:
     [
         [],
         ["shuffle=false"],
-        ["mix=mixup_cutmix", "order=weighted", "cache=ram"],
+        ["mix=mixup_cutmix", "order=weighted"],
         ["order=repeated", "augment=dino"],
         ["augment=efficientnetv2", "faults.policy=blank"],
     ],
@@ -76,7 +76,6 @@ def test_hydra_instantiates_the_loader_that_build_makes(photos: Path, more: list
     with hydra.utils.instantiate(cfg.train_data) as theirs, gpuaug.build(cfg.train_data) as ours:
         assert theirs.fingerprint() == ours.fingerprint()
         assert (theirs.mix, repr(theirs.order)) == (ours.mix, repr(ours.order))
-        assert (theirs.pipeline.cache is None) == (ours.pipeline.cache is None)
         a, b = next(iter(theirs)), next(iter(ours))
         views = [x if isinstance(x, list) else [x] for x in (a.images, b.images)]
         assert all(torch.equal(x, y) for x, y in zip(*views, strict=True))
@@ -520,7 +519,7 @@ def test_jigsaw_says_what_it_cannot_do() -> None:
 
 def test_a_loader_of_bytes_needs_no_configuration() -> None:
     Image.new("RGB", (8, 8)).save(png := io.BytesIO(), "png")
-    with gpuaug.Loader([(png.getvalue(), 1)], augment=gpuaug.Augment(), mix={}, cache={}, targets={}, device="cpu",
+    with gpuaug.Loader([(png.getvalue(), 1)], augment=gpuaug.Augment(), mix={}, targets={}, device="cpu",
                        num_workers=0) as loader:  # fmt: skip
-        assert (loader.mix, loader.targets, loader.pipeline.cache) == (None, None, None)
+        assert (loader.mix, loader.targets) == (None, None)
         assert [labels.tolist() for _, labels in loader] == [[1]]

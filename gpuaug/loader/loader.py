@@ -31,7 +31,6 @@ from gpuaug.read.ends import finalize
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
 from gpuaug.source.base import checksum
-from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them
     from gpuaug.targets.rules import Targets
@@ -60,7 +59,6 @@ class Loader:
             images; None: the loader yields only images and labels.
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
         decode: settings of the decoder.
-        cache: a :class:`~gpuaug.RamCache`, which keeps encoded bytes in memory; None: no cache.
         ahead: size in bytes of an extra buffer for encoded batches, such as 2147483648 or ``"2GiB"``; None: only the
             workers read ahead.
         faults: a :class:`~gpuaug.Faults`, which decides what happens to samples that cannot be read or decoded.
@@ -133,7 +131,6 @@ class Loader:
         targets: Targets | None = None,
         mix: Mix | None = None,
         decode: Decode | None = None,
-        cache: RamCache | None = None,
         ahead: int | str | None = None,
         faults: Faults | None = None,
         device: str | torch.device = "auto",
@@ -155,7 +152,7 @@ class Loader:
         self._log = arguments.NamedLog(log, {"name": name})
         distributed.rank_and_world(rank, world_size)
         last = arguments.choose_last(last, drop_last)
-        mix, targets, cache = map(arguments.none_if_empty, (mix, targets, cache))
+        mix, targets = map(arguments.none_if_empty, (mix, targets))
         self.augment: Recipe = checks.instance("augment", augment, Augment, MultiView, Progressive)
         self.seed: int = checks.whole_number("seed", seed, None)
         self.source = sources.adapt(source)
@@ -166,8 +163,6 @@ class Loader:
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
-        # `replace` passes an opened cache, whose attribute `settings` is the RamCache.
-        checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = checks.torch_constant("dtype", dtype)
         self.memory_format: torch.memory_format = checks.torch_constant("memory_format", memory_format)
@@ -176,14 +171,13 @@ class Loader:
         self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self._rank, self._world_size = rank, world_size
-        self.pipeline = self._build(cache, timeout=timeout, start_method=start_method, read_threads=read_threads)
+        self.pipeline = self._build(
+            num_workers=self.num_workers, timeout=timeout, start_method=start_method, read_threads=read_threads
+        )
         finalize(self, self.pipeline.close)
         self.augment.to(self.device)
 
-    def _build(self, cache: Any, **reading: Any) -> Pipeline:
-        encoded: Any = self.source
-        if cache is not None:  # an opened cache keeps what it has already read
-            encoded = cache if isinstance(cache, CachedSource) else cache.open(self.source)
+    def _build(self, **reading: Any) -> Pipeline:
         accepted = self.faults.truncated == "accept"
         opened = partial(self.decode.open, self.device, accept_truncated=accepted, batch_size=self.batch_size)
         targets = None
@@ -192,7 +186,7 @@ class Loader:
 
             targets = TargetMover(self.targets, self.augment, source=self.source)
         return Pipeline(
-            reader=Reader(encoded, num_workers=self.num_workers, targets=getattr(self.targets, "names", ()), **reading),
+            reader=Reader(self.source, targets=getattr(self.targets, "names", ()), **reading),
             lazy_decoder=LazyDecoder(opened),
             recipe=augmented.remaining(self.augment, self.source, self.seed),
             targets=targets,
@@ -219,8 +213,7 @@ class Loader:
     def replace(self, **changes: Any) -> Loader:
         """Return a new loader with other settings and the same position, and close this loader.
 
-        Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs. The new loader takes over the
-        content of ``cache``.
+        Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs.
 
         Args:
             changes: constructor arguments, except ``source``.
@@ -236,8 +229,6 @@ class Loader:
         for pair in (("order", "shuffle"), ("last", "drop_last")):  # both names of a pair are one setting
             if changes.keys() & pair:
                 given = {name: value for name, value in given.items() if name not in pair}
-        if (cache := self.pipeline.cache) is not None:
-            given["cache"] = cache
         made = type(self)(self.source, **{**given, **changes})
         closed = made
         try:
@@ -249,7 +240,7 @@ class Loader:
                 made.set_epoch(self._epoch)
             closed = self
         finally:
-            closed.pipeline.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache
+            closed.close()
         return made
 
     @property
@@ -306,10 +297,6 @@ class Loader:
             }
             distributed.agree({**self.fingerprint(), **shared}, device=self.device)
         self._log_last(tasks)
-        cache, first = self.pipeline.cache, self.pipeline.first_row(self._epoch)
-        if cache is not None and cache.settings.fill == "ahead":
-            shown = [indices + first for indices, *_ in self._tasks_from(0)]
-            cache.fill(self.pipeline.reader, torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *shown]))
         return _Epoch(self, tasks)
 
     def set_epoch(self, epoch: int) -> None:
@@ -557,5 +544,3 @@ class _Epoch(Pass):
         loader.waited = self.waited
         loader._position = self._tasks.position(self.done)
         loader._next_pass = "finished" if self.done == len(self._tasks) else "left"
-        if (cache := loader.pipeline.cache) is not None:
-            cache.warn_if_full()

@@ -158,7 +158,6 @@ MADE: dict[str, Attack] = {
     "Boxes": (lambda p: {}, lambda p, made: boxes(p, targets=gpuaug.Targets(boxes=made))),
     "Keypoints": (lambda p: {}, lambda p, made: repr(gpuaug.Targets(keypoints=made))),
     "Targets": (lambda p: {"masks": gpuaug.Masks()}, lambda p, made: pairs(p, targets=made)),
-    "RamCache": (lambda p: {}, lambda p, made: one_batch(p, cache=made)),
     "Repeated": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
 }
@@ -265,7 +264,7 @@ def test_methods(name: str, place: Path) -> None:
 
 
 WORDS: list[tuple[str, ...]] = [
-    ("augment=standard", "mix=mixup_cutmix", "cache=ram", "order=weighted"),
+    ("augment=standard", "mix=mixup_cutmix", "order=weighted"),
     ("augment=dino", "order=repeated", "last=drop"),
     ("augment=eval", "source=packed"),
 ]

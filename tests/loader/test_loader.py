@@ -432,39 +432,6 @@ def test_a_replace_that_is_refused_changes_nothing(photos, expected, changes, er
         assert seen | pixels(batches) == expected
 
 
-def test_replace_hands_on_what_the_cache_holds(photos):
-    class Counting:
-        def __init__(self):
-            self.files, self.read = sorted(photos.rglob("*.jpg")), 0
-
-        def __len__(self):
-            return len(self.files)
-
-        def __getitem__(self, i):
-            self.read += 1
-            assert self.read <= len(self.files)  # in workers too, which begin with a copy of this
-            return self.files[i].read_bytes(), i % 3
-
-    source = Counting()
-    ours = loader(source, cache=gpuaug.RamCache(max_bytes="64MiB"))
-    list(ours)
-    assert source.read == 65
-    small = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(24), backend="kornia")
-    for workers in (0, 2):
-        ours = ours.replace(augment=small, num_workers=workers)
-        assert sum(map(len, ours)) == 65
-        assert ours.pipeline.cache.samples == 65
-    assert source.read == 65
-    held = ours.pipeline.cache
-    with pytest.raises(StateError):  # a loader that was made in vain leaves them too
-        ours.start_at(3, 7)
-        ours.replace(seed=8)
-    assert held.samples == 65
-    ours.replace(cache=None).close()
-    assert held.samples == 0  # given back
-    assert source.read == 65
-
-
 def test_ranks_have_equally_many_batches_by_default(photos, caplog):
     caplog.set_level("INFO", logger="gpuaug")
     with loader(photos) as alone:

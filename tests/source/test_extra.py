@@ -20,7 +20,6 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, ReadError, SourceError
 from gpuaug.read.reader import Reader
 from gpuaug.source import DatasetSource, ParquetSource, ShardSource, TableSource, adapt
-from gpuaug.source.cache import RamCache
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
 
@@ -312,20 +311,6 @@ def test_arrays_arrive_unchanged():
     for i, value in enumerate(batch.extra):
         assert value.dtype == np.int32
         np.testing.assert_array_equal(value, tokens + i)
-
-
-@pytest.mark.parametrize("name", ["parquet", "plain"])
-def test_the_cache_keeps_them(name, tmp_path):
-    source = MAKERS[name](tmp_path / "data")
-    cached = RamCache(max_bytes="1MiB").open(source)
-    for _ in range(2):
-        for i in range(N):
-            data, label, extra = cached[i]
-            assert (bytes(data), label, extra) == (IMAGES[i], i % 3, CAPTIONS[i])
-    assert cached.samples == N
-    with loader(source, decode=PILLOW, cache=RamCache(max_bytes="1MiB", fill="ahead")) as batches:
-        for batch in batches:
-            assert batch.extra == [CAPTIONS[i] for i in batch.indices.tolist()]
 
 
 def test_bad_samples(tmp_path):

@@ -59,7 +59,7 @@ def test_stages_are_what_was_measured(photos: Path) -> None:
         assert plan.total(plan.stages(loader, peak()), "host") == 130 * MIB
 
 
-def test_batches_cache_and_ahead_that_come_later_are_added(photos: Path) -> None:
+def test_batches_and_ahead_that_come_later_are_added(photos: Path) -> None:
     files = [file.stat().st_size for file in photos.rglob("*.jpg")]
     image = sum(files) / len(files)
     with build(photos, "prefetch=3") as loader:  # an epoch has five batches
@@ -67,11 +67,9 @@ def test_batches_cache_and_ahead_that_come_later_are_added(photos: Path) -> None
         assert "prefetch" not in sizes(loader, ready=3, batch=MIB)
     with build(photos, "prefetch=50") as loader:
         assert sizes(loader, ready=1, batch=MIB)["prefetch"] == 2 * MIB
-    with build(photos, "cache=ram", "cache.max_bytes=1MiB", "ahead=1KiB") as loader:
-        assert sizes(loader, image=image)["cache"] == MIB
+    with build(photos, "ahead=1KiB") as loader:
         assert sizes(loader, image=image)["ahead"] == 1024
-    with build(photos, "cache=ram", "cache.max_bytes=1GiB", "ahead=1GiB", "prefetch=1") as loader:
-        assert sizes(loader, image=image)["cache"] == pytest.approx(sum(files) + 24 * len(files), abs=1)
+    with build(photos, "ahead=1GiB", "prefetch=1") as loader:
         assert sizes(loader, image=image)["ahead"] == pytest.approx(2 * 16 * image, abs=1)
 
 
@@ -85,10 +83,8 @@ def test_shortage_names_the_largest_part_and_its_setting(photos: Path, monkeypat
         assert "`train_data.prefetch` or `train_data.batch_size`" in said
         held_out = Run(loader=loader, peak=peak(), prefix="val.")
         assert "needs 180.0 MiB" in plan.shortage([run, held_out], left(95 * MIB))
-    with build(photos, "cache=ram", "cache.max_bytes=1MiB") as loader:
-        monkeypatch.setattr(machine, "local_world_size", lambda: 4)  # ranks of a machine have one cache
-        run = Run(loader=loader, peak=peak(image=1e6))
-        assert "needs 361.0 MiB" in plan.shortage([run], left(MIB))
+        monkeypatch.setattr(machine, "local_world_size", lambda: 4)
+        assert "needs 360.0 MiB" in plan.shortage([Run(loader=loader, peak=peak())], left(MIB))
 
 
 def group(folder: Path, *, limit: int, used: int) -> dict[str, str]:
@@ -154,10 +150,10 @@ def test_training_rehearses_on_request_and_is_refused_with_the_numbers(
 def test_command_writes_every_term(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     call = ["plan", f"source.root={photos}", "augment=flip", "batch_size=16", "num_workers=1", "device=cpu"]
-    assert main([*call, f"json={file}", "seconds=4", "cache=ram", "ahead=1MiB"]) == 0
+    assert main([*call, f"json={file}", "seconds=4", "ahead=1MiB"]) == 0
     printed, values = capsys.readouterr().out, json.loads(file.read_text())
     sizes = {each["stage"]: each["bytes"] for each in values["stages"]}
-    for name in ("start", "read: workers", "read: bytes", "decode, augment", "cache"):
+    for name in ("start", "read: workers", "read: bytes", "decode, augment"):
         assert f"\n{name} " in printed
         assert sizes[name] > 0
     assert "2 prefetched" in printed

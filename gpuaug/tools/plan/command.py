@@ -1,7 +1,7 @@
 """`gpuaug plan`: runs a loader in a child process for a short time, and reports the memory that each stage needed.
 
-:class:`gpuaug.tools.memory.Usage` says which memory counts. The rehearsal has no cache and no buffer ``ahead``: their
-sizes are computed.
+:class:`gpuaug.tools.memory.Usage` says which memory counts. The rehearsal has no buffer ``ahead``: its
+size is computed.
 """
 
 from __future__ import annotations
@@ -151,14 +151,13 @@ def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
 
 def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
     """The memory of a run by stage: what a rehearsal measured, and what grows later."""
-    workers, prefetch, cache = loader.num_workers, loader.prefetch, loader.pipeline.cache
+    workers, prefetch = loader.num_workers, loader.prefetch
     there: Place = "host" if loader.device.type == "cpu" else "device"
     made, step = min(len(loader), prefetch + 2), peak.step
     waiting = max(0, made - min(peak.batches, peak.ready + 2))  # batches that did not wait at the same time
     work = peak.most.main + peak.most.files - peak.base.main - peak.base.files - step
     rest = max(0, len(loader) - made) * loader.batch_size * peak.image
-    kept, ahead = 0 if cache is None else cache.capacity, loader.ahead or 0
-    samples = len(loader.source)
+    ahead = loader.ahead or 0
     every = [
         StageMemory("start", "host", peak.base.host, "this process before its first batch: Python, torch, the source"),
         StageMemory("read: workers", "host", peak.most.workers, f"processes: {workers}", "num_workers"),
@@ -172,8 +171,6 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
         StageMemory("step", "host", step, "forward, backward, optimizer", "batch_size"),
         StageMemory("ahead", "host", int(min(ahead, rest)),
                     f"min(ahead {format_bytes(ahead)}, rest of an epoch {format_bytes(rest)})", "ahead"),
-        StageMemory("cache", "host", int(min(kept, samples * (peak.image + 24))),
-                    f"min(max_bytes {format_bytes(kept)}, {samples} samples x {peak.image:.0f} B)", "cache.max_bytes"),
         StageMemory("device", "device", peak.device, "without the CUDA context", "batch_size"),
     ]  # fmt: skip
     return [each for each in every if each.bytes]
@@ -187,7 +184,7 @@ def total(listed: Sequence[StageMemory], place: Place) -> int:
 def shortage(runs: Sequence[Run], left: Left, *, share: float = 1 - SPARE) -> str:
     """A message if rehearsed runs together need more than ``share`` of the memory left, else an empty string.
 
-    All ranks of the machine are assumed to need the same memory, and to share one cache.
+    All ranks of the machine are assumed to need the same memory.
     """
     ranks, lacks, needed = machine.local_world_size(), list[str](), list[StageMemory]()
     for run in runs:
@@ -195,8 +192,7 @@ def shortage(runs: Sequence[Run], left: Left, *, share: float = 1 - SPARE) -> st
         listed = [each for each in stages(run.loader, run.peak) if each.stage != "start"]
         needed += [replace(each, key=f"{run.prefix}{each.key}") for each in listed]
     for place, (available, by) in left.items():
-        once = total([each for each in needed if each.stage == "cache"], place)
-        need = total(needed, place) * (1 if place == "device" else ranks) - once * (ranks - 1)
+        need = total(needed, place) * (1 if place == "device" else ranks)
         if need > share * available:
             kind = "" if place == "host" else f"{place} "
             lacks.append(f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(available)} left")
@@ -347,7 +343,7 @@ def rehearsal() -> None:
     model, config, left = job["model"], job["config"], job["left"]
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     # a buffer `ahead` of 1 byte still holds one batch
-    config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
+    config |= {"ahead": config.get("ahead") and 1, "faults": faults}
     try:
         with request.build_held_out(config, classes=job["classes"]) as loader:
             image, sampled = set_largest_epoch(loader)

@@ -198,12 +198,13 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
     key = partial("{}{}".format, prefix)
     if loader.prefetch == 0:
         yield Remedy((key("prefetch=2"),), "stages work at the same time, and while the model works")
+    if name in ("storage", "workers") and (remote := loader.source.remote) is not None and remote.cache is None:
+        text = "a local disk keeps the bytes; helps from the second epoch on, which is what was measured"
+        trial = (key(f"source.remote.cache={stack.enter_context(tempfile.TemporaryDirectory())}"),)
+        yield Remedy((key("source.remote.cache=DIR"),), text, trial=trial)
     if name == "storage":
         for count in dict.fromkeys((max(16, 2 * workers), max(2, 4 * workers))):
             yield Remedy((key(f"num_workers={count}"),), f"{count} workers wait for the storage instead of {workers}")
-    if name in ("storage", "workers") and loader.pipeline.cache is None and not loader.source.mapped:
-        text = "bytes stay in memory; helps from the second epoch on, which is what was measured"
-        yield Remedy((_group(prefix, "cache", "ram"),), text)
     if name == "workers" and workers < cores:
         yield Remedy((key(f"num_workers={cores}"),), f"{cores} workers instead of {workers}")
     if name == "inter-process copy":
@@ -217,30 +218,32 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
         if not loader.decode.reduced:
             text = "large JPEGs are decoded at a part of their size"
             yield Remedy((key("decode.reduced=true"),), text, same=False)
-    if name in ("decode", "masks", "inter-process copy", "storage"):
-        yield from _packing(loader, found, prefix, stack)
+    if name in ("decode", "masks", "inter-process copy", "storage", "workers"):
+        yield from _packing(loader, found, name, prefix, stack)
     if name == "augment" and any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
         yield Remedy((key("augment.backend=fused"),), "the fused backend gives the same result in one pass")
 
 
-def _packing(loader: Loader, found: Trace, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:
-    """A packed copy of the first images with smaller sides. It is written and read for the trial."""
-    side = round(found.largest * 256 / 224)
-    if not 0 < side < 0.67 * found.shorter:
+def _packing(loader: Loader, found: Trace, name: str, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:
+    """A packed copy of the first images, with smaller sides if that helps. It is written and read for the trial."""
+    side, text = round(found.largest * 256 / 224), "files of gpuaug are read, and JPEGs keep their bytes"
+    settings: dict[str, Any] = {}
+    if 0 < side < 0.67 * found.shorter:
+        settings, text = {"sizes": [side]}, f"shorter side {side} instead of {found.shorter:.0f}"
+    elif name not in ("storage", "workers") or loader.source.wrapped is None:  # files may be as slow when packed
         return
+    if loader.targets is not None and loader.targets.masks is not None:
+        settings = {"format": "uint8", **settings}
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    has_masks = loader.targets is not None and loader.targets.masks is not None
-    masks: dict[str, Any] = {"format": "uint8"} if has_masks else {}
     source: Any = loader.source
     numbers = range(min(PACKED, len(source))) if source.indices is None else source.indices[:PACKED].tolist()
     with contextlib.suppress(GpuaugError):
         few: Any = adapt(Subset(source, list(numbers)))
-        pack(few, f"{folder}/packed", what=Pack(sizes=[side], **masks), decode=loader.decode, num_workers=0)
+        pack(few, f"{folder}/packed", what=Pack(**settings), decode=loader.decode, num_workers=0)
         use = _group(prefix, "source", "packed")
-        words = " ".join(["gpuaug pack", *(f"{name}={value}" for name, value in masks.items()), f"sizes=[{side}]"])
-        text = f"after `{words} out=DIR`: shorter side {side} instead of {found.shorter:.0f}"
+        words = " ".join(["gpuaug pack", *(f"{key}={value}" for key, value in settings.items()), "out=DIR"])
         trial = (use, f"{prefix}source.root={folder}/packed")
-        yield Remedy((use, f"{prefix}source.root=DIR"), text, same=False, trial=trial)
+        yield Remedy((use, f"{prefix}source.root=DIR"), f"after `{words}`: {text}", same=False, trial=trial)
 
 
 def op_seconds(loader: Loader) -> dict[str, float]:

@@ -38,7 +38,7 @@ THREADS = {
 STAGES = [stage for stages in THREADS.values() for stage in stages]
 WARMUP = 2  # batches before the first measured one: they start workers, and compile kernels
 FEWEST = 3  # batches that are measured, even if they take longer than asked
-REPEATED = 64  # images that a pass repeats if the loader has a cache, so that the cache is full
+REPEATED = 64  # images that a pass repeats if the source has a disk cache, so that it holds them
 LONGEST_S = 20.0  # a pass ends after this time, even before FEWEST batches
 
 
@@ -208,7 +208,7 @@ def trace(
     parts = {each.name: getattr(loader.pipeline, each.name) for each in fields(Pipeline) if each.init}
     pipeline = _Traced(**{**parts, "faults": faults, "mix": None if mix is None else mixed}, clock=clock)
     tasks, skip = endless(loader), max(WARMUP, loader.num_workers)
-    if pipeline.cache is not None:
+    if loader.source.remote is not None and loader.source.remote.cache is not None:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)
     prefetch = 0 if lockstep else loader.prefetch
