@@ -54,7 +54,6 @@ CONFIGURATIONS = [
     Configuration("augmented", "augmented", ("augment=flip", "num_workers=0")),
     Configuration("8 workers", "folder", ("augment=simclr", "num_workers=8")),
     Configuration("spawn", "folder", ("augment=standard", "num_workers=4", "start_method=spawn")),
-    Configuration("ahead", "folder", ("augment=standard", "num_workers=2", "ahead=24MiB")),
     Configuration(
         "float16, channels last", "folder",
         ("augment=byol", "num_workers=2", "dtype=float16", "memory_format=channels_last", "batch_size=128"),

@@ -180,8 +180,6 @@ def test_shuffle_is_another_word_for_the_order(photos):
     ):
         with build(compose(name, [*base, *overrides])) as loader:
             assert loader.order == order
-            with loader.replace(batch_size=2) as other:
-                assert other.order == order
     assert "but `order` is Weighted(" in refused(*base, "shuffle=false", "order=weighted")
     assert "`shuffle` must be true or false or null. Found: 'maybe'" in refused(*base, "shuffle=maybe")
 

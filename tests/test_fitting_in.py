@@ -167,13 +167,13 @@ def test_a_loader_that_has_samples_is_still_iterated_in_batches(loader: Any) -> 
     assert [len(batch) for batch in loader] == [16, 16, 16, 16, 1]
 
 
-def test_a_sample_of_a_repeated_order_is_its_first_occurrence(loader: Any) -> None:
-    crop = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(16))
-    loader = loader.replace(order=gpuaug.Repeated(repeats=3), augment=crop, batch_size=3)
-    batch = next(iter(loader))
-    (number,) = set(batch.indices.tolist())
-    assert torch.equal(loader[number][0], batch.images[0])
-    assert torch.equal(loader.fetch([number], repeats=[2]).images[0], batch.images[2])
+def test_a_sample_of_a_repeated_order_is_its_first_occurrence(photos: Path) -> None:
+    crop, order = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(16)), gpuaug.Repeated(repeats=3)
+    settings: dict[str, Any] = {"batch_size": 3, "num_workers": 0, "device": "cpu"}
+    with gpuaug.Loader(gpuaug.FolderSource(photos), augment=crop, order=order, **settings) as loader:
+        batch = next(iter(loader))
+        (number,) = set(batch.indices.tolist())
+        assert torch.equal(loader[number][0], batch.images[0])
     assert not torch.equal(batch.images[0], batch.images[2])
 
 
@@ -184,21 +184,6 @@ def test_a_sample_of_a_repeated_order_is_its_first_occurrence(loader: Any) -> No
 def transformers(v2: Any) -> Any:
     """Its import needs torchvision's operators, which the fixture `v2` declares."""
     return pytest.importorskip("transformers")
-
-
-def test_a_batch_as_a_dictionary() -> None:
-    numbers, images = torch.tensor([4, 7]), torch.rand(2, 3, 8, 8)
-    known = {"indices": numbers, "valid": numbers > 0}
-    whole = gpuaug.Batch(images=images, labels=numbers, **known)
-    made = whole.as_dict("pixel_values", "labels")
-    assert made == whole.as_dict()
-    assert list(made) == ["pixel_values", "labels"]
-    assert made["pixel_values"] is images
-    assert made["labels"] is numbers
-    assert list(whole.as_dict("x", "y")) == ["x", "y"]
-    assert list(gpuaug.Batch(images=images, labels=None, **known).as_dict()) == ["pixel_values"]
-    views = gpuaug.Batch(images=[images, images], labels=numbers, **known).as_dict()
-    assert views["pixel_values"][1] is images
 
 
 def test_a_trainer_that_gets_a_loader_as_a_dataset_says_what_to_do(

@@ -78,14 +78,6 @@ class LazyDecoder:
             self._decoder = self._decoder or self._open()
             return self._decoder
 
-    def second_chances(self) -> tuple[int, int]:
-        """Counts since the last call: samples that DALI refused and Pillow decoded, and accepted truncated samples."""
-        if self._decoder is None:
-            return 0, 0
-        counts = self._decoder.rescued, self._decoder.truncated
-        self._decoder.rescued = self._decoder.truncated = 0
-        return counts
-
     def close(self) -> None:
         with self._lock:
             if self._decoder is not None:

@@ -238,7 +238,7 @@ def test_loader(place: Path) -> None:
 CALLS: dict[str, Callable[[gpuaug.Loader, Any], Any]] = {
     "fetch(indices)": lambda made, value: made.fetch(value),
     "fetch(epoch)": lambda made, value: made.fetch([0], epoch=value),
-    "fetch(repeats)": lambda made, value: made.fetch([0], repeats=value),
+    "fetch(faults)": lambda made, value: made.fetch([0], faults=value),
     "set_epoch": lambda made, value: made.set_epoch(value),
     "start_at(epoch)": lambda made, value: made.start_at(value, 0),
     "start_at(position)": lambda made, value: made.start_at(0, value),

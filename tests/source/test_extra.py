@@ -335,7 +335,7 @@ def test_bad_samples(tmp_path):
 
 
 def test_extras_stay_with_their_sample(tmp_path):
-    """Views, mix, ranks with padding, subsets, a resume, `ahead`, `fetch` and `to`."""
+    """Views, mix, ranks with padding, subsets, a resume, `fetch` and `to`."""
     source = ShardSource(shards(tmp_path / "data"), extra="txt")
     views = gpuaug.MultiView(views={"a": recipe(), "b": recipe()})
     mix = gpuaug.Mix(mixup_alpha=1.0)
@@ -348,7 +348,7 @@ def test_extras_stay_with_their_sample(tmp_path):
             seen.append(batch)
         return seen
 
-    for settings in ({"augment": views}, {"mix": mix}, {"ahead": "1MiB"}, {"last": "pad", "rank": 1, "world_size": 2}):
+    for settings in ({"augment": views}, {"mix": mix}, {"last": "pad", "rank": 1, "world_size": 2}):
         with loader(source, **usual, **settings) as batches:
             seen = check(batches)
             assert len(seen) > 1

@@ -59,18 +59,12 @@ def test_stages_are_what_was_measured(photos: Path) -> None:
         assert plan.total(plan.stages(loader, peak()), "host") == 130 * MIB
 
 
-def test_batches_and_ahead_that_come_later_are_added(photos: Path) -> None:
-    files = [file.stat().st_size for file in photos.rglob("*.jpg")]
-    image = sum(files) / len(files)
+def test_batches_that_come_later_are_added(photos: Path) -> None:
     with build(photos, "prefetch=3") as loader:  # an epoch has five batches
         assert sizes(loader, ready=1, batch=MIB)["prefetch"] == 2 * MIB
         assert "prefetch" not in sizes(loader, ready=3, batch=MIB)
     with build(photos, "prefetch=50") as loader:
         assert sizes(loader, ready=1, batch=MIB)["prefetch"] == 2 * MIB
-    with build(photos, "ahead=1KiB") as loader:
-        assert sizes(loader, image=image)["ahead"] == 1024
-    with build(photos, "ahead=1GiB", "prefetch=1") as loader:
-        assert sizes(loader, image=image)["ahead"] == pytest.approx(2 * 16 * image, abs=1)
 
 
 def test_shortage_names_the_largest_part_and_its_setting(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +144,7 @@ def test_training_rehearses_on_request_and_is_refused_with_the_numbers(
 def test_command_writes_every_term(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     call = ["plan", f"source.root={photos}", "augment=flip", "batch_size=16", "num_workers=1", "device=cpu"]
-    assert main([*call, f"json={file}", "seconds=4", "ahead=1MiB"]) == 0
+    assert main([*call, f"json={file}", "seconds=4"]) == 0
     printed, values = capsys.readouterr().out, json.loads(file.read_text())
     sizes = {each["stage"]: each["bytes"] for each in values["stages"]}
     for name in ("start", "read: workers", "read: bytes", "decode, augment"):

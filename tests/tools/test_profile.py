@@ -256,7 +256,7 @@ def sensible(verdict: Verdict) -> None:
     [
         ("num_workers=0", "prefetch=0"),
         ("batch_size=1000", "num_workers=0"),  # more than there are
-        ("ahead=1MiB", "num_workers=2"),
+        ("num_workers=2",),
         ("augment=dino", "batch_size=4", "num_workers=0"),
         ("mix=mixup_cutmix", "last=pad", "num_workers=0", "dtype=bfloat16", "memory_format=channels_last"),
     ],

@@ -156,8 +156,6 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
     made, step = min(len(loader), prefetch + 2), peak.step
     waiting = max(0, made - min(peak.batches, peak.ready + 2))  # batches that did not wait at the same time
     work = peak.most.main + peak.most.files - peak.base.main - peak.base.files - step
-    rest = max(0, len(loader) - made) * loader.batch_size * peak.image
-    ahead = loader.ahead or 0
     every = [
         StageMemory("start", "host", peak.base.host, "this process before its first batch: Python, torch, the source"),
         StageMemory("read: workers", "host", peak.most.workers, f"processes: {workers}", "num_workers"),
@@ -169,8 +167,6 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
         StageMemory("prefetch", there, waiting * peak.batch,
                     f"{waiting} more batches of {format_bytes(peak.batch)}, if the model is the limit", "prefetch"),
         StageMemory("step", "host", step, "forward, backward, optimizer", "batch_size"),
-        StageMemory("ahead", "host", int(min(ahead, rest)),
-                    f"min(ahead {format_bytes(ahead)}, rest of an epoch {format_bytes(rest)})", "ahead"),
         StageMemory("device", "device", peak.device, "without the CUDA context", "batch_size"),
     ]  # fmt: skip
     return [each for each in every if each.bytes]
@@ -342,8 +338,7 @@ def rehearsal() -> None:
     request = Request(command="train", trust=tuple(job["trust"]))
     model, config, left = job["model"], job["config"], job["left"]
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
-    # a buffer `ahead` of 1 byte still holds one batch
-    config |= {"ahead": config.get("ahead") and 1, "faults": faults}
+    config |= {"faults": faults}
     try:
         with request.build_held_out(config, classes=job["classes"]) as loader:
             image, sampled = set_largest_epoch(loader)

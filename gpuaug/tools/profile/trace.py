@@ -212,7 +212,7 @@ def trace(
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)
     prefetch = 0 if lockstep else loader.prefetch
-    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch, buffer_bytes=loader.ahead)
+    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch)
     wanted = batches or max(FEWEST, loader.num_workers)
     images, done, began = 0, 0, time.perf_counter()
     with contextlib.closing(run):
