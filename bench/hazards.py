@@ -332,7 +332,7 @@ def batch() -> Any:
     x = torch.randint(0, 256, (64, 96, 80, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = {}
     for backend in ("fused", "kornia"):
-        for recipe in ("standard", "simclr", "randaugment"):
+        for recipe in ("standard", "simclr", "randaugment_torchvision"):
             overrides = [f"augment={recipe}", f"augment.backend={backend}", "source.root=."]
             augment = gpuaug.build(gpuaug.compose("train", overrides).augment)
 

@@ -109,7 +109,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
     spec = Spec("", name, str(root), args.stage_batch, 0, 1, "cpu", "float32")
     with loader(spec, kinds, recipe(name)) as made:
         pipeline = made.pipeline
-        encoded = next(iter(pipeline.read(made.epoch_order, 0, zero_copy=False)))
+        encoded = next(iter(pipeline.read(made.epoch_order, 0)))
         decoder, targets = pipeline.decoder, pipeline.targets
         info = decoder.read_headers(encoded)
         indices, augment = encoded.indices.numpy(), pipeline.recipe

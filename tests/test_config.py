@@ -82,7 +82,7 @@ def test_operation_names_are_the_same_in_every_recipe():
     names = {
         "RandomHorizontalFlip": "flip", "RandomVerticalFlip": "vflip", "ColorJitter": "jitter",
         "RandomGrayscale": "gray", "RandomGaussianBlur": "blur", "RandomSolarize": "solarize",
-        "RandAugment": "randaugment", "TrivialAugment": "trivialaugment", "OneOf": "choice",
+        "RandAugment": "randaugment", "OneOf": "choice",
         "PhotometricDistort": "distort", "TrivialAugmentWide": "trivialaugment", "AutoAugment": "autoaugment",
         "AugMix": "augmix", "TimmAugment": "timm", "RandomErasing": "erase",
     }  # fmt: skip

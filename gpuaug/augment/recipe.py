@@ -389,10 +389,7 @@ class Augment(RecipeBase):
 
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
-        modules = {name: op for name, op in self.ops.items() if isinstance(op, nn.Module)}
-        # Kornia's policies contain modules in modules; the repr of a policy has several pages
-        long = {name for name, op in modules.items() if any(any(child.children()) for child in op.children())}
-        ops = (f"{k}={type(op).__name__}(...)" if k in long else f"{k}={op!r}" for k, op in self.ops.items())
+        ops = (f"{name}={op!r}" for name, op in self.ops.items())
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:

@@ -19,8 +19,8 @@ SHAPES = {
 }
 INTERPOLATION = {
     "none": "bilinear", "eval": "bilinear", "flip": "bilinear", "standard": "bilinear", "mocov3": "bilinear",
-    "simclr": "bicubic", "byol": "bicubic", "dino": "bicubic", "threeaugment": "bicubic", "randaugment": "bicubic",
-    "trivialaugment": "bicubic", "dinov2": "bicubic", "mae": "bicubic", "barlowtwins": "bicubic", "vicreg": "bicubic",
+    "simclr": "bicubic", "byol": "bicubic", "dino": "bicubic", "threeaugment": "bicubic",
+    "dinov2": "bicubic", "mae": "bicubic", "barlowtwins": "bicubic", "vicreg": "bicubic",
     "clip": "bicubic", "swav": "bilinear", "convnext": "bicubic", "efficientnetv2": "bilinear",
     "randaugment_torchvision": "bilinear", "trivialaugment_torchvision": "bilinear", "autoaugment": "bilinear",
     "augmix": "bilinear", "timm": "bicubic",

@@ -6,14 +6,12 @@ import multiprocessing
 import os
 import re
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -71,7 +69,7 @@ def read_by(reader, size=8):
     try:
         for batch in reader.batches(batches(reader.source, size)):
             for row, i in enumerate(batch.indices.tolist()):
-                data[i] = batch.encoded(row).numpy().tobytes()
+                data[i] = batch.images[row].tobytes()
                 labels[i] = None if batch.labels is None else batch.labels[row].item()
             faults |= {int(batch.indices[fault.row]): fault.reason for fault in batch.faults}
     finally:
@@ -144,31 +142,6 @@ def test_latency_is_hidden_by_requests_at_the_same_time(store, bucket, folder, k
         assert list(faults.values()) == ["0 bytes"]
         assert 12 <= proxy.most <= 16
         assert len(proxy.gets) == len(source)
-
-
-def test_a_worker_asks_for_its_next_batch_before_the_present_one_is_whole(store, bucket, folder, tmp_path):
-    local = FolderSource(folder)
-    late, waited = threading.Event(), []
-
-    def trouble(path, count):
-        if path.endswith(quote(local.key(0))):
-            waited.append(late.wait(30))
-        elif path.endswith(quote(local.key(8))):  # of the second batch
-            late.set()
-
-    with proxied(store) as (proxy, url):
-        remote = Remote(options=options(url), timeout=60, cache=tmp_path / "cache")
-        source = FolderSource(bucket, remote=remote)
-        proxy.reset()
-        proxy.trouble = trouble
-        data, _, _ = read_all(source, num_workers=1, size=8)
-        assert waited == [True]
-        assert data == {i: local[i][0] for i in range(len(local))}
-        assert len(proxy.gets) == len(source)  # each of them once
-        proxy.reset()
-        data, _, _ = read_all(source, num_workers=1, size=8)
-        assert data == {i: local[i][0] for i in range(len(local))}
-        assert len(proxy.gets) <= 1  # of the empty file
 
 
 # what each try of a request gets; None: the file

@@ -273,27 +273,6 @@ def test_credentials_may_come_from_another_host(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_announced_is_asked_for_meanwhile_and_once(kind):
-    late = threading.Event()
-
-    def answer(head, send):
-        if "/b " in head:
-            late.set()
-        return late.wait(30) and plain(head, send)
-
-    with server(answer) as (port, heads):
-        storage, url = asking(kind, port, timeout=60.0)
-        a, b, c = (Range(f"{url}/{name}", image=0) for name in "abc")
-        storage.prefetch([b])
-        assert storage.read([a]) == [BODY]
-        storage.prefetch([c])
-        assert storage.read([b]) == [BODY]
-        assert storage.read([c]) == [BODY]
-        asked = [head.split()[1] for head in heads]
-        assert sorted(asked) == sorted(set(asked))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_threads_read_at_the_same_time(kind):
     together = threading.Barrier(4)
 
@@ -316,10 +295,8 @@ def test_an_interrupt_leaves_nothing_half_done(kind, monkeypatch):
                 raise KeyboardInterrupt
 
             patch.setattr(Future, "result", interrupted)
-            storage.prefetch([Range(f"{url}/soon", image=0)])
             with pytest.raises(KeyboardInterrupt):
                 storage.read([Range(f"{url}/{i}") for i in range(9)])
-        assert not storage._begun
         assert storage.read([Range(f"{url}/a"), Range(f"{url}/b")]) == [BODY, BODY]
 
 
@@ -433,7 +410,6 @@ assert len(mine.get("mine").bytes()) == 76800  # obstore has threads now, not by
 options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "x", "secret": "x"}
 storage = Storage(Remote(options=options))
 for depth in range(3):
-    storage.prefetch([Range(f"s3://bucket/soon{depth}", image=0)])
     (data,) = storage.read([Range(f"s3://bucket/{depth}", image=0)])
     assert len(data) == 76800
     if child := os.fork():

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     numbers = torch.arange(len(source)).split(100)
     for (task, batch) in zip(numbers, reader.batches([(c, c * 0, c == c) for c in numbers])):
         assert not batch.faults, batch.faults
-        assert [int(bytes(batch.encoded(row).numpy())) for row in range(len(batch))] == task.tolist()
+        assert [int(bytes(image)) for image in batch.images] == task.tolist()
         assert batch.labels.tolist() == [i // 600 for i in task.tolist()]
     barrier("read")
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]

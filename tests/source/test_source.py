@@ -590,7 +590,6 @@ def test_a_torch_subset_keeps_numbers(tree):
     assert len(part) == 2
     assert part[6] == whole[6]
     assert adapt(Subset(Plain(), [3, 1])).indices.tolist() == [1, 3]
-    assert part.prefetch is None
     for bad in ([4], [-1], [], [1, 1]):
         with pytest.raises(SourceError, match="Subset"):
             adapt(Subset(Plain(), bad))

@@ -95,7 +95,7 @@ def test_command_names_the_share_of_targets(
     kind: str, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "p.json"
-    call = ["profile", *words(scenes, kind), "num_workers=1", f"out={tmp_path / 'p.png'}", f"json={file}"]
+    call = ["profile", *words(scenes, kind), "num_workers=1", f"json={file}"]
     assert main([*call, "repeats=1", "seconds=0.02"]) == 0
     printed, values = capsys.readouterr().out, json.loads(file.read_text())
     assert "masks (decode, crop, move)" in printed
@@ -106,7 +106,7 @@ def test_a_packed_source_is_measured(scenes: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     assert main(["pack", *words(scenes)[:2], f"out={out}", "format=uint8", "num_workers=0"]) == 0
     given = ["source=packed", f"source.root={out}", *words(scenes)[2:]]
-    assert main(["profile", *given, "repeats=1", "seconds=0.02", f"out={tmp_path / 'p.png'}"]) == 0
+    assert main(["profile", *given, "repeats=1", "seconds=0.02"]) == 0
 
 
 # -- refused, and not refused --
@@ -118,5 +118,4 @@ def test_train_refuses_targets(kind: str, scenes: Path, tmp_path: Path, capsys: 
     assert main(call) == 2
     assert "`targets` must be null, because `gpuaug train` trains image classification" in capsys.readouterr().err
     assert main([*call, "targets=none"]) == 2
-    assert "needs a label for each image" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert "needs labels, but" in capsys.readouterr().err
