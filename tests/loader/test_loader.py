@@ -81,7 +81,7 @@ def test_headers_are_read_while_the_batch_before_is_decoded_and_the_one_before_a
         decoder = ours.pipeline.decoder
         monkeypatch.setattr(decoder, "read_headers", waiting("headers", None, decoder.read_headers))
         monkeypatch.setattr(decoder, "pixels", waiting("pixels", "headers", decoder.pixels))
-        monkeypatch.setattr(ours.augment, "apply", waiting("apply", "pixels", ours.augment.apply))
+        monkeypatch.setattr(ours.augment, "render", waiting("render", "pixels", ours.augment.render))
         assert len(list(ours)) == 10
 
 
