@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.readme import processor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-RECIPES = ("standard", "standard_random", "simclr", "randaugment", "randaugment_torchvision", "imagenet", "dino")
+RECIPES = ("standard", "standard_random", "simclr", "randaugment_torchvision", "imagenet", "dino")
 PEERS = ("kornia_eager", "kornia_compiled", "dali", "torchvision", "albumentations", "triton_augment", "cvcuda")
 # The ways in which a peer can do a recipe. Each has a row, and the JSON file has the ratio to the fastest.
 VARIANTS = {
@@ -43,7 +43,6 @@ VARIANTS = {
     "albumentations": ("uint8", "float32"),
 }
 ELSEWHERE = ("torchvision", "albumentations", "triton_augment", "cvcuda")  # bench/augment_peers.py, in own processes
-KNOWN = {"vflip", "flip", "jitter", "gray", "blur", "solarize"}  # operations that peers have too
 PAUSE = 0.02  # seconds before a run: the threads of OpenMP spin for some milliseconds after the run before
 BEGIN, END = "<!-- augment.py on {} -->", "<!-- end of augment.py on {} -->"
 
@@ -140,8 +139,6 @@ def given(case: Case) -> dict[str, np.ndarray]:
     out: dict[str, Any] = {"views": np.array(len(case.work))}
     for number, (prepared, _, chosen) in enumerate(case.work):
         names = [p.name for p in prepared]
-        if set(names) - (KNOWN | {"randaugment"} if case.recipe == "randaugment_torchvision" else KNOWN):
-            raise CannotRunError(f"no functions that take our draws of {', '.join(sorted(set(names) - KNOWN))}")
         view: dict[str, Any] = {"sequence": np.array(names), "taps": np.array(0)}
         view["order"] = np.tile(np.arange(4), (case.batch, 1))
         for key, neutral in (("brightness", 1), ("contrast", 1), ("saturation", 1), ("hue", 0)):
@@ -184,7 +181,7 @@ def one_given(case: Case) -> dict[str, np.ndarray]:
 def kornia_eager(case: Case) -> Callable[[], list[Any]]:
     if case.recipe == "randaugment_torchvision":
         raise CannotRunError("Kornia's operations and ranges are others")
-    if case.recipe in ("randaugment", "standard_random"):  # Kornia's own choose one policy or order for a batch
+    if case.recipe == "standard_random":  # Kornia's own class draws one order for a batch
         return case.ours("kornia")
     runs = [_sequential(case, *work) for work in case.one_order()]
     return lambda: [run() for run in runs]
@@ -217,8 +214,8 @@ def _sequential(case: Case, prepared: Any, normalize: Any, chosen: Any) -> Calla
 
 
 def kornia_compiled(case: Case) -> Callable[[], list[Any]]:
-    if case.recipe.startswith("randaugment"):
-        raise CannotRunError("Kornia's policy is Python over the batch")
+    if case.recipe == "randaugment_torchvision":
+        raise CannotRunError("Kornia's operations and ranges are others")
     if case.recipe == "standard_random":
         raise CannotRunError("Kornia has one order for a batch")
     torch._dynamo.reset()  # what earlier rows compiled counts towards its limit
@@ -422,10 +419,7 @@ def measure(case: Case, peers: list[str], rounds: int, pythons: list[str]) -> li
                 del runs[name]
                 continue
             # fused is compared with Kornia's modules, and a peer with Kornia's modules for the peer's own choices
-            batch_order = name[0] in ("kornia_eager", "kornia_compiled") and case.recipe not in (
-                "randaugment",
-                "standard_random",
-            )
+            batch_order = name[0] in ("kornia_eager", "kornia_compiled") and case.recipe != "standard_random"
             against = one_order if batch_order else expected
             apart = [(a.float().cpu() - b.cpu()).abs() for a, b in zip(out, against, strict=True)]
             differences[name] = (max(d.max().item() for d in apart), float(np.mean([d.mean().item() for d in apart])))
@@ -483,7 +477,9 @@ def _host_figures(case: Case) -> dict[str, Any]:
     took = []
     for k in range(60):
         start = time.perf_counter()
-        case.augment.apply([images] * len(views), case.augment.draw(seed=0, epoch=k, indices=indices), dtype=case.dtype)
+        case.augment.render(
+            [images] * len(views), case.augment.draw(seed=0, epoch=k, indices=indices), dtype=case.dtype
+        )
         took.append(time.perf_counter() - start)
         case.synchronize()
     return {"host_microseconds": 1e6 * float(np.median(took[10:])), "views": len(views), "pixels": side * side}

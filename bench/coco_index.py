@@ -136,7 +136,7 @@ def write(folder: Path, images: int, objects: int) -> None:
     dots[..., 2] = rng.integers(0, 3, (1000, POINTS))
     points = [f'"num_keypoints": {POINTS}, "keypoints": {json.dumps(x.astype(int).ravel().tolist())}' for x in dots]
     names = [f"{side}_{k}" for k in range(POINTS // 2) for side in ("left", "right")] + ["nose"]
-    persons = [{"id": 1, "name": "person", "keypoints": names, "skeleton": []}]
+    persons = [{"id": 1, "name": "person", "keypoints": names}]
     kinds = [{"id": k + 1 + k // 8, "name": f"class {k}"} for k in range(CLASSES)]
     for kind, categories in (("instances", kinds), ("person_keypoints", persons)):
         shown = rng.integers(0, len(categories), objects).tolist()

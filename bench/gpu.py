@@ -273,7 +273,6 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
                 Want("standard: share of a copy", lambda r: _kernels(r, "standard")["share_of_copy"], 0.5),
                 Want("standard: launches", lambda r: _kernels(r, "standard")["launches"], most=2),
                 Want("simclr: launches, both views", lambda r: _kernels(r, "simclr")["launches"], most=8),
-                Want("randaugment: host ms", lambda r: _kernels(r, "randaugment")["host_microseconds"] / 1e3, most=1.5),
             ),
             needs_gpu=True,
         ),
@@ -327,7 +326,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         Part(
             "profile",
             [python, "-m", "gpuaug.tools", "profile", f"source.root={root}", f"device={device}", "dtype=bfloat16",
-             f"out={work / 'profile.png'}", f"json={work / 'profile.json'}",
+             f"json={work / 'profile.json'}",
              *(["repeats=1", "batch_size=8", "augment=flip"] * small)],
             "Which stage is the narrowest?", 60, 200, "The one that profile.log names.",
         ),
@@ -338,7 +337,7 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         ),
         augment("augment_random", "standard_random", "And with an order per sample?", 50, 150),
         augment("augment_simclr", "simclr", "And with blur, two views?", 50, 150),
-        augment("augment_randaugment", "randaugment", "And with a policy?", 50, 150),
+        augment("augment_randaugment", "randaugment_torchvision", "And with a policy?", 50, 150),
         Part(
             "tune", [python, "bench/kernels.py", "--recipe", "standard", "--batch", "256", "--tune", *to("tune")],
             "Are other block sizes faster?", 110, 300, "Where a row is below the one as shipped.", needs_gpu=True,

@@ -127,7 +127,7 @@ def feed() -> Any:
             "draws": partial(augment.draw, seed=0, epoch=0, indices=np.arange(BATCH)),
             "boxes": partial(augment.windows, drawn, look.height, look.width),
             "pixels": partial(decoder.pixels, batch, look, boxes),
-            "augment": partial(augment.apply, images, drawn, dtype=torch.bfloat16),
+            "augment": partial(augment.render, images, drawn, dtype=torch.bfloat16),
         }
         for name, stage in stages.items():
             took = []
@@ -332,13 +332,13 @@ def batch() -> Any:
     x = torch.randint(0, 256, (64, 96, 80, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = {}
     for backend in ("fused", "kornia"):
-        for recipe in ("standard", "simclr", "randaugment"):
+        for recipe in ("standard", "simclr", "randaugment_torchvision"):
             overrides = [f"augment={recipe}", f"augment.backend={backend}", "source.root=."]
             augment = gpuaug.build(gpuaug.compose("train", overrides).augment)
 
             def on(rows: list[int], augment: Any = augment) -> list[torch.Tensor]:
                 drawn = augment.draw(seed=1, epoch=0, indices=rows)
-                made: list[torch.Tensor] = augment.apply([x[rows] for _ in augment.views], drawn, dtype=torch.float32)
+                made: list[torch.Tensor] = augment.render([x[rows] for _ in augment.views], drawn, dtype=torch.float32)
                 return made
 
             whole, gaps = on(list(range(64))), []

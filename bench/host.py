@@ -43,8 +43,7 @@ def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(out, "JPEG")
         encoded.append(out.getvalue())
     batch = EncodedBatch(
-        data=torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8),
-        offsets=torch.tensor([0, *np.cumsum([len(e) for e in encoded]).tolist()]),
+        images=tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded),
         labels=None,
         indices=torch.arange(batch_size),
         repeats=torch.zeros(batch_size, dtype=torch.int64),

@@ -187,9 +187,8 @@ def tune(recipe: str) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--recipe", nargs="+", default=["standard", "standard_random", "simclr", "dino", "randaugment", "flip"]
-    )
+    recipes = ["standard", "standard_random", "simclr", "dino", "randaugment_torchvision", "flip"]
+    parser.add_argument("--recipe", nargs="+", default=recipes)
     parser.add_argument("--batch", nargs="+", type=int, default=[256, 64])
     parser.add_argument("--tune", action="store_true", help="also other block sizes, for standard and simclr")
     parser.add_argument("--json", type=Path)

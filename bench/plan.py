@@ -63,7 +63,7 @@ CONFIGURATIONS = [
     ),
     Configuration("shards", "shards", ("augment=standard", "num_workers=4", "prefetch=4")),
     Configuration("parquet", "parquet", ("augment=flip", "num_workers=4", "order=sequential")),
-    Configuration("table", "table", ("augment=randaugment", "num_workers=1", "batch_size=128")),
+    Configuration("table", "table", ("augment=randaugment_torchvision", "num_workers=1", "batch_size=128")),
     Configuration("packed, 2 workers", "packed", ("augment=dino", "num_workers=2", "batch_size=64")),
     Configuration("large, dino", "large", ("augment=dino", "num_workers=1", "batch_size=8")),
     Configuration("mixup", "folder", ("augment=standard", "mix=mixup_cutmix", "num_workers=2")),

@@ -35,8 +35,6 @@ Theirs = Callable[[], Callable[[Image.Image], Any]]  # makes their transform of 
 
 def policies() -> dict[str, tuple[Any, Theirs]]:
     """Our operation and their transform, by name."""
-    import kornia.augmentation as K
-
     import gpuaug
     from gpuaug.tools.peers import torchvision
 
@@ -47,13 +45,6 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
     bilinear = T.InterpolationMode.BILINEAR
     timm = "rand-m9-mstd0.5-inc1"
     hparams = {"translate_const": 100, "img_mean": MEAN, "interpolation": Image.Resampling.BICUBIC}
-
-    def kornia(policy: Any) -> tuple[Any, Theirs]:
-        def one(image: Image.Image) -> Any:
-            x = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
-            return policy(x)[0].permute(1, 2, 0) * 255
-
-        return policy, lambda: one
 
     def randaugment(m: int) -> tuple[Any, Theirs]:
         ours = gpuaug.RandAugment(magnitude=m, interpolation="bilinear")
@@ -87,9 +78,6 @@ def policies() -> dict[str, tuple[Any, Theirs]]:
             gpuaug.TimmAugment(timm),
             by_timm,
         ),
-        "Kornia's RandAugment, m=9 (`randaugment`)": kornia(K.auto.RandAugment(n=2, m=9)),
-        "Kornia's RandAugment, m=27": kornia(K.auto.RandAugment(n=2, m=27)),
-        "Kornia's TrivialAugment (`trivialaugment`)": kornia(K.auto.TrivialAugment()),
     }
 
 
@@ -155,7 +143,7 @@ def main() -> None:
     for name, (ours, theirs) in policies().items():
         rows.append({"name": name, **measure(ours, theirs, windows)})
         print(rows[-1], flush=True)
-    versions = {name: version(name) for name in ("torchvision", "timm", "kornia", "pillow")}
+    versions = {name: version(name) for name in ("torchvision", "timm", "pillow")}
     today = datetime.date.today().isoformat()
     report = {"count": args.count, "date": today, "versions": versions, "rows": rows}
     print(table(report))

@@ -81,7 +81,7 @@ def write(
     for name in ("images", "masks", "labels"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     categories: list[dict[str, Any]] = [{"id": 10 * (k + 1), "name": name} for k, name in enumerate(NAMES)]
-    categories[2] |= {"keypoints": POINTS, "skeleton": [[1, 2], [2, 3], [3, 1]]}
+    categories[2] |= {"keypoints": POINTS}
     coco: dict[str, Any] = {"images": [], "annotations": [], "categories": categories}
     height, width = size
     for number in range(count):

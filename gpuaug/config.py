@@ -233,16 +233,17 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
     path, word, above = max(named[1], unknown.full_key, key=len), str(unknown.key), parent._get_full_key(None)
     keys = [str(key) for key in parent if key not in ("hydra", "_convert_")]
     target = f" ({parent._target_})" if above and "_target_" in keys else ""
+    near = _nearest(word, keys)
     options = loader.get_group_options(above, results_filter=ObjectType.CONFIG) if above and not keys else []
     if any(o.key_or_group == above and "_target_" in o.get_value_string() for o in overrides):
         advice = f" To replace all of it, remove it first: '~{above}' '+{above}={{_target_: ...}}'."
     elif options:
         advice = f" It is switched off. Choose one first: {above}={'|'.join(options)}."
-    elif not (advice := _elsewhere(word, parent, key=above)) and _takes(parent.get("_target_"), word):
-        advice = f" `+{path}=...` adds one."
+    elif not (advice := _elsewhere(word, parent, key=above) or near):
+        advice = f" If it takes this argument, `+{path}=...` adds it."
     return (
         f"`{path}`: {f'`{above}`{target}' if above else f'the configuration {name!r}'} has no key {word!r}."
-        f"{_nearest(word, keys)} It has: {', '.join(keys) or 'nothing'}.{advice}"
+        f"{near} It has: {', '.join(keys) or 'nothing'}.{advice}"
     )
 
 
@@ -259,18 +260,11 @@ def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
     return ""
 
 
-def _takes(target: Any, argument: str) -> bool:
-    """Whether the class that ``target`` names takes the argument. True if the class is not known."""
-    try:
-        parameters = inspect.signature(_resolve(target, key="", prefixes=TRUSTED)).parameters.values()
-    except (ConfigError, TypeError, ValueError):
-        return True  # a class of the user, or a mapping without a class
-    return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
 def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
     """`` Did you mean 'x'?``, or an empty string."""
-    for near in get_close_matches("none" if word == "null" else word, list(options), n=1):
+    word, options = "none" if word == "null" else word, list(options)
+    longer = [option for option in options if option.startswith(f"{word}_")]  # randaugment_torchvision, not autoaugment
+    for near in longer[:1] or get_close_matches(word, options, n=1):
         return f" Did you mean {key}={near}?" if key else f" Did you mean {near!r}?"
     return ""
 

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and is committed with its pictures."""
+"""Every notebook runs from top to bottom, and is committed with its output."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def test_notebook_runs_and_shows_what_is_committed(path: Path, monkeypatch: pyte
         notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     )
     client.execute()  # raises CellExecutionError with the cell and its traceback
-    assert pictures(notebook) == pictures(committed) > 0
+    assert pictures(notebook) == pictures(committed)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_committed_as_executed_once_and_small(path: Path) -> None:
     committed = nbformat.read(path, as_version=4)
-    assert pictures(committed) > 0
     assert path.stat().st_size < 700_000
     cells = [cell for cell in committed.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
+    assert outputs
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
     said = [o.get("text", "") + str(o.get("data", {}).get("text/plain", "")) for o in outputs]
     assert not re.search(r"(?:^|[\s'\"=])/(?:tmp|var|home|root|Users)/", "\n".join(said))  # paths of somebody's machine

@@ -1,8 +1,4 @@
-"""Prepares the operations of a recipe: checks them and selects the rules that draw their parameters and choices.
-
-Kornia's RandAugment and TrivialAugment choose operations once per batch. Here, each sample has its own choice.
-Operations, magnitudes and signs are Kornia's.
-"""
+"""Prepares the operations of a recipe: checks them and selects the rules that draw their parameters and choices."""
 
 from __future__ import annotations
 
@@ -13,23 +9,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gpuaug import checks
 from gpuaug.augment.ops import color, degradation, geometry
-from gpuaug.augment.ops.kornia_private import policy_parameter
-from gpuaug.augment.parameters import Alternatives, Entry, Params, Prepared, RecipeOp, Rule, Size, always_applied
+from gpuaug.augment.parameters import Alternatives, Entry, Prepared, RecipeOp, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, normal_field, pick
 
 logger = logging.getLogger("gpuaug")
-
-_FASTER = (
-    ". If its output depends only on its input and on random numbers per image, the module can run on whole batches: "
-    "see `uniforms` in docs/guide.md"
-)
-
 
 ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
 
@@ -89,7 +77,7 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
 
 
 def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
-    """Prepare a Kornia operation or policy, a OneOf, or any module that maps float [B, 3, H, W] to the same shape.
+    """Prepare a Kornia operation, a OneOf, or any module that maps float [B, 3, H, W] to the same shape.
 
     A module with the attribute ``uniforms = n`` runs on whole batches, with n random numbers for each image.
     """
@@ -99,24 +87,23 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     _check(key, op)
     if isinstance(op, RecipeOp):
         return op.prepare(name)
-    if (prepare_policy := by_class(_POLICIES, op)) is not None:
-        return prepare_policy(name, op)
     entry = entry_of(op)
-    if entry is not None and entry.check is not None:
-        entry.check(op, key)
-    if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
-        return prepared
-    if entry is None:
-        if (count := getattr(op, "uniforms", None)) is not None:
-            checks.whole_number(f"{key}.uniforms", count, 0)
-            return Prepared(name, op, ((copy.deepcopy(op),),), count, _given)
-        reason = "gpuaug has no rule for its parameters"
-        logger.warning(
-            "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s%s",
-            *(key, type(op).__name__, reason, _FASTER),
-        )
-        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
-    return entry.gated(name, op)
+    if entry is not None:
+        if entry.check is not None:
+            entry.check(op, key)
+        prepared = None if entry.prepare is None else entry.prepare(name, op)
+        return entry.gated(name, op) if prepared is None else prepared
+    if (count := getattr(op, "uniforms", None)) is not None:
+        checks.whole_number(f"{key}.uniforms", count, 0)
+        return Prepared(name, op, ((copy.deepcopy(op),),), count, _given)
+    reason = "gpuaug has no rule for its parameters"
+    logger.warning(
+        "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s. If its output depends "
+        "only on its input and on random numbers per image, the module can run on whole batches: see `uniforms` in "
+        "docs/guide.md",
+        *(key, type(op).__name__, reason),
+    )
+    return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
@@ -162,113 +149,43 @@ def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> t
     return choice, tuple(params)
 
 
-# --- Kornia's RandAugment and TrivialAugment
-
-
-def _prepare_policy(name: str, op: Any) -> Prepared:
-    """Prepare RandAugment (``n`` slots, one magnitude ``m``) or TrivialAugment (one slot, random magnitudes)."""
-    operations = [operation for child in op.children() for operation in child.children()]
-    counts, rules = zip(*(_member(operation, getattr(op, "m", None)) for operation in operations), strict=True)
-    slots, width = getattr(op, "n", 1), max(counts)
-    first = len(rules) if slots > 1 else 1
-    rule = partial(_distinct, rules=rules, slots=slots, first=first, width=width)
-    modules = tuple(always_applied(operation.op) for operation in operations)
-    return Prepared(name, op, (modules,) * slots, first + slots * width, rule)
-
-
-_POLICIES = dict.fromkeys(("RandAugment", "TrivialAugment"), _prepare_policy)  # Kornia's classes
-
-
-def _member(operation: Any, m: float | None) -> tuple[int, Rule]:
-    """The number of uniforms (the first is for the sign) and the rule of one operation of a policy."""
-    count, rule = entry_of(operation.op).parameters(operation.op)  # type: ignore[union-attr]  # all have an entry
-    factor, mapping = policy_parameter(operation)
-    magnitude = None
-    if m is not None and operation.magnitude_range is not None:
-        low, high = operation.magnitude_range
-        share = torch.tensor([m / 30], dtype=torch.float32, device="cpu")
-        if factor == "bits_factor":  # a larger magnitude means fewer bits
-            share = 1 - share
-        magnitude = np.float32((share * float(high - low) + low).item())
-    symmetric = bool(operation.symmetric_megnitude)
-    rule = partial(_magnified, rule=rule, factor=factor, magnitude=magnitude, mapping=mapping, symmetric=symmetric)
-    return 1 + count, rule
-
-
-def _magnified(
-    u: Float, size: Size, *, rule: Rule, factor: str | None, magnitude: Any, mapping: Any, symmetric: bool
-) -> Params:
-    """Draw the rule's parameters, and compute the parameter ``factor`` from ``magnitude`` as Kornia's policies do."""
-    params = rule(u[:, 1:], size)
-    if factor is None:
-        return params
-    value = params[factor]
-    if magnitude is not None:
-        # the magnitude of a translation is a fraction of the image's width or height
-        pixels = {"translate_x": size[1], "translate_y": size[0]}.get(factor, 1)
-        value = np.full(len(u), magnitude * np.float32(pixels), dtype=np.float32)
-    value = mapping(torch.from_numpy(value)).numpy()
-    if symmetric:
-        value = value * np.where(u[:, 0] > 0.5, np.float32(1), np.float32(-1)).astype(value.dtype)
-    return {**params, factor: value}
-
-
-def _distinct(
-    u: Float, size: Size, *, rules: Sequence[Rule], slots: int, first: int, width: int
-) -> tuple[Int, tuple[Alternatives, ...]]:
-    """Choose ``slots`` distinct operations per sample, in random order."""
-    if slots > 1:
-        choice = np.argsort(u[:, :first], axis=1, kind="stable")[:, :slots].astype(np.int64)
-    else:
-        choice = pick(u[:, :1], len(rules))
-    # one call covers all slots, because a call for two slots takes about as long as a call for one
-    blocks = u[:, first:].reshape(len(u), slots, width).swapaxes(0, 1).reshape(-1, width)
-    drawn = [rule(blocks, size) for rule in rules]
-    rows = [slice(slot * len(u), (slot + 1) * len(u)) for slot in range(slots)]
-    return choice, tuple(tuple({k: v[own] for k, v in params.items()} for params in drawn) for own in rows)
-
-
 # --- modules that `ops` refuses
 
-# From "package.class" to (requirement, remedy). Of the module's MRO, the first class in this table decides.
-_REFUSED = {
-    name: (required, remedy)
-    for names, required, remedy in (
-        (
-            "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
-            "kornia.RandomResizedCrop kornia.PadTo",
-            "keep the size of the images",
-            "Image sizes are set before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
-        ),
-        (
-            "gpuaug.Augment gpuaug.MultiView gpuaug.Progressive",
-            "be one operation",
-            "It is a whole recipe: make each of its operations an entry of `ops`, or make the recipe a view of "
-            "gpuaug.MultiView.",
-        ),
-        (
-            "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
-            "keep pixels in 0..1 for later operations",
-            "Use `normalize` instead.",
-        ),
-        ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
-        ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
-        ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
-        (
-            "kornia.AutoAugment",
-            "be a policy that chooses for each sample",
-            "Instead of Kornia's class, use gpuaug.AutoAugment, which is torchvision's, or gpuaug.TimmAugment.",
-        ),
-        ("kornia.PolicyAugmentBase", None, None),  # allowed, although it is a subclass of ImageSequentialBase
-        (
-            "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
-            "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
-            "be one operation",
-            "It is a container: make each of its operations a separate entry of `ops`, with its own name.",
-        ),
-    )
-    for name in names.split()
-}
+# (classes as "package.class", requirement, remedy). Of the module's MRO, the first class in this table decides.
+_REFUSED = (
+    (
+        "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
+        "kornia.RandomResizedCrop kornia.PadTo",
+        "keep the size of the images",
+        "Image sizes are set before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
+    ),
+    (
+        "gpuaug.Augment gpuaug.MultiView gpuaug.Progressive",
+        "be one operation",
+        "It is a whole recipe: make each of its operations an entry of `ops`, or make the recipe a view of "
+        "gpuaug.MultiView.",
+    ),
+    (
+        "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
+        "keep pixels in 0..1 for later operations",
+        "Use `normalize` instead.",
+    ),
+    ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
+    ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
+    ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
+    (
+        "kornia.PolicyAugmentBase",
+        "be a policy that chooses for each sample",
+        "Instead of Kornia's class, use gpuaug.RandAugment, TrivialAugmentWide or AutoAugment, which are "
+        "torchvision's, or gpuaug.TimmAugment.",
+    ),
+    (
+        "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
+        "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
+        "be one operation",
+        "It is a container: make each of its operations a separate entry of `ops`, with its own name.",
+    ),
+)
 
 
 def _check(key: str, op: Any) -> None:
@@ -277,16 +194,15 @@ def _check(key: str, op: Any) -> None:
             f"`{key}` must be an operation, such as kornia.augmentation.RandomHorizontalFlip(p=0.5). Found: {op!r}."
         )
     names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(op).__mro__]
-    required, remedy = next((_REFUSED[name] for name in names if name in _REFUSED), (None, None))
+    rows = (row for name in names for row in _REFUSED if name in row[0].split())
+    _, required, remedy = next(rows, (None, None, None))
     if required is not None:
         raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):
         value = getattr(op, setting, wanted)
-        if value is not None and value != wanted:  # Kornia's policies have None
+        if value != wanted:
             raise ConfigError(
                 f"`{key}.{setting}` must be {wanted}, because each sample is augmented independently of its batch. "
                 f"Found: {value!r}. Remove the setting."
             )
-    p = getattr(op, "p", 1.0)
-    if p is not None or "kornia.AugmentationBase2D" in names:  # policies and users' modules have no p
-        checks.number(f"{key}.p", p, 0, 1)
+    checks.number(f"{key}.p", getattr(op, "p", 1.0), 0, 1, optional="kornia.AugmentationBase2D" not in names)

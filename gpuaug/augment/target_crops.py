@@ -6,7 +6,6 @@ torchvision's formulas are computed in float32, so that the same uniforms give t
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -23,7 +22,6 @@ from gpuaug.augment.crop import (
     color,
     integers,
     pair,
-    positive_range,
     resized_sides,
     stack_rows,
 )
@@ -92,7 +90,7 @@ class RandomScaleCrop(Crop):
         interpolation: Interpolation = "bilinear",
     ) -> None:
         self.size = pair("size", size)
-        self.scale = positive_range("scale", scale, high=LARGEST_SCALE)
+        self.scale = checks.pair("scale", scale, None, LARGEST_SCALE)
         self.base = _base(base, self.scale)
         self.fill = color(fill)
         self.anchor = checks.one_of("anchor", anchor, ("random", "diagonal"))
@@ -318,13 +316,13 @@ class RandomIoUCrop(Crop):
     ) -> None:
         self.size = pair("size", size)
         scales, ratios = (min_scale, max_scale), (min_aspect_ratio, max_aspect_ratio)
-        self.min_scale, self.max_scale = positive_range("min_scale` and `max_scale", scales, high=1.0)
-        self.min_aspect_ratio, self.max_aspect_ratio = positive_range(
-            "min_aspect_ratio` and `max_aspect_ratio", ratios, high=math.inf
+        self.min_scale, self.max_scale = checks.pair("min_scale` and `max_scale", scales, None, 1)
+        self.min_aspect_ratio, self.max_aspect_ratio = checks.pair(
+            "min_aspect_ratio` and `max_aspect_ratio", ratios, None
         )
         self.sampler_options = _options(sampler_options)
         self.trials = checks.whole_number("trials", trials, 1, 1000)
-        self.zoom_out = None if zoom_out is None else positive_range("zoom_out", zoom_out, high=LARGEST_SCALE)
+        self.zoom_out = None if zoom_out is None else checks.pair("zoom_out", zoom_out, None, LARGEST_SCALE)
         if self.zoom_out is not None and self.zoom_out[0] < 1:
             raise ConfigError(f"`zoom_out` must be at least 1, because it enlarges the canvas. Found: {zoom_out!r}.")
         self.zoom_p = float(checks.number("zoom_p", zoom_p, 0, 1))

@@ -66,7 +66,7 @@ class TargetMover:
     Args:
         rules: which targets the run has, and how they are made.
         recipe: an Augment, MultiView or Progressive. Its type is Any, because recipe.py imports this module.
-        source: the source, for its ``flip_pairs``, ``panoptic``, ``image_ids`` and ``mask_path``; None: it has none.
+        source: the source, for its ``flip_pairs``, ``image_ids`` and ``mask_path``; None: it has none.
         quiet: True: log nothing, because another stage logs the same.
     """
 
@@ -76,7 +76,6 @@ class TargetMover:
         source = Source(()) if source is None else source
         flip = source.flip_pairs if flip is None else flip
         self.flip = None if flip is None else tuple(flip)
-        self.panoptic = source.panoptic  # masks hold annotation ids in three channels
         self._image_ids: Tensor | None = source.image_ids
         path = source.mask_path
         self._mask_path: Callable[[int], str | None] = path if callable(path) else lambda index: None
@@ -87,8 +86,6 @@ class TargetMover:
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
         self.lookup = None if rules.masks is None else masks.lookup(rules.masks)
         self._unnamed_logged = quiet
-        if self.panoptic and self.lookup is not None and self.lookup.colors:
-            raise ConfigError("`targets.masks.colors` must be null, because the colours of panoptic masks are ids.")
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
         self._largest = max([self.fill, *(_erasing_values(views, rules.masks) if rules.masks is not None else ())])
         self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
@@ -329,8 +326,8 @@ class TargetMover:
         or with a fault gets None; the faults are added to ``faults``.
         """
         most, pixels = decoder.settings.max_bytes // 2, (info.height * info.width).tolist()
-        kind = {"changed": self.lookup is not None, "panoptic": self.panoptic}
-        sizes = np.array([masks.peak_bytes(data, n, **kind) for data, n in zip(encoded.masks, pixels, strict=True)])
+        changed, pairs = self.lookup is not None, zip(encoded.masks, pixels, strict=True)
+        sizes = np.array([masks.peak_bytes(data, count, changed=changed) for data, count in pairs])
         for row in np.flatnonzero(sizes > most).tolist():
             reason = f"decoding takes {sizes[row]} bytes, more than half of `decode.max_bytes` ({2 * most}). Raise it"
             faults.append(self._mask_fault(encoded, row, reason))
@@ -357,15 +354,13 @@ class TargetMover:
         return found
 
     def read_masks(
-        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int], keep_ids: bool = False
+        self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, *, rows: Sequence[int]
     ) -> tuple[list[NDArray[Any] | None], list[Fault]]:
-        """Decode upright masks [h, w] of classes or objects. With ``keep_ids``, panoptic masks hold annotation ids.
+        """Decode upright masks [h, w] of classes or objects.
 
         ``rows``: the rows to decode. The other rows, and rows without a mask or with a fault, get None.
         """
-        data, objects = encoded.masks, encoded.targets
-        assert objects is not None
-        offsets = objects.offsets
+        data = encoded.masks
         found: list[NDArray[Any] | None] = [None] * len(data)
         unnamed = [Counter[int]() for _ in data]
         faults: list[Fault] = []
@@ -379,17 +374,9 @@ class TargetMover:
                     exif=exif,
                     as_stored=self._as_stored,
                     max_pixels=decoder.settings.max_pixels,
-                    table=None if self.panoptic else self.lookup,
+                    table=self.lookup,
                     unnamed=None if self._unnamed_logged else unnamed[row],
-                    ids_in_rgb=self.panoptic,
                 )
-                if self.panoptic and not keep_ids:
-                    own = slice(offsets[row], offsets[row + 1])
-                    values = objects.labels[own]
-                    values = np.arange(1, len(values) + 1) if self._instances else values
-                    mask = masks.replace_ids(mask, objects.ids[own], values, self.fill)
-                    if self.lookup is not None:  # `map` is for classes, not for annotation ids
-                        mask = self.lookup.apply(mask, unnamed=unnamed[row])
                 if self._dtype == torch.uint8 and mask.dtype != np.uint8 and mask.max() > LARGEST_BYTE:
                     raise HeaderError(
                         f"a value of {mask.max()}, but `targets.masks.dtype` is uint8. Set int32 or int64"

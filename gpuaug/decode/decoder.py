@@ -68,8 +68,8 @@ class Decode:
         max_bytes: memory limit for decoding images and masks, in bytes, for all threads of the decoder together. The
             encoded bytes and the results, which have the size of the views, are not counted. If a batch needs more, it
             is decoded in chunks. If a single image needs more, it is a fault: an RGB image takes 7 bytes per pixel, a
-            progressive JPEG up to 15, WebP 17. A mask may take half: 4 bytes per pixel, with a table or 16 bits 24,
-            panoptic 40. Crops that read masks, such as RandomScaleCrop, take up to as much memory again.
+            progressive JPEG up to 15, WebP 17. A mask may take half: 4 bytes per pixel, with a table or 16 bits
+            24. Crops that read masks, such as RandomScaleCrop, take up to as much memory again.
         codecs: names from jpeg, png, webp, bmp, gif, ppm, avif, heif, tiff, jpeg2000, raw. Images of other codecs are
             faults. AVIF needs Pillow 11.3. HEIF (the files of many phones, .heic) needs ``pip install 'gpuaug[heif]'``.
             `gpuaug pack` writes `raw`.

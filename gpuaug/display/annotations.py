@@ -27,6 +27,11 @@ PALETTE = (
 BACKGROUND = (24, 24, 32)  # for class 0 of a mask: the background in most datasets
 LEGEND = 48  # maximum number of classes in the legend
 TEXT, DOT = 11, 3  # pixels: height of a label's text, radius of a dot
+# COCO's skeleton of a person, for a source with 17 keypoints
+PERSON = (
+    (15, 13), (13, 11), (16, 14), (14, 12), (11, 12), (5, 11), (6, 12), (5, 6), (5, 7), (6, 8), (7, 9), (8, 10),
+    (1, 2), (0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +76,7 @@ class Style:
     @classmethod
     def of(cls, source: Any, rules: Targets | None) -> Style:
         """The style for the samples of a source. ``rules``: None if there are no targets."""
-        return cls(rules, source.classes, tuple(source.skeleton or ()))
+        return cls(rules, source.classes, PERSON if source.num_keypoints == 17 else ())
 
     @property
     def by_object(self) -> bool:

@@ -13,15 +13,13 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
 from gpuaug.source import runs
 from gpuaug.source.base import Classes, ListedSource
-from gpuaug.source.classes import class_mapping, shortened
+from gpuaug.source.classes import class_mapping
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, share
 from gpuaug.source.objects import ObjectTable
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
-from gpuaug.source.paths import split as split_path
 from gpuaug.source.remote.storage import Remote, Storage
-from gpuaug.source.segmentations import import_pycocotools
 
 LARGEST_JSON = 1 << 36  # bytes; limit for a file of annotations
 
@@ -36,13 +34,11 @@ class CocoSource(ListedSource):
     Args:
         root: the dataset's folder, or its URL.
         annotations: path of the JSON file, or the first part of the file's name. A relative path is below ``root``. The
-            first part ``person_keypoints`` means ``annotations/person_keypoints_<split>.json``. None: ``panoptic`` for
-            panoptic masks, else ``instances``.
+            first part ``person_keypoints`` means ``annotations/person_keypoints_<split>.json``. None: ``instances``.
         split: subfolder of the images, such as ``train2017``. None: the image paths in the JSON file are relative to
             ``root``, and ``annotations`` must be a path.
         masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths (needs
-            pycocotools). ``panoptic``: PNG files of segment ids. The files of ``panoptic_val2017.json`` are in a folder
-            ``panoptic_val2017``. None: no masks.
+            pycocotools). None: no masks.
         empty: ``drop`` leaves out images without objects, and numbers the other images without gaps.
         classes: class mapping of another run, as in :class:`FolderSource`. It must name all categories of the file.
         subset, exclude: as in :class:`FolderSource`.
@@ -67,7 +63,7 @@ class CocoSource(ListedSource):
         *,
         annotations: str | os.PathLike[str] | None = None,
         split: str | None = None,
-        masks: Literal["instances", "panoptic"] | None = None,
+        masks: Literal["instances"] | None = None,
         empty: Literal["keep", "drop"] = "keep",
         classes: Classes = None,
         subset: Subset = None,
@@ -76,19 +72,19 @@ class CocoSource(ListedSource):
     ) -> None:
         began = time.monotonic()
         if masks is not None:
-            checks.one_of("source.masks", masks, ("instances", "panoptic"))
+            checks.one_of("source.masks", masks, ("instances",))
         checks.one_of("source.empty", empty, ("keep", "drop"))
         try:
             from gpuaug.source.coco_json import mirror_images, parse
+            from gpuaug.source.segmentations import import_pycocotools
         except ImportError as error:
             raise ConfigError(f"`source=coco` needs msgspec ({error}): pip install 'gpuaug[coco]'.") from error
-        if masks == "instances":
+        if masks is not None:
             import_pycocotools()
         mapping = None if classes is None else class_mapping(classes)
         self.masks = masks
-        self.panoptic = masks == "panoptic"  # masks hold annotation ids
         self._storage = Storage(remote)
-        place = _annotations_path(absolute(root), annotations, split, masks)
+        place = _annotations_path(absolute(root), annotations, split)
         self.root = absolute(root) if split is None else join(absolute(root), split)
         if not is_url(self.root) and not os.path.isdir(self.root):
             raise SourceError(f"the folder of images does not exist: {self.root!r}. Set `source.root`, `source.split`.")
@@ -102,9 +98,7 @@ class CocoSource(ListedSource):
         self.category_ids = share(torch.tensor([ids.get(name, -1) for name in self.classes or ()], dtype=torch.int64))
         self._files = Files(self.root, self._names, self._storage)
         self._outlines, self._place = parsed.outlines, redact(place)
-        if parsed.masks is not None:
-            self._mask_files = Files(_png_folder(place, self.root), Names.of([parsed.masks]), self._storage)
-        self.flip_pairs, self.skeleton = mirror_images(parsed.points), parsed.skeleton
+        self.flip_pairs = mirror_images(parsed.points)
         self._activate(subset, exclude, began=began)
 
     def _item(self, index: int, image: Any, mask: Any = None, extra: Iterable[Any] = (), **objects: Any) -> Any:
@@ -120,10 +114,10 @@ class CocoSource(ListedSource):
         return super()._item(index, image, mask, extra, **objects)
 
 
-def _annotations_path(root: str, given: Any, split: Any, masks: str | None) -> str:
+def _annotations_path(root: str, given: Any, split: Any) -> str:
     if split is not None and not (isinstance(split, str) and is_safe(split) and not split.endswith("/")):
         raise ConfigError(f"`source.split` must be a subfolder of `source.root`, or null. Found: {split!r}.")
-    name = ("panoptic" if masks == "panoptic" else "instances") if given is None else given
+    name = "instances" if given is None else given
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise ConfigError(f"`source.annotations` must be a path, a URL, or null. Found: {name!r}.")
     text = os.fspath(name)
@@ -141,14 +135,3 @@ def _read_file(place: str, storage: Storage) -> bytes:
         return storage.read_file(place, limit=LARGEST_JSON)
     except (OSError, ReadError) as error:
         raise SourceError(f"the annotations {redact(place)!r} cannot be read: {error}.") from error
-
-
-def _png_folder(place: str, images: str) -> str:
-    """The folder of panoptic masks, beside the JSON file or beside the folder of images."""
-    beside, name = split_path(place)
-    name = os.path.splitext(name)[0]
-    folders = [join(beside, name), join(split_path(images)[0], name)]
-    folder = next((path for path in folders if is_url(path) or os.path.isdir(path)), None)
-    if folder is None:
-        raise SourceError(f"the folder of panoptic masks must be one of {shortened(folders)}. Neither exists.")
-    return folder

@@ -35,7 +35,6 @@ NULL = msgspec.Raw(b"null")
 
 Int64 = NDArray[np.int64]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-SegmentId = Annotated[int, msgspec.Meta(ge=1, le=2**24 - 1)]
 Box = tuple[float, float, float, float]
 _Damaged = tuple[str, dict[str, Any], str]  # a row: name of its list, its fields, what is wrong
 
@@ -51,7 +50,6 @@ class _Category(msgspec.Struct, gc=False):
     id: Id
     name: str
     keypoints: list[str] = []
-    skeleton: msgspec.Raw = NULL
 
 
 class _Object(msgspec.Struct, gc=False, kw_only=True):
@@ -68,17 +66,6 @@ class _Outlined(_Object, gc=False, kw_only=True):
     segmentation: msgspec.Raw = NULL
 
 
-class _Segment(_Object, gc=False, kw_only=True):
-    id: SegmentId
-    image_id: Id = 0  # the image is that of its list
-
-
-class _Segments(msgspec.Struct, gc=False):
-    image_id: Id
-    file_name: str
-    segments_info: list[_Segment]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotations:
     """Content of a file of annotations: N images and their objects."""
@@ -89,9 +76,7 @@ class Annotations:
     categories: list[str]  # names, by ascending id
     category_ids: Int64
     points: list[str]  # names of the K keypoints
-    skeleton: tuple[tuple[int, int], ...]  # pairs of keypoint indices
     outlines: Segmentations | None
-    masks: list[bytes] | None  # path of each image's panoptic mask; b"": no mask; None: not panoptic
 
 
 def parse(
@@ -102,7 +87,7 @@ def parse(
     empty: str = "keep",
     classes: Mapping[str, int] | None = None,
 ) -> Annotations:
-    """Parse COCO's JSON of instances, person_keypoints or panoptic segments.
+    """Parse COCO's JSON of instances or person_keypoints.
 
     A damaged image or object is a fault of its sample. SourceError if the file has no valid lists of images,
     categories and annotations. ``place``: path of the file, for messages. The other arguments are those of
@@ -137,7 +122,7 @@ def _refused(place: str, reason: str) -> SourceError:
 def _annotations(
     data: bytes, file: str, masks: str | None, empty: str, classes: Mapping[str, int] | None
 ) -> Annotations:
-    kind = {"panoptic": _Segments, "instances": _Outlined}.get(masks or "", _Object)
+    kind = _Object if masks is None else _Outlined
     lists, damaged = _rows(data, {"images": _Image, "categories": _Category, "annotations": kind})
     categories = _categories(lists["categories"])
     images, faults = _images(lists["images"], damaged, file)
@@ -145,10 +130,7 @@ def _annotations(
         raise ValueError(f"the file has {len(images)} images and {len(categories)} categories")
     image_ids = _column(images, "id")
     rows: list[Any] = lists["annotations"]
-    if masks == "panoptic":
-        rows, numbers, paths = _segments(rows, faults, image_ids.tolist(), file)
-    else:
-        numbers, paths = _column(rows, "image_id"), None
+    numbers = _column(rows, "image_id")
     sample = _positions(numbers, image_ids)
     _warn_left_out(numbers[sample < 0], damaged, image_ids, file)
     order = np.argsort(sample, kind="stable")[int((sample < 0).sum()) :]  # without the annotations left out
@@ -171,16 +153,10 @@ def _annotations(
 
     columns["labels"] = _labels(columns["labels"], categories, classes, file, fault)
     points, columns["keypoints"], columns["pointed"] = _keypoints(
-        (rows[i].keypoints for i in order.tolist()), [] if masks == "panoptic" else categories, fault
+        (rows[i].keypoints for i in order.tolist()), categories, fault
     )
-    outlines = None
-    if masks == "instances":
-        outlines = Segmentations(_value(rows[i].segmentation) for i in order.tolist())
-        for k, reason in outlines.damaged.items():
-            fault(k, f"has no usable segmentation: it {reason}")
-        outlines.damaged.clear()  # spawned workers get a copy of the source
-    # an id must be unique in the file; the id of a panoptic segment must be unique in its image
-    for k in _repeated(columns["ids"], sample if masks == "panoptic" else None):
+    outlines = None if masks is None else Segmentations(rows[i].segmentation for i in order.tolist())
+    for k in _repeated(columns["ids"]):
         fault(k, "has an id that another object has too")
     columns["sizes"] = np.array([(image.height, image.width) for image in images])
     return Annotations(
@@ -190,9 +166,7 @@ def _annotations(
         categories=[category.name for category in categories],
         category_ids=_column(categories, "id"),
         points=points,
-        skeleton=_skeleton(map(_value, (category.skeleton for category in categories)), len(points)),
         outlines=outlines,
-        masks=None if paths is None else [paths.get(image.id, b"") for image in images],
     )
 
 
@@ -237,14 +211,6 @@ def _decode(text: memoryview, fields: list[tuple[str, Any]]) -> Any:
         return decoder.decode(changed)
 
 
-def _value(raw: msgspec.Raw) -> Any:
-    """The parsed JSON; the error's text if the JSON cannot be parsed."""
-    try:
-        return msgspec.json.decode(raw)
-    except (ValueError, RecursionError) as error:
-        return str(error)
-
-
 def _categories(rows: list[_Category]) -> list[_Category]:
     """The categories by ascending id."""
     for what in ("id", "name"):
@@ -264,7 +230,9 @@ def _images(rows: list[_Image], damaged: Sequence[_Damaged], file: str) -> tuple
             rows.append(_Image(number, path))
             faults[number] = f"image {number} in {file!r}: {error}"
     for image in rows:
-        _check_path(image.file_name, "images", image.id)
+        if not is_safe(image.file_name) or image.file_name.endswith("/"):
+            found = f"Found in `images`, id {image.id}: {image.file_name!r:.200}"
+            raise ValueError(f"`file_name` must be relative and stay in its folder. {found}")
         width, height = image.width, image.height
         if not (1 <= width < 2**31 and 1 <= height < 2**31 and width % 1 == height % 1 == 0):
             found = f"{width:g} x {height:g} (width x height)"
@@ -277,23 +245,6 @@ def _images(rows: list[_Image], damaged: Sequence[_Damaged], file: str) -> tuple
         if name == "annotations" and type(number := row.get("image_id")) is int:
             faults.setdefault(number, f"annotation {row.get('id')!r:.50} in {file!r}: {error}")
     return sorted(rows, key=lambda image: image.id), faults
-
-
-def _segments(
-    rows: list[_Segments], faults: dict[int, str], image_ids: list[int], file: str
-) -> tuple[list[_Segment], Int64, dict[int, bytes]]:
-    """All panoptic segments, the image of each, and the mask's path by image id."""
-    for row in rows:
-        _check_path(row.file_name, "annotations", row.image_id)
-    for number in _twice([row.image_id for row in rows]):
-        faults.setdefault(number, f"image {number} has two panoptic masks in {file!r}")
-    masks = {row.image_id: os.fsencode(row.file_name) for row in rows}
-    for number in image_ids:
-        if number not in masks:
-            faults.setdefault(number, f"image {number} has no panoptic mask in {file!r}")
-    counts = [len(row.segments_info) for row in rows]
-    owners = np.repeat(np.array([row.image_id for row in rows], dtype=np.int64), counts)
-    return [*chain.from_iterable(row.segments_info for row in rows)], owners, masks
 
 
 def _warn_left_out(unknown: Int64, damaged: Sequence[_Damaged], images: Int64, file: str) -> None:
@@ -313,28 +264,18 @@ def _twice(values: Iterable[Any]) -> list[Any]:
     return [value for value, count in Counter(values).items() if count > 1]
 
 
-def _repeated(ids: Int64 | None, groups: Int64 | None) -> list[int]:
-    """Positions of ids above -1 that occur more than once (with ``groups``: in one group)."""
+def _repeated(ids: Int64 | None) -> list[int]:
+    """Positions of ids above -1 that occur more than once."""
     if ids is None:
         return []
-    order = np.argsort(ids, kind="stable") if groups is None else np.lexsort((ids, groups))
-    same = (ids[order][1:] == ids[order][:-1]) & (ids[order][1:] >= 0)
-    if groups is not None:
-        same &= groups[order][1:] == groups[order][:-1]
-    return sorted({*order[1:][same].tolist(), *order[:-1][same].tolist()})
+    _, places, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    return np.flatnonzero((counts[places] > 1) & (ids >= 0)).tolist()
 
 
 def _positions(numbers: Int64, known: Int64) -> Int64:
     """The position of each number in the ascending ``known``; -1 for a number that it lacks."""
     at = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
     return np.where(known[at] == numbers, at, -1)
-
-
-def _check_path(name: str, what: str, number: int) -> None:
-    if not is_safe(name) or name.endswith("/"):
-        raise ValueError(
-            f"`file_name` must be relative and stay in its folder. Found in `{what}`, id {number}: {name!r:.200}"
-        )
 
 
 # -- columns of the objects
@@ -405,18 +346,6 @@ def _keypoints(
     with np.errstate(over="ignore"):  # no warning: an infinite point makes a bad sample
         points = np.array(flat).astype(np.float32).reshape(-1, count // 3, 3)
     return lists[0], points, np.array(pointed, dtype=np.int64)
-
-
-def _skeleton(lists: Iterable[Any], count: int) -> tuple[tuple[int, int], ...]:
-    """The first skeleton of the categories; () and no error if it is invalid, because only drawings use skeletons."""
-    pairs: Any = next((value for value in lists if value), [])
-    known = range(1, count + 1)
-    if not isinstance(pairs, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is type(pair[1]) is int and set(pair) <= {*known}
-        for pair in pairs
-    ):
-        return ()
-    return tuple((a - 1, b - 1) for a, b in pairs)
 
 
 def mirror_images(names: Sequence[str]) -> tuple[int, ...] | None:

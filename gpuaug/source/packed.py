@@ -96,7 +96,6 @@ class PackedSource(ListedSource):
         self.manifest = self._read_manifest()
         self.format: str = self.manifest["format"]
         self.mapped = self.format == "uint8" and not is_url(self.root)
-        self.zero_copy = self.mapped
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self.augmented_by: dict[str, Any] | None = self.manifest.get("augmented")
         if self.augmented_by is not None and size is not None:
@@ -240,7 +239,7 @@ class PackedSource(ListedSource):
 
     def _range(self, index: int) -> Range:
         name, begin, end = self._locate(index)
-        return Range(join(self.root, name), begin, end - begin, self.manifest["files"][name][1])
+        return Range(join(self.root, name), begin, end - begin, str(self._checksums.numpy()[index]))
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
@@ -253,7 +252,7 @@ class PackedSource(ListedSource):
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise SourceError(f"{MANIFEST} in {redact(self.root)!r} cannot be used: {error}. {_REPAIR}") from error
         if not is_url(self.root):
-            for name, (expected, _) in manifest["files"].items():
+            for name, (expected, *_) in manifest["files"].items():
                 path = os.path.join(self.root, name)
                 actual = os.stat(path).st_size if os.path.exists(path) else -1
                 if actual != expected:
@@ -295,11 +294,10 @@ class PackedSource(ListedSource):
         return share(torch.from_numpy(begin)), share(torch.from_numpy(count))
 
     def _take_targets(self) -> None:
-        described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None, "panoptic": False}
+        described = self.manifest.get("targets") or {"kinds": (), "flip_pairs": None}
         flip = described["flip_pairs"]
         self.target_kinds = frozenset(described["kinds"])
         self.flip_pairs = None if flip is None else tuple(flip)
-        self.panoptic: bool = described["panoptic"]
         self._masks = self._places("mask_offsets", "mask_lengths") if "masks" in self.target_kinds else None
         if self._masks is not None and (self._masks[0] < self._images[0] + self._images[1]).any():
             raise SourceError(f"masks in {redact(self.root)!r} must come after their images. {_REPAIR}")
@@ -386,7 +384,7 @@ class PackedSource(ListedSource):
         return schedule
 
 
-_REPAIR = "`gpuaug pack out=DIR verify=true` lists the damaged files. Pack again into a new folder."
+_REPAIR = "Pack again into a new folder."
 
 
 def _map(root: str, files: dict[str, list[Any]], name: str) -> mmap.mmap:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
-from typing import Any
+from itertools import islice
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,8 +14,6 @@ from gpuaug.errors import ConfigError, GpuaugError
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for an image with outlines; Pillow refuses larger images too
-# The first uint32 of a packed outline: COUNTS (run lengths follow), TEXT (COCO's text follows), or number of polygons
-COUNTS, TEXT = 2**32 - 1, 2**32 - 2
 LONGEST_OUTLINE = 1 << 22  # pixels; limit for the total length of an object's outlines
 BLOCK = 4096  # objects that are packed together, to save memory
 LONGEST_CODE = 7  # limit for the characters of one number in COCO's text
@@ -31,33 +28,23 @@ def import_pycocotools() -> Any:
     return mask
 
 
+class _Runs(msgspec.Struct, gc=False):
+    size: tuple[int, int]  # height, width
+    counts: str | list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]  # COCO's text, or run lengths
+
+
+_DECODER: Any = msgspec.json.Decoder(list[list[float]] | _Runs | None)
+
+
 class Segmentations:
     """Outlines of N objects, in the order of their ``ObjectTable``.
 
-    ``values`` are parsed JSON: polygons [x, y, x, y, ...], run lengths ``{"size": [height, width], "counts": ...}``, or
-    None.
-
-    Attributes:
-        damaged: what is wrong with outlines that are missing or have another form, by position of the object.
+    ``values`` are JSON: polygons [x, y, x, y, ...], or run lengths ``{"size": [height, width], "counts": ...}``.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.damaged: dict[int, str] = {}
-
-        def pack(item: tuple[int, Any]) -> bytes:
-            number, value = item
-            try:
-                packed = _pack(value)
-            except ValueError as error:
-                self.damaged[number] = str(error)
-                return b""
-            rings = value if isinstance(value, list) else ()
-            if reason := _wrong_lengths(map(len, rings)) if packed else "is missing":
-                self.damaged[number] = reason
-            return packed
-
-        packed = map(pack, enumerate(values))
-        self._packed = Names.of(iter(lambda: list(islice(packed, BLOCK)), []))
+    def __init__(self, values: Iterable[msgspec.Raw]) -> None:
+        texts = map(bytes, values)
+        self._texts = Names.of(iter(lambda: list(islice(texts, BLOCK)), []))
 
     def draw(
         self, begin: int, end: int, *, size: tuple[int, int], crowd: Sequence[bool] | None, ids: Sequence[int]
@@ -76,7 +63,7 @@ class Segmentations:
         runs = []
         for k in range(end - begin):
             try:
-                runs.append(_runs(self._packed[begin + k], height, width))
+                runs.append(_runs(self._texts[begin + k], height, width))
             except ValueError as error:
                 raise GpuaugError(f"the segmentation of annotation {ids[k]} {error}") from error
         pixels = np.array([int((stops - starts).sum()) for starts, stops in runs], dtype=np.int64)
@@ -94,54 +81,22 @@ def shown_size(height: int, width: int) -> str:
     return f"{width} x {height} (width x height)"
 
 
-def _pack(value: Any) -> bytes:
-    """Bytes of one outline: a head of uint32 numbers, then float32 points, run lengths or COCO's text."""
-    try:
-        if isinstance(value, dict):
-            return _pack_runs(value)
-        if value is None or value == []:
-            return b""
-        if isinstance(value, list) and all(_is_numbers(ring) for ring in value):
-            lengths = struct.pack(f"<{1 + len(value)}I", len(value), *map(len, value))
-            return lengths + array("f", chain.from_iterable(value)).tobytes()
-    except (OverflowError, TypeError, KeyError, ValueError, struct.error):
-        pass  # such as a run length that uint32 cannot hold
-    raise ValueError("must be a list of polygons [x, y, x, y, ...], or run lengths with `size` and `counts`")
-
-
-def _pack_runs(value: dict[str, Any]) -> bytes:
-    (height, width), counts = value["size"], value["counts"]
-    if isinstance(counts, str):
-        return struct.pack("<3I", TEXT, height, width) + counts.encode("ascii")
-    if _is_numbers(counts):
-        return struct.pack("<3I", COUNTS, height, width) + array("I", counts).tobytes()
-    raise TypeError
-
-
-def _wrong_lengths(lengths: Iterable[int]) -> str:
-    """Why polygons of these numbers of coordinates cannot be drawn; "" if they can."""
-    bad = next((length for length in lengths if length < 6 or length % 2), None)
-    return "" if bad is None else f"must have polygons of at least 3 points, as x, y pairs. Found: {bad} numbers"
-
-
-def _is_numbers(values: Any) -> bool:
-    return isinstance(values, list) and set(map(type, values)) <= {int, float}
-
-
-def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _runs(text: bytes, height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Starts and stops of the pixel runs of an object, column by column."""
-    if not packed:
+    try:
+        value = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        wanted = "a list of polygons [x, y, x, y, ...], or run lengths with `size` and `counts`"
+        raise ValueError(f"must be {wanted}: {error}") from error
+    if not value:
         raise ValueError("is missing")
-    (kind,) = struct.unpack_from("<I", packed)
-    if kind not in (COUNTS, TEXT):
-        counts = _counts(_rasterize(packed, kind, height, width))
+    if isinstance(value, list):
+        counts = _counts(_rasterize(value, height, width))
+    elif value.size != (height, width):
+        found = f"{value.size[1]} x {value.size[0]} pixels, but this image has {shown_size(height, width)}"
+        raise ValueError(f"is for an image of {found}")
     else:
-        if (size := struct.unpack_from("<2I", packed, 4)) != (height, width):
-            found = f"{size[1]} x {size[0]} pixels, but this image has {shown_size(height, width)}"
-            raise ValueError(f"is for an image of {found}")
-        counts = (
-            _counts(packed[12:]) if kind == TEXT else np.frombuffer(packed, dtype="<u4", offset=12).astype(np.int64)
-        )
+        counts = _counts(value.counts.encode()) if isinstance(value.counts, str) else np.array(value.counts, np.int64)
     if (counts < 0).any() or counts.sum() != height * width:
         raise ValueError(
             f"must have run lengths >= 0 with the sum {width} * {height} = {height * width}. Found: {counts.sum()}"
@@ -150,20 +105,22 @@ def _runs(packed: bytes, height: int, width: int) -> tuple[NDArray[np.int64], ND
     return ends[: len(ends) // 2 * 2 : 2], ends[1::2]
 
 
-def _rasterize(packed: bytes, rings: int, height: int, width: int) -> bytes:
+def _rasterize(rings: list[list[float]], height: int, width: int) -> bytes:
     """Run lengths of the pixels inside any of the polygons, as COCO's text."""
-    lengths = np.frombuffer(packed, dtype="<u4", count=rings, offset=4)
-    points = np.frombuffer(packed, dtype="<f4", offset=4 + 4 * rings).astype(np.float64)
+    bad = next((len(ring) for ring in rings if len(ring) < 6 or len(ring) % 2), None)
+    if bad is not None:
+        raise ValueError(f"must have polygons of at least 3 points, as x, y pairs. Found: {bad} numbers")
+    with np.errstate(over="ignore"):  # no warning: an infinite point is refused below
+        polygons = [np.array(ring).astype(np.float32).astype(np.float64) for ring in rings]  # float32 as boxes
     far = 2 * max(height, width)  # pycocotools takes memory in proportion to a polygon's extent
-    if not (np.abs(points) <= far).all():  # also refuses NaN
+    if not all((np.abs(ring) <= far).all() for ring in polygons):  # also refuses NaN
         raise ValueError(f"has a point far outside the image of {shown_size(height, width)} pixels")
     mask = import_pycocotools()
-    polygons = np.split(points, np.cumsum(lengths[:-1], dtype=np.int64))
     around = sum(float(np.abs(ring - np.roll(ring, 2)).reshape(-1, 2).max(axis=1).sum()) for ring in polygons)
     if around > LONGEST_OUTLINE:  # pycocotools needs 100 bytes per pixel, and crashes if memory runs out
         raise ValueError(f"must have outlines of at most {LONGEST_OUTLINE} pixels. Found: {around:.0f}")
     encoded = mask.frPyObjects(polygons, height, width)
-    return bytes((encoded[0] if rings == 1 else mask.merge(encoded))["counts"])
+    return bytes((encoded[0] if len(rings) == 1 else mask.merge(encoded))["counts"])
 
 
 def _counts(text: bytes) -> NDArray[np.int64]:

@@ -50,10 +50,10 @@ Float64 = NDArray[np.float64]
 _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
-_GRAY, _RGB = b"\0", b"\2"  # PNG's colour types
+_GRAY = b"\0"  # PNG's colour type
 # bytes per pixel while a mask is decoded, measured: 3 for a PNG of 8-bit gray or palette; up to 17 for 16 bits and run
-# lengths, and 20 with a table; 24 for colours; for panoptic masks 40, because their ids become 64-bit numbers
-_PLAIN_BYTES, _OTHER_BYTES, _PANOPTIC_BYTES = 4, 24, 40
+# lengths, and 20 with a table; 24 for colours
+_PLAIN_BYTES, _OTHER_BYTES = 4, 24
 _PLAIN_KINDS = {bytes([bits, color]) for bits in (1, 2, 4, 8) for color in (0, 3)}  # in a PNG's header
 _LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour has three bytes
 _LARGEST_DEEP = 2**16 - 1  # largest value of a PNG without colours
@@ -179,7 +179,6 @@ def decode(
     max_pixels: int,
     table: Lookup | None = None,
     unnamed: Counter[int] | None = None,
-    ids_in_rgb: bool = False,
 ) -> Mask:
     """Decode the mask of one image.
 
@@ -190,10 +189,8 @@ def decode(
             EXIF data are ignored.
         as_stored: whether a mask whose size is both the stored and the upright size is of the stored image.
         max_pixels: limit of the number of pixels of the mask.
-        table: from :func:`lookup`.
+        table: from :func:`lookup`. Without a table of colours, a mask in colour is an error.
         unnamed: see :meth:`Lookup.apply`.
-        ids_in_rgb: True: colours are ids, R + 256 G + 65536 B, as in COCO's panoptic masks. False: without a table of
-            colours, a mask in colour is an error.
 
     Returns:
         The upright mask, uint8 or int32 [h, w], contiguous. It may be read-only.
@@ -215,7 +212,7 @@ def decode(
         raise HeaderError(f"mask of {size[0]}x{size[1]} is larger than `decode.max_pixels` ({max_pixels})")
     colors = table is not None and table.colors
     if info is not None:
-        mask = _png(data, info.bits, size, colors or (ids_in_rgb and data[25:26] == _RGB))
+        mask = _png(data, info.bits, size, colors)
     elif colors:
         raise HeaderError("mask of run lengths holds numbers, not colours. Remove `targets.masks.colors`")
     else:
@@ -227,10 +224,10 @@ def decode(
     return np.ascontiguousarray(mask)
 
 
-def peak_bytes(data: NDArray[np.uint8], pixels: int, *, changed: bool, panoptic: bool) -> int:
+def peak_bytes(data: NDArray[np.uint8], pixels: int, *, changed: bool) -> int:
     """Bytes that decoding a mask of ``pixels`` takes at most. ``changed``: the mask gets values from a table."""
     plain = not changed and data[24:26].tobytes() in _PLAIN_KINDS and data[:4].tobytes() == b"\x89PNG"
-    return bool(len(data)) * pixels * (_PANOPTIC_BYTES if panoptic else _PLAIN_BYTES if plain else _OTHER_BYTES)
+    return bool(len(data)) * pixels * (_PLAIN_BYTES if plain else _OTHER_BYTES)
 
 
 def size_and_header(data: bytes) -> tuple[tuple[int, int], header.Header | None]:
@@ -296,16 +293,6 @@ def _runs(data: bytes, size: tuple[int, int]) -> Mask:
         raise HeaderError(f"runs with a negative object number: {values.min()}")
     small = not count or values.max() <= 255
     return np.repeat(values.astype(np.uint8 if small else np.int32), lengths).reshape(size)
-
-
-def replace_ids(mask: Mask, ids: Int64, values: Int64, fill: int) -> Mask:
-    """Replace annotation ids in a mask by ``values`` [n], one for each of ``ids`` [n]. Other ids become ``fill``."""
-    if not len(ids):
-        return np.full(mask.shape, fill, dtype=np.int32)
-    order = np.argsort(ids)
-    ids, values = ids[order], values[order]
-    at = np.minimum(np.searchsorted(ids, mask), len(ids) - 1)
-    return np.where(ids[at] == mask, values[at], fill).astype(np.int32)
 
 
 # -- crop, resize and warp --

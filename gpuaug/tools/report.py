@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,7 @@ class Report:
         """Print ``name  text`` and keep ``value``, which must be plain JSON."""
         self.values[name] = value
         if not self._quiet:
-            print(folded(text, first=f"{name.replace('_', ' '):<18} ", indent=19), flush=True)
+            print(f"{name.replace('_', ' '):<18} {text}", flush=True)
 
     def write(self) -> None:
         """Write the values to the file, completely or not at all."""
@@ -44,20 +41,6 @@ def save(file: Path, key: str, data: bytes | str) -> None:
     """Write a result file, completely or not at all. A symbolic link stays a link."""
     with written(file, key):
         files.write(file.resolve(), data)
-
-
-def folded(text: str, *, first: str, indent: int, width: int | None = None) -> str:
-    """``first`` and ``text`` as one paragraph, wrapped at the smaller of ``width`` and the terminal's width.
-
-    Later lines are indented by ``indent`` spaces. Text with line breaks, such as a table, is not wrapped.
-    """
-    if sys.stdout.isatty():
-        columns = shutil.get_terminal_size().columns
-        width = max(indent + 20, columns if width is None else min(columns, width))
-    if width is None or "\n" in text:
-        return first + text
-    folding = textwrap.TextWrapper(width, first, " " * indent, break_long_words=False, break_on_hyphens=False)
-    return folding.fill(text)
 
 
 @contextlib.contextmanager

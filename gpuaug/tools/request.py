@@ -93,44 +93,31 @@ class Request:
             key, reason = str(error.full_key).removeprefix("command."), str(error).partition("\n")[0]
             raise ConfigError(f"`{key}` cannot be resolved: {reason}. Give `{key}` a value.") from error
 
-    def loader(self, *, at: str | None = None) -> DictConfig:
-        """The part of the configuration at the path ``at`` or ``--at``. Without a path: the whole configuration."""
+    def loader(self) -> DictConfig:
+        """The part of the configuration at the path ``--at``. Without a path: the whole configuration."""
         self._check_roots()
         overrides = [text for _, text in self.others()]
         # with `.yaml`, `train` is the user's file and not gpuaug's
         name = "train" if self.config_name is None else f"{self.config_name.removesuffix('.yaml')}.yaml"
         composed = config.compose(name, overrides, config_dir=self.config_dir)
-        at = at or self.at
-        if at is None:
+        if self.at is None:
             if self.config_name is None or "_target_" in composed:
                 return composed
             raise ConfigError(
                 f"`--at` must give the path of a loader, because `{name}` holds more than one object. Found: no --at. "
                 f"Add, for example, --at {next(iter(composed), 'train_data')!s}."
             )
-        part = OmegaConf.select(composed, at, throw_on_missing=False)
+        part = OmegaConf.select(composed, self.at, throw_on_missing=False)
         if not OmegaConf.is_dict(part):
             keys = ", ".join(map(str, composed)) or "nothing"
-            raise ConfigError(f"`{at}` must be the path of a loader in your configuration. Keys found there: {keys}.")
+            raise ConfigError(
+                f"`{self.at}` must be the path of a loader in your configuration. Keys found there: {keys}."
+            )
         return part
 
-    def held_out(self, train: DictConfig, *, at: str | None = None) -> DictConfig | None:
-        """The configuration of the held-out loader; None if there is no held-out loader.
-
-        ``at``: the loader's path in the user's configuration. None: overrides with ``val.`` describe the loader.
-        """
+    def held_out(self, train: DictConfig) -> DictConfig | None:
+        """The configuration of the held-out loader, which overrides with ``val.`` describe; None without them."""
         overrides = [text for _, text in self._overrides["held out"]]
-        if at is not None:
-            if overrides:
-                raise ConfigError(
-                    f"`val={at}` cannot be combined with overrides that begin with `val.`. Override `{at}.…` instead."
-                )
-            if self.config_name is None:
-                raise ConfigError(
-                    f"`val={at}` is a path in your own configuration, but --config-name is missing. "
-                    "Add --config-dir and --config-name, or use val.source.root=DIR."
-                )
-            return self.loader(at=at)
         if not overrides:
             return None
         try:
@@ -145,19 +132,14 @@ class Request:
 
     def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
         """Build the held-out loader. If its source sets no classes, the source gets ``classes``."""
-        try:
-            return self._build_held_out(part, classes)
-        except (ConfigError, SourceError) as error:
-            if not isinstance(part, DictConfig) or part._get_full_key(None):
-                raise  # a rehearsal, or the message has the full key of the user's configuration
-            raise type(error)(f"In the overrides that begin with `val.`: {error}") from error
-
-    def _build_held_out(self, part: DictConfig, classes: Sequence[str] | None) -> Any:
         source = part.get("source")
-        if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
-            return self.build(part)
-        # pass the classes as an object: in a configuration, OmegaConf would resolve names such as `${oc.env:HOME}`
-        return self.build(part, source=self.build(source, classes=list(classes)))
+        try:
+            if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
+                return self.build(part)
+            # an object, because OmegaConf would resolve names such as `${oc.env:HOME}` in a configuration
+            return self.build(part, source=self.build(source, classes=list(classes)))
+        except (ConfigError, SourceError) as error:
+            raise type(error)(f"In the overrides that begin with `val.`: {error}") from error
 
     def others(self) -> list[tuple[str, str]]:
         """The loader's overrides, as pairs (first word of the key, override)."""

@@ -104,8 +104,6 @@ JUMPS = {name: make for name, make in having(Trait.JUMPS).items() if name not in
 SPATIAL = {name: make for name, make in KNOWN.items() if name not in having(Trait.POINTWISE, Trait.JUMPS)}
 POINTWISE = {name: make for name, make in KNOWN.items() if name not in SPATIAL | JUMPS | CODED}
 POLICIES = {
-    "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
-    "trivialaugment": lambda: K.auto.TrivialAugment(),
     "one_of": lambda: OneOf(
         ops={
             "gray": K.RandomGrayscale(p=1.0),
@@ -314,11 +312,11 @@ def test_no_shipped_recipe_falls_back_and_all_equal_kornia(recipe: str) -> None:
     augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment).at(1)
     drawn = augment.draw(seed=3, epoch=1, indices=np.arange(6))
     images = [photographs(40)] * len(augment.views)
-    found = augment.apply(images, drawn)
+    found = augment.render(images, drawn)
     for one in {id(view.augment): view.augment for view in augment.views}.values():  # copies share theirs
         assert all(part.columns is not None for part in one._executor._parts)
         one._executor = ReferenceBackend(one.prepared, one.normalize)
-    for x, y in zip(found, augment.apply(images, drawn), strict=True):
+    for x, y in zip(found, augment.render(images, drawn), strict=True):
         assert ((x - y).abs() > SPACE).float().mean() <= 1e-4
 
 
@@ -344,7 +342,7 @@ def test_a_sample_does_not_depend_on_its_batch() -> None:
     ops = {
         **{k: POINTWISE[k]() for k in ("hflip", "jitter", "gray", "noise")},
         "blur": SPATIAL["blur"](),
-        **{"randaugment": POLICIES["randaugment"]()},
+        "policy": gpuaug.RandAugment(interpolation="bilinear"),
     }
     prepared = [prepare(name, op) for name, op in ops.items()]
     images = photographs(64).repeat(3, 1, 1, 1)
@@ -377,7 +375,7 @@ def test_input_is_left_alone_and_may_be_strided() -> None:
 
 
 def test_every_number_of_threads_gives_the_same() -> None:
-    prepared = [prepare("randaugment", POLICIES["randaugment"]())]
+    prepared = [prepare("policy", gpuaug.RandAugment(interpolation="bilinear"))]
     images = photographs(64)
     chosen = [draw(prepared[0], 6, (64, 64), 0)]
     backend, threads = FusedBackend(prepared, NORMALIZE), torch.get_num_threads()

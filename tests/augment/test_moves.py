@@ -26,10 +26,6 @@ from gpuaug.augment.policy import OneOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
 
 BACKENDS = {"kornia": ReferenceBackend, "fused": FusedBackend}
-POLICIES: dict[str, Callable[..., Any]] = {
-    "randaugment": lambda: K.auto.RandAugment(n=2, m=9),
-    "trivialaugment": lambda: K.auto.TrivialAugment(),
-}
 WITHOUT_FUSED_FORM: dict[str, Callable[..., Any]] = {
     "affine nearest": lambda **k: K.RandomAffine(30.0, (0.1, 0.2), resample="nearest", **k),
     "affine filled": lambda **k: K.RandomAffine(30.0, shear=9.0, padding_mode="fill", fill_value=0.3, **k),
@@ -81,16 +77,14 @@ def kornias(prepared: Iterable[Prepared], chosen: Iterable[Chosen], row: int, si
 SINGLE = st.sampled_from(sorted(KNOWN.keys() - FIELDS)).flatmap(
     lambda name: st.sampled_from((0.5, 1.0)).map(lambda p: (name, lambda: KNOWN[name](p=p)))
 )
-POLICY = st.sampled_from(sorted(POLICIES.items()))
-MEMBER = st.one_of(SINGLE, POLICY)
-CHOICE = st.lists(MEMBER, min_size=1, max_size=4, unique_by=lambda item: item[0]).map(
+CHOICE = st.lists(SINGLE, min_size=1, max_size=4, unique_by=lambda item: item[0]).map(
     lambda items: ("one of", lambda: OneOf(ops={name: make() for name, make in items}, p=0.8))
 )
 
 
 @settings(max_examples=40)
 @given(
-    items=st.lists(st.one_of(SINGLE, POLICY, CHOICE), min_size=1, max_size=4, unique_by=lambda item: item[0]),
+    items=st.lists(st.one_of(SINGLE, CHOICE), min_size=1, max_size=4, unique_by=lambda item: item[0]),
     size=st.sampled_from([(33, 47), (64, 40), (224, 224), (2, 5)]),
     seed=st.integers(0, 1000),
 )
@@ -112,9 +106,9 @@ def test_operations_that_change_only_values_or_are_not_chosen_move_nothing() -> 
 
 
 @settings(max_examples=20)
-@given(names=st.lists(st.sampled_from(sorted(POLICIES)), min_size=1, max_size=2, unique=True), seed=st.integers(0, 99))
-def test_a_sample_has_the_same_matrix_in_any_batch(names: list[str], seed: int) -> None:
-    ops = {name: POLICIES[name]() for name in names} | {"warp": K.RandomPerspective(0.4)}
+@given(policies=st.permutations([gpuaug.RandAugment(), gpuaug.TrivialAugmentWide()]), seed=st.integers(0, 99))
+def test_a_sample_has_the_same_matrix_in_any_batch(policies: list[nn.Module], seed: int) -> None:
+    ops = {"a": policies[0], "warp": K.RandomPerspective(0.4), "b": policies[1]}
     prepared, chosen = drawn(ops, 9, (40, 33), seed)
     part = [
         Chosen(c.choice[[2, 7]], tuple(tuple({k: v[[2, 7]] for k, v in a.items()} for a in slot) for slot in c.params))
@@ -294,7 +288,7 @@ def test_alternatives_of_one_slot_may_be_a_matrix_a_field_or_neither() -> None:
         "elastic": ELASTIC["plain"](),
         "flip": K.RandomHorizontalFlip(p=1.0),
         "noise": K.RandomGaussianNoise(p=1.0),
-        "random": K.auto.RandAugment(n=2, m=9),
+        "turn": K.RandomRotation(45.0, p=1.0),
     }
     prepared, chosen = drawn({"one": OneOf(ops=members, p=0.8)}, batch, size)
     found = moves(prepared, chosen, size)
@@ -355,7 +349,7 @@ def test_what_targets_cannot_follow_is_refused(op: nn.Module, names: tuple[str, 
 
 def test_the_message_names_a_member_of_one_of_by_its_full_key() -> None:
     inner = OneOf(ops={"flip": K.RandomHorizontalFlip(), "bend": K.RandomElasticTransform()})
-    ops = {"one": OneOf(ops={"auto": K.auto.RandAugment(n=1, m=5), "inner": inner})}
+    ops = {"one": OneOf(ops={"auto": gpuaug.RandAugment(), "inner": inner})}
     prepared = prepare_all(ops, path="augment.ops")
     check_carried(prepared, ("masks",))
     with pytest.raises(gpuaug.ConfigError, match=re.escape("`augment.ops.one.ops.inner.ops.bend`")):

@@ -167,7 +167,7 @@ def test_an_operation_with_pillows_arithmetic(name: str) -> None:
         assert torch.equal(found.cpu(), ReferenceBackend(prepared)(images, chosen))
 
 
-@pytest.mark.parametrize("name", ["randaugment", "one_of", "one_of_noise"])
+@pytest.mark.parametrize("name", ["one_of", "one_of_noise"])
 def test_a_policy_equals_kornia(name: str) -> None:
     found, expected, _ = run({"flip": K.RandomHorizontalFlip(), name: POLICIES[name]()}, photographs(24))
     assert far(found, expected, SPACE) <= 1e-3  # chains with a jump after arithmetic that is not Kornia's to the bit

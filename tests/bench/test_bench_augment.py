@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,41 +89,6 @@ def test_dali_reads_the_pixels_where_ours_are(device: str, variant: str) -> None
     lowest = -torch.tensor(bench.MEAN) / torch.tensor(bench.STD)
     assert (black.cpu().amin((0, 2, 3)) - lowest).abs().max() < 1e-2
     assert not torch.equal(black.cpu(), first)
-
-
-def test_what_peers_cannot_do_is_said() -> None:
-    with pytest.raises(bench.CannotRunError, match="randaugment"):
-        bench.given(case("randaugment"))
-    for recipe in ("standard_random", "simclr", "dino"):
-        with pytest.raises(bench.CannotRunError, match="no such operations"):
-            bench.one_given(case(recipe))
-    for peer in ("triton_augment", "cvcuda"):
-        with pytest.raises(bench.CannotRunError, match="CUDA"):
-            bench.make(case("standard"), peer, "", [sys.executable])
-
-
-def test_a_peer_that_is_not_installed_gives_the_reason(tmp_path: Path) -> None:
-    python = tmp_path / "python"  # without the environment's packages of peers
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "print(\'noise\'); raise SystemExit(3)"\n')
-    python.chmod(0o755)
-    with pytest.raises(bench.CannotRunError, match="its process ended"):
-        bench.make(case("standard"), "torchvision", "uint8", [str(python)])
-
-
-def test_threads_and_processes_do_the_same_batch(tmp_path: Path) -> None:
-    """In a process of its own, as the peers have it: it forks."""
-    code = (
-        "import sys, numpy as np, torch; sys.path.insert(0, sys.argv[1]); import augment_peers as p\n"
-        "one = lambda view, k: torch.full((3, 4, 5), 10.0 * view + k)\n"
-        "run, how = p._fastest(one, [0, 1], (7, 4, 5, 3), 2)\n"
-        "print(how, [float(x.double().sum()) for x in run()])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "bench")], capture_output=True, text=True, check=True, timeout=120
-    )
-    how, rest = done.stdout.strip().split(" [")
-    assert how in ("2 threads", "2 processes")
-    assert rest == f"{21 * 60.0}, {91 * 60.0}]"
 
 
 def test_the_script_runs_and_writes_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

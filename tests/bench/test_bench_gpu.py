@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -54,21 +53,6 @@ def test_a_part_that_hangs_leaves_its_traceback_and_stops_no_other(
     assert ran.read_text() == "xx"
 
 
-def test_figures_are_held_against_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wants = (
-        bench.Want("speed", lambda r: r["speed"], 2.0), bench.Want("waiting", lambda r: r["waiting"], most=0.05),
-        bench.Want("launches", lambda r: r["launches"], most=2),
-    )  # fmt: skip
-    file = tmp_path / "work" / "slow.json"
-    write = f"open({str(file)!r}, 'w').write('{{\"speed\": 1.5, \"waiting\": 0.01}}')"
-    _, summary = run(monkeypatch, tmp_path, [part("slow", f"{write}; raise SystemExit(3)", wants=wants)])
-    assert summary["slow"]["means"][1:] == [
-        "speed: 1.5, wanted at least 2: NO",
-        "waiting: 0.01, wanted at most 0.05: yes",
-        "launches: not measured (wanted at most 2)",
-    ]
-
-
 def test_every_part_has_a_question_and_time(tmp_path: Path) -> None:
     for rehearse in (False, True):
         parts = bench.parts(tmp_path, tmp_path, rehearse=rehearse)
@@ -91,14 +75,3 @@ def test_a_hazard_that_dies_or_hangs_is_an_answer(monkeypatch: pytest.MonkeyPatc
     late = hazards.ask("feed")
     assert late["reason"] == "not there after 1 s"
     assert ", line " in late["end"]  # where it was
-
-
-def test_a_rehearsal_of_a_hazard_is_a_line_of_json(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench" / "hazards.py"), str(tmp_path / "h.jsonl"), "--rehearse"]
-    subprocess.run([*command, "paging", "batch"], check=True, capture_output=True, timeout=300)
-    paging, batch = map(json.loads, (tmp_path / "h.jsonl").read_text().splitlines())
-    assert paging["answer"] == "needs a GPU"
-    assert set(batch["answer"].values()) == {0.0}
-    done = subprocess.run([*command, "pageing"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "Found: pageing." in done.stderr

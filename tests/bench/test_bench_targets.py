@@ -38,24 +38,3 @@ def test_kornias_batches_hold_what_ours_hold(report):
     for name, limit in (("mean", 0.3), ("deviation", 0.3), ("background", 0.15), ("things", 0.1), ("ignored", 0.1)):
         assert ours[name] == pytest.approx(kornia[name], abs=limit), name
     assert kornia["other labels"] == 0
-
-
-def test_boxes_of_batches_are_counted(report):
-    facts = rows_of(report, bench.DET)["ours"]["facts"]
-    assert 2 < facts["boxes"] <= 7
-    assert 0 < facts["covered by boxes"] < 1
-
-
-def test_bars_are_of_the_faster_torchvision():
-    def row(who, ratio):
-        return {"recipe": bench.SEG, "who": who, "ratio": ratio, "ratios": [ratio - 0.1, ratio + 0.1]}
-
-    results = [
-        row("torchvision", 3.0),
-        row("torchvision_pil", 2.6),
-        {"recipe": bench.DET, "who": "ours", "reason": "x"},
-    ]
-    found = bench.ratios({"results": results, "stages": []})
-    assert [entry["values"][0] for entry in found] == [2.6, None, None, None]
-    assert found[0]["what"] == f"{bench.SEG}: ours / torchvision_pil"
-    assert found[0]["bar"] == ">= 2.5"

@@ -127,8 +127,7 @@ def by_pillow(data: bytes) -> np.ndarray:
 def pack(images: list[bytes], faults: tuple[Fault, ...] = ()) -> EncodedBatch:
     count = len(images)
     return EncodedBatch(
-        data=torch.frombuffer(bytearray(b"".join(images) or b"\0"), dtype=torch.uint8),
-        offsets=torch.tensor([0, *np.cumsum([len(x) for x in images]).tolist()]),
+        images=tuple(np.frombuffer(data, dtype=np.uint8) for data in images),
         labels=None,
         indices=torch.arange(count),
         repeats=torch.zeros(count, dtype=torch.int64),
@@ -1138,11 +1137,11 @@ def test_a_webp_chunk_longer_than_its_file_allocates_nothing():
     at = data.index(b"EXIF")
     data[at + 4 : at + 8] = struct.pack("<I", 2**32 - 2)
     code = (
-        "import sys, torch; from gpuaug.decode.decoder import Decode; from gpuaug.batch import EncodedBatch;"
+        "import sys, numpy, torch; from gpuaug.decode.decoder import Decode; from gpuaug.batch import EncodedBatch;"
         "from gpuaug.augment.crop import Resize; data = sys.stdin.buffer.read();"
         "one = torch.zeros(1, dtype=torch.int64);"
-        "batch = EncodedBatch(data=torch.frombuffer(bytearray(data), dtype=torch.uint8),"
-        "offsets=torch.tensor([0, len(data)]), labels=None, indices=one, repeats=one, valid=one == 0);"
+        "batch = EncodedBatch(images=(numpy.frombuffer(data, dtype=numpy.uint8),),"
+        "labels=None, indices=one, repeats=one, valid=one == 0);"
         "d = Decode(backend='dali').open('cpu'); look = d.read_headers(batch);"
         "d.pixels(batch, look, [Resize((32, 32)).windows(None, look.height, look.width)]);"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"

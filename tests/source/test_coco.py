@@ -2,15 +2,12 @@
 
 import contextlib
 import copy
-import io
 import json
-import os
 import pickle
 import re
 import struct
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import forked
 import numpy as np
@@ -18,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
@@ -52,7 +48,7 @@ def random_file(rng, images=12, objects=60, *, points=None, outlines=True):
         if points:
             row["keypoints"] = rng.integers(0, 3, 3 * len(points)).tolist()
         rows.append(row)
-    extra = {"keypoints": list(points), "skeleton": [[1, 2]]} if points else {}
+    extra = {"keypoints": list(points)} if points else {}
     return {
         "info": {"year": 2017}, "licenses": [],
         "images": [{"id": i, "file_name": f"{i:012d}.jpg", "height": h, "width": w} for i, h, w in shapes],
@@ -295,79 +291,6 @@ def test_an_index_takes_less_than_300_bytes_per_image(tmp_path):
     assert sum({id(x): x.nbytes for x in tensors(source)}.values()) / images < 300
 
 
-# -- panoptic
-
-
-def panoptic(folder, rng, *, folder_of_masks="annotations"):
-    content = random_file(rng, images=4, objects=0, outlines=False)
-    content["annotations"] = []
-    masks = folder / folder_of_masks / f"panoptic_{SPLIT}"
-    masks.mkdir(parents=True)
-    for image in content["images"]:
-        segments = rng.choice(2**24 - 1, 3, replace=False) + 1
-        ids = rng.choice([0, *segments], (image["height"], image["width"]))
-        rgb = np.stack([ids % 256, ids // 256 % 256, ids // 65536], axis=2).astype(np.uint8)
-        name = image["file_name"].replace("jpg", "png")
-        Image.fromarray(rgb).save(masks / name)
-        rows = [{"id": int(k), "category_id": int(rng.choice(IDS)), "iscrowd": j == 2, "area": int((ids == k).sum()),
-                 "bbox": [j, 1, 3, 4]} for j, k in enumerate(segments)]  # fmt: skip
-        content["annotations"].append({"image_id": image["id"], "file_name": name, "segments_info": rows})
-    rng.shuffle(content["annotations"])
-    write(folder, content, "panoptic")
-    return content, masks
-
-
-@pytest.mark.parametrize("place", ["annotations", "."])
-def test_panoptic_masks_are_their_files(tmp_path, place):
-    content, masks = panoptic(tmp_path, np.random.default_rng(0), folder_of_masks=place)
-    source = open_coco(tmp_path, masks="panoptic")
-    assert source.target_kinds == {"boxes", "masks"}
-    by_image = {row["image_id"]: row for row in content["annotations"]}
-    for i, number in enumerate(source.image_ids.tolist()):
-        data, target = source[i]
-        row = by_image[number]
-        assert data == source.key(i).encode()
-        assert bytes(target.mask) == (masks / row["file_name"]).read_bytes()
-        assert target.ids.tolist() == [x["id"] for x in row["segments_info"]]
-        assert target.labels.tolist() == [sorted(IDS).index(x["category_id"]) for x in row["segments_info"]]
-        assert target.boxes.tolist() == [[j, 1, j + 3, 5] for j in range(3)]
-        assert target.crowd.tolist() == [False, False, True]
-        rgb = np.asarray(Image.open(io.BytesIO(target.mask))).astype(int)
-        assert set(np.unique(rgb @ [1, 256, 65536])) <= {0, *target.ids.tolist()}
-    (masks / by_image[source.image_ids[1].item()]["file_name"]).unlink()
-    with pytest.raises(FileNotFoundError):
-        source[1]
-    assert source.label(1).mask is None
-    assert source[2][0]
-
-
-@pytest.mark.parametrize(("change", "text"), [
-    (lambda c: c["annotations"].pop(0), "has no panoptic mask"),
-    (lambda c: c["annotations"].append(copy.deepcopy(c["annotations"][0])), "has two panoptic masks"),
-    (lambda c: c["annotations"][0]["segments_info"].append(c["annotations"][0]["segments_info"][0]), "id that another"),
-    (lambda c: c["annotations"][0]["segments_info"][0].update(id=2**24), "Expected `int` <= 16777215"),
-    (lambda c: c["annotations"][0].update(segments_info=3), "Expected `array`, got `int`"),
-])  # fmt: skip
-def test_a_damaged_panoptic_mask_is_a_fault_of_its_sample(tmp_path, change, text):
-    content, _ = panoptic(tmp_path, np.random.default_rng(0))
-    number = content["annotations"][0]["image_id"]
-    change(content)
-    (tmp_path / "annotations" / f"panoptic_{SPLIT}.json").write_text(json.dumps(content))
-    source = open_coco(tmp_path, masks="panoptic")
-    bad = source.image_ids.tolist().index(number)
-    items = source._read(range(4))
-    assert [i for i, item in enumerate(items) if isinstance(item, GpuaugError)] == [bad]
-    assert re.search(f"panoptic_{SPLIT}.json'.*{text}|{text}.*panoptic_{SPLIT}.json'", str(items[bad]))
-
-
-def test_the_path_of_a_panoptic_mask_stays_in_its_folder(tmp_path):
-    content, _ = panoptic(tmp_path, np.random.default_rng(0))
-    content["annotations"][0]["file_name"] = "../x.png"
-    (tmp_path / "annotations" / f"panoptic_{SPLIT}.json").write_text(json.dumps(content))
-    with pytest.raises(SourceError, match="stay in its folder"):
-        open_coco(tmp_path, masks="panoptic")
-
-
 # -- faults of one sample
 
 
@@ -399,7 +322,7 @@ def repeat(what):
 
 
 LARGE_POLYGON = [[0, 0, 1e9, 0, 1e9, 1e9]]
-FORM = "annotation 70 .*segmentation: it must be a list of polygons"
+FORM = "annotation 70 must be a list of polygons"
 FAULTS = {
     "inverted": (first(bbox=[5, 5, -3, 2]), r"box of annotation 70 .* Found: \[5\.0, 5\.0, 2\.0, 7\.0\]"),
     "infinite": (first(bbox=[5, 5, 1e300, 2]), "box of annotation 70 in .* must be finite"),
@@ -413,16 +336,6 @@ FAULTS = {
     "far point": (first(keypoints=[1e300, 2, 1]), "keypoints of annotation 70 in "),
     "points a text": (first(keypoints="1 2"), "annotation 70 in .*`keypoints` that are not numbers"),
     "points too few": (first(keypoints=[1, 2]), "annotation 70 in .* must have 3 numbers in `keypoints`"),
-    "two points": (first(segmentation=[[0, 0, 3, 3]]), "annotation 70 .* at least 3 points.* Found: 4 numbers"),
-    "odd": (first(segmentation=[[0, 0, 3, 3, 5, 5, 5]]), "annotation 70 .* at least 3 points.* Found: 7 numbers"),
-    "no outline": (first(segmentation=[]), "annotation 70 .*segmentation: it is missing"),
-    "outline a text": (first(segmentation="1 2 3"), FORM),
-    "outline of texts": (first(segmentation=[["0", 0, 1, 1, 2, 0]]), FORM),
-    "outline huge": (first(segmentation=[[10**400, 0, 1, 1, 2, 0]]), "annotation 70 "),
-    "runs without size": (first(segmentation={"counts": [120]}), FORM),
-    "runs negative": (first(segmentation={"size": [10, 12], "counts": [-1, 121]}), FORM),
-    "runs of fractions": (first(segmentation={"size": [10, 12], "counts": [0.5]}), FORM),
-    "runs of other text": (first(segmentation={"size": [10, 12], "counts": "é"}), FORM),
     "height missing": (edit(images__0__height=...), r"image 5 in .* >= 1. Found: 12 x nan \(width x height\)"),
     "height a text": (edit(images__0__height="10"), "image 5 in .*Expected `float`, got `str`"),
     "height a fraction": (edit(images__0__height=10.5), r"`width` and `height` of image 5 .* 12 x 10.5 \(width x"),
@@ -430,7 +343,18 @@ FAULTS = {
     "width huge": (edit(images__0__width=2**40), "`width` and `height` of image 5"),
     "image twice": (repeat("images"), "two images in .* have the id 5"),
 }  # fmt: skip
-LATE = {  # known when the mask is drawn
+OUTLINES = {  # known when the mask is drawn
+    "two points": ([[0, 0, 3, 3]], "annotation 70 .* at least 3 points.* Found: 4 numbers"),
+    "odd": ([[0, 0, 3, 3, 5, 5, 5]], "annotation 70 .* at least 3 points.* Found: 7 numbers"),
+    "missing": ([], "segmentation of annotation 70 is missing"),
+    "a text": ("1 2 3", FORM),
+    "texts": ([["0", 0, 1, 1, 2, 0]], FORM),
+    "huge": ([[10**400, 0, 1, 1, 2, 0]], "annotation 70 "),
+    "infinite": ([[1e300, 0, 1, 1, 2, 0]], "annotation 70 has a point far outside"),
+    "no size": ({"counts": [120]}, FORM),
+    "negative run": ({"size": [10, 12], "counts": [-1, 121]}, FORM),
+    "fractions": ({"size": [10, 12], "counts": [0.5]}, FORM),
+    "other text": ({"size": [10, 12], "counts": "é"}, "annotation 70 has run lengths with invalid text"),
     "far polygon": (LARGE_POLYGON, r"annotation 70 has a point far outside the image of 12 x 10 \(width x height\)"),
     "size": ({"size": [12, 10], "counts": [120]}, r"annotation 70 is for an image of 10 x 12 pixels.* 12 x 10 \(width"),
     "short": ({"size": [10, 12], "counts": [100]}, r"must have run lengths .* 12 \* 10 = 120. Found: 100"),
@@ -439,7 +363,7 @@ LATE = {  # known when the mask is drawn
     "large text": ({"size": [10, 12], "counts": "oooooooo0"}, "too large"),
     "negative": ({"size": [10, 12], "counts": "O0"}, "annotation 70 must have run lengths"),
 }
-FAULTS |= {name: (first(segmentation=value), text) for name, (value, text) in LATE.items()}
+FAULTS |= {f"outline {name}": (first(segmentation=value), text) for name, (value, text) in OUTLINES.items()}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -450,17 +374,18 @@ def test_a_damaged_image_or_object_is_a_fault_of_its_sample(tmp_path, name, capl
     write(tmp_path, content)
     change(content)
     source = open_coco(write(tmp_path, content), masks="instances")
-    if name not in LATE:  # known before the first batch
+    late = name.startswith("outline ")
+    if not late:  # known before the first batch
         assert re.search(f"samples cannot be used; sample 0: .*{text}", caplog.text)
     with pytest.raises(GpuaugError, match=text) as error:
         source[0]
     assert f"instances_{SPLIT}.json'" in str(error.value)
     assert not isinstance(error.value, SourceError | ConfigError)
-    assert len(source.label(0).labels) == (name in LATE)
+    assert len(source.label(0).labels) == late
     items = source._read(range(len(source)))
     assert [type(item) is tuple for item in items] == [False] * (len(source) - 2) + [True] * 2
     assert items[-1][1].ids.tolist() == [99]
-    if "outline" in name or "runs" in name:
+    if late:
         assert open_coco(tmp_path)[0][1].labels.tolist() == [0]  # outlines are not read without masks
 
 
@@ -509,7 +434,7 @@ def test_a_map_of_too_many_pixels_is_a_fault(tmp_path):
 def test_no_run_lengths_write_outside_of_the_map(text):
     from gpuaug.source.segmentations import Segmentations
 
-    outlines = Segmentations([{"size": [7, 5], "counts": text}])
+    outlines = Segmentations([json.dumps({"size": [7, 5], "counts": text}).encode()])
     try:
         drawn = outlines.draw(0, 1, size=(7, 5), crowd=None, ids=[1])
     except GpuaugError:
@@ -577,10 +502,9 @@ def test_damaged_json_is_refused(tmp_path, name):
     data, found = DAMAGED[name]
     write(tmp_path, one([]))
     write(tmp_path, data)
-    for more in ({"masks": "instances"}, {"masks": "panoptic", "annotations": "instances"}):
-        with pytest.raises(SourceError, match=f"cannot be used.*{re.escape(found)}") as error:
-            open_coco(tmp_path, **more)
-        assert not found or "Found there: b" in str(error.value)
+    with pytest.raises(SourceError, match=f"cannot be used.*{re.escape(found)}") as error:
+        open_coco(tmp_path, masks="instances")
+    assert not found or "Found there: b" in str(error.value)
 
 
 def test_every_cut_and_most_flips_of_a_byte_are_refused_or_harmless(tmp_path):
@@ -612,7 +536,7 @@ import sys
 import gpuaug
 from gpuaug.errors import SourceError
 for path in sys.argv[2:]:
-    for masks in (None, "instances", "panoptic"):
+    for masks in (None, "instances"):
         try:
             gpuaug.CocoSource(sys.argv[1], annotations=path, masks=masks)
         except SourceError as error:
@@ -623,7 +547,7 @@ for path in sys.argv[2:]:
 def test_a_million_nested_lists_are_refused_and_crash_nothing(tmp_path):
     nested = b"[" * 10**6 + b"]" * 10**6
     texts = {"all": nested}
-    for field in ("segmentation", "keypoints", "segments_info"):
+    for field in ("segmentation", "keypoints"):
         content = one([[[0, 0, 3, 0, 3, 3]]])
         content["categories"][0]["keypoints"] = ["a"]
         content["annotations"][0][field] = "HERE"
@@ -633,7 +557,7 @@ def test_a_million_nested_lists_are_refused_and_crash_nothing(tmp_path):
         path.write_bytes(text)
     done = forked.run(forked.code(DEEP, tmp_path, *paths))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert done.stdout.split() == ["refused"] * 3 * len(paths)
+    assert done.stdout.split() == ["refused"] * 2 * len(paths)
 
 
 BOUNDED = """
@@ -687,7 +611,6 @@ def test_keypoints_take_memory_only_where_objects_have_them(tmp_path):
     ({"annotations": 3}, ConfigError, "`source.annotations` must be"),
     ({"masks": "semantic"}, ConfigError, "`source.masks` must be one of"),
     ({"empty": "no"}, ConfigError, "`source.empty` must be one of"),
-    ({"masks": "panoptic", "annotations": "instances"}, SourceError, "cannot be used"),
 ])  # fmt: skip
 def test_wrong_arguments_name_their_key(tmp_path, settings, error, text):
     write(tmp_path, one([]))
@@ -705,13 +628,6 @@ def test_no_objects_at_all(tmp_path):
         open_coco(tmp_path, empty="drop")
 
 
-def test_a_folder_of_masks_that_is_missing_is_named(tmp_path):
-    _, masks = panoptic(tmp_path, np.random.default_rng(0))
-    masks.rename(tmp_path / "other")
-    with pytest.raises(SourceError, match="folder of panoptic masks must be one of"):
-        open_coco(tmp_path, masks="panoptic")
-
-
 def test_missing_packages_are_named_with_their_command(tmp_path, monkeypatch):
     write(tmp_path, one([]))
     monkeypatch.setitem(sys.modules, "pycocotools", None)
@@ -722,11 +638,3 @@ def test_missing_packages_are_named_with_their_command(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "gpuaug.source.coco_json")
     with pytest.raises(ConfigError, match=r"needs msgspec.*pip install 'gpuaug\[coco\]'"):
         open_coco(tmp_path)
-
-
-def test_the_benchmark_of_the_index_runs(tmp_path):
-    root = Path(__file__).parents[2]
-    command = [sys.executable, root / "bench" / "coco_index.py", "--images", "50", "--objects", "300"]
-    done = forked.run([*command, "--only", "boxes + instance masks"], env={**os.environ, "PYTHONPATH": str(root)})
-    assert done.returncode == 0, done.stderr
-    assert sum(line.startswith("| boxes") for line in done.stdout.splitlines()) == 1

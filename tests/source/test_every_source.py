@@ -3,7 +3,6 @@
 import json
 import pickle
 
-import numpy as np
 import pytest
 import test_coco
 import test_voc
@@ -20,10 +19,6 @@ def coco(root):
     test_coco.write(root, test_coco.one([[[0, 0, 3, 0, 3, 3]], [[0, 0, 3, 3]]]))  # the second outline has two points
 
 
-def panoptic(root):
-    test_coco.panoptic(root, np.random.default_rng(0))
-
-
 def table(root):
     test_yolo.write(root, {"a": None, "b": None})
     write_table(root, path=["images/train/b.jpg", "images/train/a.jpg"], label=[1, 0])
@@ -31,7 +26,6 @@ def table(root):
 
 MAKERS = {
     "coco": (coco, lambda root, **more: gpuaug.CocoSource(root, split="train2017", masks="instances", **more)),
-    "panoptic": (panoptic, lambda root, **more: gpuaug.CocoSource(root, split="train2017", masks="panoptic", **more)),
     "yolo": (
         lambda root: test_yolo.write(root, {"a": "1 .5 .5 .5 .5", "b c": None, "d": "0 x", "e": "2 0 0 1 0 1 .5"}),
         gpuaug.YoloSource,
@@ -68,7 +62,6 @@ def test_a_bucket_is_the_same_as_its_folder(name, tmp_path, port):
     there = make(url, remote=Remote(options=options(f"http://127.0.0.1:{port}"), cache=tmp_path / "cache"))
     assert (there.digest(), there.objects_digest()) == (local.digest(), local.objects_digest())
     numbers = [*reversed(range(len(local))), 0]
-    there.prefetch(numbers)
     assert [*map(told, there.read_many(numbers))] == [*map(told, local._read(numbers))]
     again = pickle.loads(pickle.dumps(local))
     assert [*map(told, again._read(numbers))] == [*map(told, local._read(numbers))]

@@ -16,7 +16,7 @@ MASKS = torch.full((2, 40, 60), 7)
 
 
 class Listed(list):
-    panoptic = False
+    """A list that takes attributes."""
 
 
 def first(samples, targets, **settings):
@@ -97,15 +97,6 @@ def test_values_above_255_do_not_wrap_in_uint8() -> None:
         first(samples, only_masks(dtype="uint8"), shuffle=False)
     with pytest.raises(ConfigError, match="300"):
         gpuaug.Masks(map={3: 300}, dtype="uint8")
-
-
-def test_a_map_changes_the_classes_of_panoptic_masks() -> None:
-    mask = np.zeros((4, 4, 3), np.uint8)
-    mask[:, :2, 0], mask[:, 2:, 1] = 7, 1  # 7 and 256
-    target = {"mask": png(mask), "boxes": [[0, 0, 2, 4], [2, 0, 4, 4]], "labels": [0, 1], "ids": [7, 256]}
-    samples = Listed([(png(mask), target)])
-    samples.panoptic = True
-    assert first(samples, only_masks(map={0: 5, 1: 6})).masks.unique().tolist() == [5, 6]
 
 
 def test_a_source_with_other_keypoints_than_flip() -> None:

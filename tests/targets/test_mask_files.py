@@ -83,24 +83,12 @@ def test_each_mode_of_pillow() -> None:
             decoded(encode(gray.convert(mode), "PNG"), (13, 21))
 
 
-def test_panoptic_numbers_are_in_the_colours() -> None:
-    colours = np.random.default_rng(0).integers(0, 256, (13, 21, 3)).astype(np.uint8)
-    mask = decoded(encode(Image.fromarray(colours), "PNG"), (13, 21), ids_in_rgb=True)
-    assert mask.dtype == np.int32
-    np.testing.assert_array_equal(mask, colours.astype(int) @ [1, 256, 65536])
-    table = masks.lookup(Masks(map={int(mask[3, 4]): 7}))
-    small = decoded(encode(Image.fromarray(colours), "PNG"), (13, 21), ids_in_rgb=True, table=table)
-    assert small.dtype == np.uint8
-    assert small[3, 4] == 7
-    assert (small == 255).sum() == small.size - (mask == mask[3, 4]).sum()
-
-
 def test_colours_of_16_bits_are_refused() -> None:
     content = zlib.compress(b"".join(b"\0" + bytes(6 * 5) for _ in range(4)))
     header = struct.pack(">IIBBBBB", 5, 4, 16, 2, 0, 0, 0)
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
     with pytest.raises(HeaderError, match="colours of 16 bits"):
-        decoded(data, (4, 5), ids_in_rgb=True)
+        decoded(data, (4, 5), table=masks.lookup(Masks(colors={0: [0, 0, 0]})))
 
 
 @pytest.mark.parametrize("form", ["JPEG", "WEBP", "BMP", "GIF", "TIFF"])
@@ -209,7 +197,7 @@ def test_damage_is_a_header_error_or_a_mask(kind: str) -> None:
         warnings.simplefilter("ignore")
         for _ in range(1500):
             try:
-                mask = decoded(mutated(data, rng.choice(others), rng), (37, 51), ids_in_rgb=True)
+                mask = decoded(mutated(data, rng.choice(others), rng), (37, 51))
                 assert mask.shape == (37, 51)
                 assert mask.min() >= 0
                 outcomes.add("mask")

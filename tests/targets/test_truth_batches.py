@@ -22,8 +22,8 @@ COLOURS = [name for name, make in OPS.items() if entry_of(make()).affects == "pi
 OPS_OF_ALL = {
     "colour": lambda: K.ColorJitter(0.3, 0.3, 0.3, 0.1, p=0.8),
     "flip": lambda: K.RandomHorizontalFlip(),
-    "rand": lambda: K.auto.RandAugment(n=2, m=9),
-    "trivial": lambda: K.auto.TrivialAugment(),
+    "rand": lambda: gpuaug.RandAugment(interpolation="bilinear"),
+    "trivial": lambda: gpuaug.TrivialAugmentWide(interpolation="bilinear"),
     "warp": lambda: K.RandomPerspective(0.3, p=0.7),
     "distort": lambda: gpuaug.PhotometricDistort(),
 }

@@ -33,17 +33,14 @@ CROPS = {
     "iou": lambda: gpuaug.RandomIoUCrop(112, zoom_out=(1.0, 1.5)),
 }
 _WITH_ZEROS = {name: make for name, make in GEOMETRIC.items() if "border" not in name and "nearest" not in name}
-_MOVING = [[("rotate", -30.0, 30.0)], [("shear_x", -0.3, 0.3)], [("shear_y", -0.3, 0.3)], [("translate_x", -0.1, 0.1)]]
 MOVES = {name: lambda make=make: make(False) for name, make in _WITH_ZEROS.items()} | {
     "affine aligned": lambda: GEOMETRIC["affine"](True),
-    "rand": lambda: K.auto.RandAugment(n=2, m=9, policy=_MOVING),
-    "trivial": lambda: K.auto.TrivialAugment(policy=_MOVING),
     "one": lambda: gpuaug.OneOf(
         ops={
             "flip": K.RandomHorizontalFlip(p=0.9),
             "turn": K.RandomRotation90((0, 3), p=1.0),
             "gray": K.RandomGrayscale(p=1.0),
-            "rand": K.auto.RandAugment(n=2, m=5, policy=_MOVING),
+            "warp": K.RandomAffine(20.0, (0.1, 0.1), shear=10.0, p=1.0),
         },
         p=0.8,
     ),

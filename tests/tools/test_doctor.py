@@ -57,18 +57,17 @@ def test_the_last_line_is_the_answer() -> None:
     assert answer == Answer(True, "well", [1])
 
 
-def test_a_test_that_is_late_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_test_that_is_late_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a child holds the output open."""
     file = tmp_path / "pid"
     for timeout in (0.5, 5.0, 50.0):  # so that a busy machine comes to write the number
-        answer = command.probe("x", timeout=timeout, command=["sh", "-c", f"sleep 600 & echo $! > '{file}'; wait"])
+        monkeypatch.setattr(command, "TIMEOUT_S", timeout)
+        answer = command.probe("x", command=["sh", "-c", f"sleep 600 & echo $! > '{file}'; wait"])
         assert (answer.good, answer.late) == (False, True)
         assert answer.text == f"did not answer within {timeout:g} s and was killed"
         if file.exists() and file.read_text().strip():
             break
     assert ended([int(file.read_text())])
-    assert "Raise `timeout`" in command.tested("compiler", answer).advice
-    assert "timeout" not in command.tested("compiler", Answer(False, "within 3 levels")).advice
 
 
 def test_no_compiler(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_augmentations_that_fail_or_differ_are_broken() -> None:
 def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def planted(name: str, *, timeout: float) -> Answer:
+    def planted(name: str) -> Answer:
         asked.append(name)
         return Answer(name != "decoder_mixed", "planted")
 
@@ -118,10 +117,9 @@ def test_verdicts_are_remembered_as_json(cache: Path, monkeypatch: pytest.Monkey
     assert values["machine"]["packages"]["torch"]
     assert cache.stat().st_mode & 0o077 == 0
     # a machine that was busy for three minutes must not run fifty times slower ever after
-    monkeypatch.setattr(command, "probe", lambda name, **_: Answer(False, f"{command.LATE} 180 s and was killed"))
+    monkeypatch.setattr(command, "probe", lambda name: Answer(False, "planted", late=True))
     assert command.examine("stream", fresh=True).late
-    assert machine.verdict("stream") is None  # it was good; now nobody knows
-    assert machine.verdict("decoder_mixed") is False
+    assert machine.verdict("stream") is True
 
 
 def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +186,7 @@ def test_wrong_pixels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nvidia.dali")
     real = probes._truth
     monkeypatch.setattr(probes, "_truth", lambda data: real(data) ^ 16)
-    good, text, _ = probes.TESTS["decoder_cpu"]()
+    good, text, *_ = probes.TESTS["decoder_cpu"]()
     assert not good
     assert "differs from Pillow by 16 levels" in text
 
@@ -203,7 +201,7 @@ def test_batches_that_change_when_decoded_in_a_row_are_seen(device: str, monkeyp
     pytest.importorskip("nvidia.dali")
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    good, text, _ = probes._order(0.0, 0, device=device)
+    good, text, *_ = probes._order(0.0, 0, device=device)
     assert good, text
     real, calls = Decoder.pixels, []
 
@@ -215,22 +213,22 @@ def test_batches_that_change_when_decoded_in_a_row_are_seen(device: str, monkeyp
         return views, faults
 
     monkeypatch.setattr(Decoder, "pixels", planted)
-    good, text, _ = probes._order(0.0, 4, device=device)
+    good, text, *_ = probes._order(0.0, 4, device=device)
     assert not good
     assert "1 of 32 batches" in text
 
 
 def test_the_engine_is_recommended_only_if_it_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_engine", lambda: True)
-    monkeypatch.setattr(probes, "_decode", lambda *_, **__: (True, "decodes", None))
+    monkeypatch.setattr(probes, "_decode", lambda *_, **__: Answer(True, "decodes"))
     for ordered in (True, False):
-        monkeypatch.setattr(probes, "_order", lambda *_, ordered=ordered: (ordered, "planted", None))
-        good, text, _ = probes.hardware()
+        monkeypatch.setattr(probes, "_order", lambda *_, ordered=ordered: Answer(ordered, "planted"))
+        good, text, *_ = probes.hardware()
         assert good is ordered
         assert ("hardware_load may be raised" in text) == ordered
     monkeypatch.setattr(probes, "_engine", lambda: False)
     monkeypatch.setenv("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")
-    good, text, _ = probes.hardware()
+    good, text, *_ = probes.hardware()
     assert good is None
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video. Found: compute,utility" in text
 
@@ -323,21 +321,13 @@ def test_limits_are_judged(finding: command.Finding, status: str, word: str) -> 
 
 
 @pytest.mark.parametrize("there", command.DALI)
-def test_versions_are_held_against_the_ranges(there: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from packaging.specifiers import SpecifierSet
-
-    ranges = {"nvidia-dali-cuda120": SpecifierSet(">=2.4,<2.6"), "torch": SpecifierSet(">=2.11,<2.16")}
-    monkeypatch.setattr(command, "required_ranges", lambda: ranges)
-    for version, status, advice in (("2.4", command.OK, ""), ("2.3", command.SLOW, f"pip install '{there[0]}")):
-        monkeypatch.setattr(machine, "package_version", lambda package, at=version: at if package in there else None)
-        found = {f.name: f for f in command.versions()}
-        assert found[there[0]].status == status
-        assert advice in found[there[0]].advice
-        assert found[there[1]].status == command.OK
-        assert (found["torch"].status, found["torch"].advice) == (command.BROKEN, "pip install torch")
-    monkeypatch.setattr(machine, "package_version", lambda package: None)
-    missing = {f.name: f for f in command.versions()}["nvidia-dali-cuda120"]
-    assert (missing.status, missing.advice) == (command.SLOW, "pip install nvidia-dali-cuda120")
+def test_missing_packages_are_named(there: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "package_version", lambda package: "2.4" if package == there[0] else None)
+    found = {f.name: f for f in command.versions()}
+    assert (found[there[0]].text, found[there[0]].status) == ("2.4", command.OK)
+    assert (found[there[1]].status, found[there[1]].advice) == (command.SLOW, f"pip install {there[1]}")
+    assert (found["torch"].status, found["torch"].advice) == (command.BROKEN, "pip install torch")
+    assert found["triton"].status == command.NOTE
 
 
 def test_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,14 +369,15 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         if finding["status"] in (command.SLOW, command.BROKEN):
             assert finding["advice"]
     if not machine.gpus():
-        assert found["stream order"]["text"] == "not testable here: no CUDA device"
+        assert "stream order" not in found
     assert machine.verdict("decoder_cpu") is True
     machine.verdicts.cache_clear()
 
 
 def test_small_limits_and_time_outs_are_broken(tmp_path: Path) -> None:
     """Planted: few files, and no time for any test; exit status 1."""
-    words = f"ulimit -n 90; exec {sys.executable} -m gpuaug.tools doctor timeout=0.01 json={tmp_path}/d.json"
+    start = "from gpuaug.tools.doctor import command; from gpuaug.tools.main import main; command.TIMEOUT_S = 0.01"
+    words = f"ulimit -n 90; exec {sys.executable} -c '{start}; exit(main())' doctor json={tmp_path}/d.json"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -160,7 +160,7 @@ def nearby(value: Any) -> Any:
 
 
 def test_sliders_hold_their_value_and_it_is_a_step() -> None:
-    for name in ("simclr", "randaugment", "det_rtdetr", "dinov2"):
+    for name in ("simclr", "randaugment_torchvision", "det_rtdetr", "dinov2"):
         for control in controls.controls(gpuaug.compose("train", [f"augment={name}"]).augment):
             if control.step is not None and control.low is not None and control.high is not None:
                 every = control.value if isinstance(control.value, list) else [control.value]

@@ -17,7 +17,7 @@ from test_pack_targets import Scenes
 import gpuaug
 from gpuaug.errors import ConfigError, DataError, StateError
 from gpuaug.tools.main import main
-from gpuaug.tools.pack.command import pack, verify
+from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
 
 SEED = 3  # of `loader`
@@ -204,7 +204,6 @@ def test_bad_samples_are_left_out_and_the_others_keep_their_random_numbers(photo
 
 
 def test_another_number_of_epochs_or_seed_is_another_job(photos: Path, two: Path) -> None:
-    assert verify(two) == []
     with pytest.raises(ConfigError, match="holds another job.*epochs: 2 there, 3 in this run"):
         stored(photos, two, epochs=3)
     with pytest.raises(ConfigError, match="holds another job.*seed: 3 there, 4 in this run"):
@@ -214,7 +213,7 @@ def test_another_number_of_epochs_or_seed_is_another_job(photos: Path, two: Path
 def test_command(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, same = tmp_path / "out", ["augment=flip", "augment.crop.size=32", "seed=5"]
     words = ["pack", f"source.root={photos}", "source.subset=26", f"out={out}", "num_workers=0", *same]
-    assert main([*words, "epochs=2", "verify=true"]) == 0
+    assert main([*words, "epochs=2"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"epochs +2 augmented versions", printed)
     assert f"source=packed source.root={out} and the same `augment` and `seed`" in printed

@@ -233,12 +233,11 @@ def test_ranges_are_those_of_the_operation(name: str) -> None:
 
 
 def test_policies_show_every_choice_with_both_signs() -> None:
-    found = {s.what: s.captions for s in operations.spans(prepare("ra", K.auto.RandAugment(n=2, m=9)), (64, 64))}
-    assert len(found) == 15
-    assert found["RandomRotation: degrees"] == ["degrees -9", "degrees 9"]
-    trivial = {s.what: s.captions for s in operations.spans(prepare("ta", K.auto.TrivialAugment()), (64, 64))}
-    assert trivial["RandomRotation: degrees"][0] == "degrees -30"
-    assert trivial["RandomRotation: degrees"][-1] == "degrees 30"
+    found = {s.what: s.captions for s in operations.spans(prepare("ra", gpuaug.RandAugment()), (64, 64))}
+    assert len(found) == 14
+    assert found["rotate: magnitude"] == ["magnitude -9", "magnitude 9"]
+    trivial = {s.what: s.captions for s in operations.spans(prepare("ta", gpuaug.TrivialAugmentWide()), (64, 64))}
+    assert trivial["rotate: magnitude"] == ["magnitude -135", "magnitude 0", "magnitude 135"]
     auto = operations.spans(prepare("aa", gpuaug.AutoAugment()), (64, 64))
     assert len({s.what.partition(":")[0] for s in auto}) > 5
 

@@ -15,7 +15,6 @@ import gpuaug
 from gpuaug.display import annotations as drawing
 from gpuaug.display import sheet
 from gpuaug.display.annotations import Annotated, Annotations, Style, color_of
-from gpuaug.source.coco_json import parse
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import drawing as preview
 from gpuaug.tools.preview.originals import Sample
@@ -101,13 +100,12 @@ def test_labels_do_not_cover_each_other_or_small_objects() -> None:
     assert text_pixels(tiny) <= 2 * (10 + 8) * 2
 
 
-def test_keypoints_are_dots_with_the_sources_skeleton(scenes: Path) -> None:
-    skeleton = coco(scenes).skeleton
-    assert skeleton == ((0, 1), (1, 2), (2, 0))
+def test_keypoints_are_dots_with_lines() -> None:
     points = np.array([[[20, 20, 2], [80, 20, 1], [50, 80, 0]]], dtype=np.float32)  # the last one is not labelled
     one = np.zeros(1, dtype=np.int64)
     shown = Annotations(None, None, points, one, one > 0, one)
-    out = np.asarray(Annotated(Image.new("RGB", (100, 100)), shown).drawn(1, Style(POSE, ["cat"], skeleton)))
+    style = Style(POSE, ["cat"], ((0, 1), (1, 2), (2, 0)))
+    out = np.asarray(Annotated(Image.new("RGB", (100, 100)), shown).drawn(1, style))
     assert out[20, 18].tolist() == list(color_of(0))
     assert out[20, 82].tolist() == list(color_of(1))
     assert out[20, 50].tolist() == list(color_of(0))  # the line, in the color of the class
@@ -228,10 +226,3 @@ def test_a_sample_with_damaged_targets_is_shown_without_them(scenes: Path, tmp_p
     assert good.original.annotations is not None
     assert len(rows) == 2
     assert torch.tensor(bad.augmented[0].annotations.mask).eq(255).all()
-
-
-def test_a_damaged_skeleton_is_no_skeleton(scenes: Path) -> None:
-    document = json.loads((scenes / "instances.json").read_text())
-    for lines in ([[1, 9]], [[1]], [1], "x", [[1, "2"]], [[0, 1]], None):
-        document["categories"][2]["skeleton"] = lines
-        assert parse(json.dumps(document).encode(), masks=None, place="a.json").skeleton == (), lines

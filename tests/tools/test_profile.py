@@ -6,9 +6,9 @@ Whether all twelve planted bottlenecks are named on a quiet machine is a measure
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,10 +19,8 @@ import planted
 import pytest
 import torch
 from common import threads
-from PIL import Image
 
 import gpuaug
-from gpuaug.augment.fused import backend as fused
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
@@ -128,19 +126,16 @@ def test_cpu_time_of_another_process_is_seen() -> None:
 # -- planted ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_slow_storage(workers: int, small: list[bytes]) -> None:
+def test_slow_storage(small: list[bytes]) -> None:
     slow = planted.Source(small, wait=0.02, count=64)
-    plant(slow, "batch_size=4", f"num_workers={workers}", named="storage", helps="num_workers=16")
+    plant(slow, "batch_size=4", "num_workers=0", named="storage", helps="num_workers=16")
 
 
-def test_a_slow_operation_is_information_and_no_remedy(small: list[bytes]) -> None:
+def test_a_slow_operation_has_no_remedy(small: list[bytes]) -> None:
     op = "+augment.ops.slow={_target_: planted.SlowOp, work: 0.0, wait: 0.02, p: 0.9}"
     verdict = plant(planted.Source(small), FEW, op, named="augment", seconds=0.3)
     assert verdict.tried == []
     assert verdict.text == "augment. There is no setting to try."
-    assert max(verdict.costs, key=lambda name: verdict.costs[name]) == "slow"
-    assert 0.01 < verdict.costs["slow"] < 0.1
 
 
 def test_slow_callback_on_the_host(small: list[bytes]) -> None:
@@ -187,10 +182,11 @@ def test_large_images(photos: Path, tmp_path: Path) -> None:
     for k, data in enumerate(planted.jpegs(photos, count=3, size=(1600, 1200))):
         (tmp_path / "all").mkdir(exist_ok=True)
         (tmp_path / "all" / f"{k}.jpg").write_bytes(data)
-    verdict = plant(tmp_path, FEW, named="decode", helps="source=packed")
+    verdict = plant(tmp_path, FEW, named="decode", helps="source=packed source.root=DIR")
     packed = next(remedy for remedy in verdict.tried if "source=packed" in remedy.overrides)
     assert "gpuaug pack sizes=[37] out=DIR" in packed.text
     assert not packed.same
+    assert tempfile.gettempdir() not in str(packed)  # the folder of the trial is gone
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -297,7 +293,7 @@ def test_nothing_but_bad_samples_is_an_error(small: list[bytes]) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_command_prints_draws_and_writes(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_and_writes(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "app.yaml").write_text(
@@ -305,9 +301,9 @@ def test_command_prints_draws_and_writes(photos: Path, tmp_path: Path, capsys: p
         f"train_data:\n  source:\n    root: {photos}\n  batch_size: 8\n  device: cpu\n  num_workers: 1\n"
         "  augment: {crop: {size: 32}}\n"
     )
-    out, file = tmp_path / "p.png", tmp_path / "p.json"
+    file = tmp_path / "p.json"
     call = ["profile", "--config-dir", str(folder), "--config-name", "app", "--at", "train_data"]
-    call += ["model._target_=gpuaug.tools.train.model.SmallNet", "+model.width=8", f"out={out}", f"json={file}"]
+    call += ["model._target_=gpuaug.tools.train.model.SmallNet", "+model.width=8", f"json={file}"]
     assert main([*call, "repeats=1", "seconds=0.05"]) == 0
     written, values = capsys.readouterr(), json.loads(file.read_text())
     printed = written.out
@@ -319,19 +315,6 @@ def test_command_prints_draws_and_writes(photos: Path, tmp_path: Path, capsys: p
     for tried in values["tried"]:
         assert all("train_data." in text for text in tried["overrides"])
         assert f"{tried['gain']:.2f} x" in printed
-    with Image.open(out) as picture:
-        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 16) or []}
-        assert picture.width > 900
-        # the limiting stage in red, unless it is the model
-        assert colors >= {(29, 130, 200), (42, 157, 90) if values["bottleneck"] == "model" else (230, 57, 70)}
-
-
-def test_what_is_tried_on_a_recipe_is_not_logged_again(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fused.say.cache_clear()
-    op = "+augment.ops.bend={_target_: kornia.augmentation.RandomThinPlateSpline}"
-    with caplog.at_level("INFO", logger="gpuaug"), build(photos, "num_workers=0", op) as loader:
-        assert set(advice.op_seconds(loader)) == {"flip", "bend"}
-    assert caplog.text.count("runs through Kornia") <= 1
 
 
 def test_profiling_changes_nothing_of_the_loader(photos: Path) -> None:
@@ -343,37 +326,9 @@ def test_profiling_changes_nothing_of_the_loader(photos: Path) -> None:
         before, state, generator = pixels(loader), loader.state_dict(), torch.get_rng_state()
         loader.set_epoch(0)
         trace(loader, seconds=0.02)
-        advice.op_seconds(loader)
         assert torch.equal(generator, torch.get_rng_state())
         assert all(torch.equal(a, b) for a, b in zip(before, pixels(loader), strict=True))
         assert loader.state_dict() == state
-
-
-def test_training_is_profiled_with_its_own_model_and_stays_the_same(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gpuaug.tools.profile import command as profile
-
-    whole = profile.Settings
-    monkeypatch.setattr(profile, "Settings", lambda **given: whole(**{**given, "repeats": 1, "seconds": 0.05}))
-    fast = ["augment=standard", "augment.crop.size=32", "batch_size=8", "num_workers=0", "cache=ram", "dtype=float32"]
-    call = ["train", f"source.root={photos}", "device=cpu", "epochs=1", *fast, "--trust", "planted."]
-    shown, losses, weights = [], [], []
-    for number, more in enumerate(([], ["profiling=4"])):
-        out, file = tmp_path / str(number), tmp_path / f"{number}.txt"
-        model = ["model._target_=planted.Noting", f"+model.file={file}", "+model.wait=0.1"]
-        before = random.getstate()
-        assert main([*call, *model, f"out={out}", f"json={out}/r.json", *more]) == 0
-        assert random.getstate() == before
-        shown.append(file.read_text().splitlines())
-        losses.append(json.loads((out / "r.json").read_text())["history"][0]["loss"])
-        weights.append(torch.load(out / "last.pt", weights_only=False)["model"])
-    printed = capsys.readouterr().out
-    assert "the model is the limit" in printed  # that of this run: it takes 100 ms for a batch
-    assert len(shown[1]) > len(shown[0]) > 4
-    assert shown[1][-len(shown[0]) :] == shown[0]  # the training saw the same pixels in the same order
-    assert losses[0] == losses[1]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_labels_that_are_no_classes_are_an_error(
@@ -382,6 +337,6 @@ def test_labels_that_are_no_classes_are_an_error(
     (tmp_path / "photos").symlink_to(photos)
     names = [f"photos/{file.relative_to(photos)}" for file in sorted(photos.rglob("*.jpg"))[:4]]
     (tmp_path / "table.csv").write_text("path,label\n" + "".join(f"{name},{k + 0.5}\n" for k, name in enumerate(names)))
-    call = ["profile", "source=table", f"source.root={tmp_path}/table.csv", "num_workers=0", "device=cpu", "out=null"]
+    call = ["profile", "source=table", f"source.root={tmp_path}/table.csv", "num_workers=0", "device=cpu"]
     assert main([*call, "model._target_=gpuaug.tools.train.model.SmallNet", "seconds=0.01"]) == 2
     assert "`loss=cross_entropy` needs classes" in capsys.readouterr().err

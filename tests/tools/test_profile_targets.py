@@ -57,14 +57,14 @@ def build(scenes: Path, *more: str) -> gpuaug.Loader:
 
 
 def test_slow_masks_are_the_bottleneck(scenes: Path, tmp_path: Path) -> None:
-    """Small images with masks of 4,000 x 4,000 pixels."""
+    """Images that DALI or Pillow decodes quickly, with masks that compress badly."""
     big = tmp_path / "big"
     for k, file in enumerate(sorted((scenes / "images").iterdir())[:4]):
         for name in ("images", "masks"):
             (big / name).mkdir(parents=True, exist_ok=True)
         with Image.open(file) as image:
-            image.resize((3000, 3000)).save(big / "images" / f"{k}.jpg", quality=20)
-        Image.fromarray(np.random.default_rng(k).integers(0, 5, (3000, 3000), np.uint8)).save(
+            image.resize((1200, 1200)).save(big / "images" / f"{k}.jpg", quality=20)
+        Image.fromarray(np.random.default_rng(k).integers(0, 5, (1200, 1200), np.uint8)).save(
             big / "masks" / f"{k}.png"
         )
     with build(big, "batch_size=2", "num_workers=1") as loader:
@@ -95,7 +95,7 @@ def test_command_names_the_share_of_targets(
     kind: str, scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "p.json"
-    call = ["profile", *words(scenes, kind), "num_workers=1", f"out={tmp_path / 'p.png'}", f"json={file}"]
+    call = ["profile", *words(scenes, kind), "num_workers=1", f"json={file}"]
     assert main([*call, "repeats=1", "seconds=0.02"]) == 0
     printed, values = capsys.readouterr().out, json.loads(file.read_text())
     assert "masks (decode, crop, move)" in printed
@@ -106,7 +106,7 @@ def test_a_packed_source_is_measured(scenes: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     assert main(["pack", *words(scenes)[:2], f"out={out}", "format=uint8", "num_workers=0"]) == 0
     given = ["source=packed", f"source.root={out}", *words(scenes)[2:]]
-    assert main(["profile", *given, "repeats=1", "seconds=0.02", f"out={tmp_path / 'p.png'}"]) == 0
+    assert main(["profile", *given, "repeats=1", "seconds=0.02"]) == 0
 
 
 # -- refused, and not refused --
@@ -118,5 +118,4 @@ def test_train_refuses_targets(kind: str, scenes: Path, tmp_path: Path, capsys: 
     assert main(call) == 2
     assert "`targets` must be null, because `gpuaug train` trains image classification" in capsys.readouterr().err
     assert main([*call, "targets=none"]) == 2
-    assert "needs a label for each image" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert "needs labels, but" in capsys.readouterr().err

@@ -218,7 +218,6 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         assert "fewer than 10000 values" in refused()
     for changed, said in (
         ({"classes": ["a", "b"]}, "was trained on the classes ['a', 'b']"),
-        ({"ema": {}}, "was trained with averaged weights. Set `ema` to the value of that run."),
         ({"optimizer": {}}, "another model or optimizer"),
         ({"model": {3: 4}}, "another model or optimizer"),
         ({"loader": {}}, "loader state"),
@@ -231,7 +230,7 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(
         assert "`resume` must name a checkpoint of `gpuaug train`" in refused(), content[:9]
     for other in (torch.zeros(3), {"version": 99}):
         torch.save(other, bad)
-        assert "of version 3" in refused()
+        assert "of version 4" in refused()
     torch.save({**whole, "classes": Path("x")}, bad)
     assert "(it holds more than tensors, numbers and text)" in refused()
     content = bytearray((tmp_path / "last.pt").read_bytes())
@@ -251,7 +250,6 @@ def test_what_cannot_be_trained_says_so(photos: Path, tmp_path: Path, capsys: py
 
     assert "needs labels" in refused("source.labels=none")
     assert "an epoch has no batch" in refused("last=drop", "batch_size=100")
-    assert "`accumulate` must be at most the number of batches of an epoch, 8" in refused("accumulate=9")
     assert "Lower `lr`" in refused("lr=1e30", "epochs=2", "momentum=0")
     assert "needs one label per image and class" in refused("loss=binary_cross_entropy")
     assert "source.root" in refused("val.batch_size=3")

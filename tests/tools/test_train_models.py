@@ -1,9 +1,9 @@
-"""`gpuaug train`: models by name and of one's own, accumulated gradients, averaged weights, schedule, torch.compile."""
+"""`gpuaug train`: models by name and of one's own, the step, schedule, resume, ranks."""
 
 from __future__ import annotations
 
+import itertools
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -67,10 +67,9 @@ def words(photos: Path, out: Path, model: str, *more: str) -> list[str]:
     return ["train", f"source.root={photos}", f"out={out}", f"model={model}", "--trust", "train_nets", *SMALL, *more]
 
 
-def assert_equal(a: dict[str, Any], b: dict[str, Any], *parts: str, rtol: float = 0.0, atol: float = 0.0) -> None:
+def assert_equal(a: dict[str, Any], b: dict[str, Any], *, rtol: float = 0.0, atol: float = 0.0) -> None:
     """The weights of two checkpoints are equal."""
-    for part in parts or ("model", "ema"):
-        torch.testing.assert_close(dict(b[part]), dict(a[part]), rtol=rtol, atol=atol)
+    torch.testing.assert_close(dict(b["model"]), dict(a["model"]), rtol=rtol, atol=atol)
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -194,19 +193,8 @@ def test_what_a_model_does_wrong_is_explained(
 # --- steps
 
 
-def test_accumulated_batches_are_one_large_batch(nets: Path, photos: Path, tmp_path: Path) -> None:
-    """65 images: the last group is one image, alone in the batch of 8 and in that of 16."""
-    more = ("epochs=2", "lr=0.01", "clip_grad_norm=0.5")
-    assert main(words(photos, tmp_path / "a", "train_nets.Flat", *more, "batch_size=16")) == 0
-    assert main(words(photos, tmp_path / "b", "train_nets.Flat", *more, "accumulate=2")) == 0
-    x, y = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b")
-    assert x["steps"] == y["steps"] == 10
-    assert_equal(x, y, "model", rtol=1e-4, atol=1e-6)
-    assert x["history"][-1]["loss"] == pytest.approx(y["history"][-1]["loss"], rel=1e-5)
-
-
 def test_a_step_is_the_formula(nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGD without momentum on the mean gradient, clipped; label smoothing; the average; written out."""
+    """SGD without momentum on the mean gradient, and weight decay of the weights, written out."""
     seen: list[tuple[Tensor, Tensor]] = []
     train_batch = training.Training.train_batch
 
@@ -217,45 +205,19 @@ def test_a_step_is_the_formula(nets: Path, photos: Path, tmp_path: Path, monkeyp
         train_batch(self, batch, **more)
 
     monkeypatch.setattr(training.Training, "train_batch", noting)
-    more = ["accumulate=2", "limit_batches=6", "clip_grad_norm=0.1", "ema=0.9", "label_smoothing=0.2", "momentum=0"]
-    more += ["warmup=0", "weight_decay=0.01", "lr=0.3"]
+    more = ["limit_batches=3", "momentum=0", "warmup=0", "weight_decay=0.01", "lr=0.3"]
     assert main(words(photos, tmp_path, "train_nets.Flat", *more)) == 0
     net = build_model(Request(command="train", trust=("train_nets",)), "train_nets.Flat", num_classes=5, seed=0)
     weight, bias = (p.detach().double() for p in net.parameters())
-    average = None
-    for k in range(3):
-        images, labels = (torch.cat(part) for part in zip(*seen[2 * k : 2 * k + 2], strict=True))
+    for k, (images, labels) in enumerate(seen):
         x = images.double().flatten(1)
-        target = torch.full((16, 5), 0.2 / 5, dtype=torch.float64)
-        target[torch.arange(16), labels] += 0.8
-        error = ((x @ weight.T + bias).softmax(dim=1) - target) / 16  # of the mean cross entropy
-        gradients = error.T @ x, error.sum(dim=0)
-        norm = sum((g**2).sum() for g in gradients) ** 0.5
-        assert norm > 0.1
+        target = torch.nn.functional.one_hot(labels, 5).double()
+        error = ((x @ weight.T + bias).softmax(dim=1) - target) / 8  # of the mean cross entropy
         lr = 0.3 * (0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * k / 3, dtype=torch.float64)))
-        weight, bias = (
-            weight - lr * (gradients[0] * (0.1 / norm) + 0.01 * weight),
-            bias - lr * gradients[1] * (0.1 / norm),
-        )
-        average = weight if average is None else 0.9 * average + 0.1 * weight
+        weight, bias = weight - lr * (error.T @ x + 0.01 * weight), bias - lr * error.sum(dim=0)
     found = checkpoint(tmp_path)
     torch.testing.assert_close(found["model"]["1.weight"].double(), weight, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found["model"]["1.bias"].double(), bias, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found["ema"]["1.weight"].double(), average, rtol=1e-4, atol=1e-6)
-
-
-def test_a_group_ends_though_its_last_batch_is_dropped(nets: Path, photos: Path, tmp_path: Path) -> None:
-    for name, files in (("a", sorted(photos.rglob("*.jpg"))[:2]), ("b", [])):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        for k in range(2):
-            content = files[k].read_bytes() if files else b"\xff\xd8 no image"
-            (tmp_path / "images" / name / f"{k}.jpg").write_bytes(content)
-    more = ("shuffle=false", "batch_size=2", "accumulate=2", "faults.policy=drop")
-    assert main(words(tmp_path / "images", tmp_path, "train_nets.Flat", *more)) == 0
-    found = checkpoint(tmp_path)
-    assert found["steps"] == 1
-    assert found["sums"] == [0, 0, 0]
-    assert found["history"][0]["loss"] > 0
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.25])
@@ -277,50 +239,56 @@ def test_the_schedule_is_torchs(warmup: float) -> None:
         schedule.step()
 
 
-def test_the_averaged_weights_are_evaluated(nets: Path, photos: Path, tmp_path: Path) -> None:
-    held_out = [f"val.source.root={photos}", "val.augment=none", "val.augment.crop.size=[32,32]", "lr=0.05"]
-    arguments = words(photos, tmp_path, "train_nets.Flat", *held_out, "ema=0.8")
+def test_held_out_accuracy_is_the_share_of_right_predictions(nets: Path, photos: Path, tmp_path: Path) -> None:
+    held_out = [f"val.source.root={photos}", "val.augment=none", "val.augment.crop.size=[32,32]"]
+    arguments = words(photos, tmp_path, "train_nets.Flat", *held_out)
     assert main(arguments) == 0
-    found = checkpoint(tmp_path)
+    found, right = checkpoint(tmp_path), 0
     request = Request(command="train", overrides=tuple(word for word in arguments[1:] if "=" in word))
     part = request.held_out(request.loader())
     assert part is not None
-    right = dict.fromkeys(("model", "ema"), 0)
     with request.build(part) as loader:
         for images, labels in loader:
-            for name in right:
-                logits = images.flatten(1) @ found[name]["1.weight"].T + found[name]["1.bias"]
-                right[name] += int((logits.argmax(dim=1) == labels).sum())
-    assert found["history"][0]["held_out_accuracy"] == right["ema"] / 65
-    assert right["ema"] != right["model"]
+            logits = images.flatten(1) @ found["model"]["1.weight"].T + found["model"]["1.bias"]
+            right += int((logits.argmax(dim=1) == labels).sum())
+    assert found["history"][0]["held_out_accuracy"] == right / 65
 
 
 # --- stop, resume, ranks
 
 
-EVERYTHING = ("epochs=2", "accumulate=3", "ema=0.9", "clip_grad_norm=1", "last=drop")
+TWICE = ("epochs=2", "last=drop")
 
 
-def test_resuming_changes_nothing(
-    nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With dropout and batch norm; SIGTERM comes inside a group of three batches, which ends first."""
-    assert main(words(photos, tmp_path / "whole", "train_nets.Wet", *EVERYTHING)) == 0
-    parts = words(photos, tmp_path / "parts", "train_nets.Wet", *EVERYTHING)
-    monkeypatch.setattr(train, "Stop", StopAfter)
-    StopAfter.left = 4
-    assert main(parts) == training.TERMINATED
-    found = checkpoint(tmp_path / "parts")
-    assert (found["loader"]["epoch"], found["loader"]["position"], found["steps"]) == (0, 48, 2)
-    StopAfter.left = 10**6
+def test_resuming_changes_nothing(nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout and batch norm. SIGTERM comes twice: to this process, then also to the workers."""
+    whole, parts = (words(photos, tmp_path / name, "train_nets.Wet", *TWICE) for name in ("whole", "parts"))
+    assert main(whole) == 0
+
+    def stopped() -> tuple[int, int, int]:
+        assert main([*parts, "resume=auto"]) == training.TERMINATED
+        found = checkpoint(tmp_path / "parts")
+        return found["loader"]["epoch"], found["loader"]["position"], found["steps"]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "Stop", StopAfter)
+        StopAfter.left = 4
+        assert stopped() == (0, 32, 4)
+        iterate = Loader.__iter__
+
+        def broken(self: Loader) -> Iterator[Batch]:
+            yield from itertools.islice(iterate(self), 2)
+            raise ReadError("a worker has ended")
+
+        patched.setattr(Loader, "__iter__", broken)
+        StopAfter.left = 3
+        assert stopped() == (0, 48, 6)
     torch.manual_seed(5)  # torch's own state plays no part
     assert main([*parts, "resume=auto", "num_workers=1", "prefetch=0"]) == 0
     a, b = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts")
-    assert a["steps"] == b["steps"] == 6  # groups of 3, 3 and 2 batches
+    assert a["steps"] == b["steps"] == 16
     assert a["history"] == b["history"]
     assert_equal(a, b)
-    without = words(photos, tmp_path / "parts", "train_nets.Wet", "resume=auto", "epochs=3")
-    assert "was trained with averaged weights. Set `ema`" in error_of(without, capsys)
 
 
 def test_resuming_takes_the_settings_of_the_new_run(
@@ -337,85 +305,24 @@ def test_resuming_takes_the_settings_of_the_new_run(
     assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
 
 
-def test_a_group_that_a_lost_worker_ends_comes_again(
-    nets: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGTERM for the whole process group ends the workers in the middle of a group."""
-    assert main(words(photos, tmp_path / "whole", "train_nets.Wet", *EVERYTHING)) == 0
-    iterate = Loader.__iter__
-
-    def broken(self: Loader) -> Iterator[Batch]:
-        for number, batch in enumerate(iterate(self)):
-            if number == 4:
-                raise ReadError("a worker has ended")
-            yield batch
-
-    class Asked(training.Stop):
-        asked = property(lambda self: calls.append(0) or len(calls) > 4, lambda self, value: None)  # type: ignore
-
-    calls: list[int] = []
-    parts = words(photos, tmp_path / "parts", "train_nets.Wet", *EVERYTHING)
-    with monkeypatch.context() as patched:
-        patched.setattr(Loader, "__iter__", broken)
-        patched.setattr(train, "Stop", Asked)
-        assert main(parts) == training.TERMINATED
-    found = checkpoint(tmp_path / "parts")
-    assert (found["loader"]["epoch"], found["loader"]["position"], found["steps"]) == (0, 24, 1)
-    assert main([*parts, "resume=auto"]) == 0
-    a, b = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts")
-    assert a["history"] == b["history"]
-    assert_equal(a, b)
-
-
-def test_two_ranks_accumulate_what_one_does(nets: Path, photos: Path, tmp_path: Path) -> None:
+def test_two_ranks_do_what_one_does(nets: Path, photos: Path, tmp_path: Path) -> None:
     """The mean is over all samples that are valid: 61 do not divide, so the last batch is padded."""
-    more = ("lr=0.01", "ema=0.5", "source.subset=61")
+    more = ("lr=0.01", "source.subset=61")
     more += (f"val.source.root={photos}", "val.augment=none", "val.augment.crop.size=[32,32]")
-    assert main(words(photos, tmp_path / "one", "train_nets.Flat", *more, "batch_size=24")) == 0
+    assert main(words(photos, tmp_path / "one", "train_nets.Flat", *more, "batch_size=8")) == 0
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
     environment = {**os.environ, "PYTHONPATH": str(nets), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     environment |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [*PROGRAM, *words(photos, tmp_path / "two", "train_nets.Flat", *more, "batch_size=4", "accumulate=3")]
+    command = [*PROGRAM, *words(photos, tmp_path / "two", "train_nets.Flat", *more, "batch_size=4")]
     how = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     ranks = [forked.Popen(command, env={**environment, "RANK": rank, "LOCAL_RANK": rank}, **how) for rank in "01"]
     printed = [rank.communicate(timeout=300)[0].count("images per second") for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert printed == [1, 0]
     one, two = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two")
-    assert one["steps"] == two["steps"] == 3
+    assert one["steps"] == two["steps"] == 8
     for a, b in zip(one["history"], two["history"], strict=True):
         assert b == {name: pytest.approx(value, rel=1e-4) for name, value in a.items()}
     assert_equal(one, two, rtol=1e-4, atol=1e-6)
-
-
-# --- torch.compile
-
-
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
-def test_compiled_training_is_the_same_and_its_checkpoint_plain(nets: Path, photos: Path, tmp_path: Path) -> None:
-    more = ("limit_batches=3", "ema=0.5", "lr=0.01")
-    assert main(words(photos, tmp_path / "eager", "train_nets.Flat", *more)) == 0
-    assert main(words(photos, tmp_path / "compiled", "train_nets.Flat", *more, "compile=true")) == 0
-    eager, compiled = checkpoint(tmp_path / "eager"), checkpoint(tmp_path / "compiled")
-    assert list(compiled["model"]) == ["1.weight", "1.bias"]
-    assert_equal(eager, compiled, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("accumulate=0", "`accumulate` must be a whole number >= 1. Found: 0."),
-        ("ema=1", "`ema` must be a number in [0, 0.999999] or null. Found: 1."),
-        ("clip_grad_norm=0", "`clip_grad_norm` must be a number in"),
-        ("compile=yes", "`compile` must be true or false. Found: 'yes'."),
-        ("label_smoothing=2", "`label_smoothing` must be a number in [0, 1]. Found: 2."),
-        ("loss=binary_cross_entropy", "`label_smoothing` needs `loss=cross_entropy`"),
-        ("mix=mixup_cutmix", "`label_smoothing` and `mix.label_smoothing` would both smooth"),
-    ],
-)
-def test_settings_that_are_refused(
-    given: str, said: str, nets: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in error_of(words(photos, tmp_path, "train_nets.Flat", "label_smoothing=0.1", given), capsys)

@@ -65,11 +65,6 @@ def fixed_order(op: Any) -> Any:
     return getattr(op, "_fixed_order", None)
 
 
-def policy_parameter(operation: Any) -> tuple[Any, Any]:
-    """The parameter that a policy's magnitude sets, or None; and the function that computes the parameter's value."""
-    return operation._factor_name, getattr(operation._magnitude_fn, "fn", operation._magnitude_fn)
-
-
 def forget(module: nn.Module) -> None:
     """Free the tensors that a module keeps after a call, such as noise as large as the batch."""
     state = vars(module)

@@ -12,22 +12,18 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from packaging.requirements import Requirement
-
-from gpuaug import checks, files, machine
+from gpuaug import files, machine
 from gpuaug.files import format_bytes
 from gpuaug.tools import child
-from gpuaug.tools.report import Report, folded
+from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 
 log = logging.getLogger("gpuaug")
 
-LATE = "did not answer within"
-TIMEOUT_S = 180.0  # a first compilation takes up to a minute on slow machines
+TIMEOUT_S = 180.0  # of each test; a first compilation takes up to a minute on slow machines
 OK, NOTE, SLOW, BROKEN, UNTESTED = "ok", "note", "warning", "BROKEN", "untested"
 DALI = [("nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12"), ("nvidia-dali-cuda130", "nvidia-nvimgcodec-cu13")]
 UNCOMPILED = {"compiled": False}  # value of the test "compiler" if the augmentations work, but were not compiled
@@ -53,14 +49,9 @@ class Settings(Keys):
     """The keys of `gpuaug doctor`."""
 
     fresh: bool = False
-    timeout: float = TIMEOUT_S
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.number("timeout", self.timeout, 0.001, 86400.0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
     """The result of one check, as it is printed."""
 
@@ -71,13 +62,11 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.status in (OK, UNTESTED):
-            object.__setattr__(self, "advice", "")
+            self.advice = ""
 
     def __str__(self) -> str:
-        lines = [folded(self.text, first=f"  {self.name:<22} {self.status:<9} ", indent=35)]
-        if self.advice:
-            lines.append(folded(self.advice, first=" " * 35, indent=35, width=118))
-        return "\n".join(lines)
+        text = f"  {self.name:<22} {self.status:<9} {self.text}"
+        return f"{text}\n{' ' * 35}{self.advice}" if self.advice else text
 
 
 class Answer(NamedTuple):
@@ -86,11 +75,7 @@ class Answer(NamedTuple):
     good: bool | None  # None: cannot be tested here
     text: str  # the result in words
     details: Any = None
-
-    @property
-    def late(self) -> bool:
-        """Whether the test timed out."""
-        return self.good is False and self.text.startswith(LATE)
+    late: bool = False  # whether the test timed out
 
 
 def main(request: Request) -> int:
@@ -100,13 +85,13 @@ def main(request: Request) -> int:
         request.loader()  # a wrong argument raises an error, as in other commands
         log.info("doctor tests the machine, not a configuration; these arguments are ignored: %s", ", ".join(others))
     report = Report(file=settings.json)
-    cuda = probe("cuda", timeout=settings.timeout)
+    cuda = probe("cuda")
     findings = []
     for heading, part in {
         "versions": versions(),
         "devices": devices(cuda),
-        "decoding and augmentation": decoding(settings, cuda=bool(cuda.good)),
-        "workers and limits": limits(settings),
+        "decoding and augmentation": decoding(fresh=settings.fresh, cuda=bool(cuda.good)),
+        "workers and limits": limits(),
     }.items():
         print(f"\n{heading}:", flush=True)
         for finding in part:
@@ -126,29 +111,16 @@ def main(request: Request) -> int:
 def versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     yield Finding("gpuaug", machine.package_version("gpuaug") or "not installed, imported from a folder")
-    ranges = required_ranges()
-    for package in ("torch", "kornia", "hydra-core", "pillow", *dali(), "triton"):
-        version, wanted = machine.package_version(package), ranges.get(package.replace("cuda130", "cuda120"))
-        if version is None:
-            status = NOTE if package == "triton" else SLOW if package in dali() else BROKEN
-            yield Finding(package, "not installed", status, f"pip install {package}")
-        else:
-            fits = wanted is None or wanted.contains(version, prereleases=True)
-            yield Finding(package, version, OK if fits else SLOW, f"pip install '{package}{wanted}'")
+    missing = {**dict.fromkeys(dali(), SLOW), "triton": NOTE}
+    for package in ("torch", "kornia", "hydra-core", "pillow", *missing):
+        version = machine.package_version(package)
+        status = OK if version else missing.get(package, BROKEN)
+        yield Finding(package, version or "not installed", status, f"pip install {package}")
 
 
 def dali() -> tuple[str, str]:
     """The names of DALI's packages, for the CUDA version that is installed."""
     return next((names for names in DALI if machine.package_version(names[0])), DALI[0])
-
-
-def required_ranges() -> dict[str, Any]:
-    """Version ranges from gpuaug's package metadata, by package name."""
-    try:
-        requirements = [Requirement(text) for text in metadata.requires("gpuaug") or []]
-    except metadata.PackageNotFoundError:
-        return {}
-    return {r.name.lower(): r.specifier for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})}
 
 
 def devices(cuda: Answer) -> Iterator[Finding]:
@@ -170,8 +142,8 @@ def devices(cuda: Answer) -> Iterator[Finding]:
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-def limits(settings: Settings) -> Iterator[Finding]:
-    good, text, default_works = probe("workers", timeout=settings.timeout)
+def limits() -> Iterator[Finding]:
+    good, text, default_works, _ = probe("workers")
     advice = "Set start_method to a method that works, or num_workers=0."
     yield Finding("start methods", text, OK if good else SLOW if default_works else BROKEN, advice)
     yield shared_memory(machine.shared_memory())
@@ -209,42 +181,34 @@ def cpus(count: int, quota: float | None) -> Finding:
 # -- tests that run in a process of their own -------------------------------------------------------------------------
 
 
-def decoding(settings: Settings, *, cuda: bool) -> Iterator[Finding]:
-    """Take the stored result of each test, or run it. ``cuda``: whether a CUDA device works."""
+def decoding(*, fresh: bool, cuda: bool) -> Iterator[Finding]:
+    """Take the stored result of each test that can run here, or run it. ``cuda``: whether a CUDA device works."""
     has_dali = all(map(machine.package_version, dali()))
     for name in TESTS:
-        if not (has_dali or name in WITHOUT_DALI):
-            continue
-        if cuda or name in WITHOUT_CUDA:
-            yield tested(name, examine(name, fresh=settings.fresh, timeout=settings.timeout))
-        else:
-            yield Finding(TESTS[name][0], "not testable here: no CUDA device", UNTESTED)
+        if (has_dali or name in WITHOUT_DALI) and (cuda or name in WITHOUT_CUDA):
+            yield tested(name, examine(name, fresh=fresh))
 
 
 def tested(name: str, answer: Answer) -> Finding:
     title, bad, advice = TESTS[name]
-    if answer.late:
-        advice = "Raise `timeout`, if the machine is just slow."
-    elif name == "compiler" and answer.details != UNCOMPILED:
+    if name == "compiler" and answer.details != UNCOMPILED:
         bad, advice = BROKEN, "Set augment.backend=kornia, which is slower."
     return Finding(title, answer.text, UNTESTED if answer.good is None else OK if answer.good else bad, advice)
 
 
-def examine(name: str, *, fresh: bool = False, timeout: float = TIMEOUT_S) -> Answer:
+def examine(name: str, *, fresh: bool = False) -> Answer:
     """The stored result of a test, or a new result."""
-    machine.verdicts.cache_clear()
     if not fresh and (stored := machine.verdicts().get(name)):
         return Answer(stored["good"], f"{stored['text']} (stored result; fresh=true tests again)")
-    answer = probe(name, timeout=timeout)
-    if name in machine.VERDICTS and answer.good is not None:
+    answer = probe(name)
+    if name in machine.VERDICTS and answer.good is not None and not answer.late:  # the machine may just be slow now
         keep(name, answer)
     return answer
 
 
 def keep(name: str, answer: Answer) -> None:
-    """Store the result of a test. A timeout deletes the stored result, because the machine may just be slow now."""
-    machine.verdicts.cache_clear()
-    entries = {**machine.verdicts(), name: {"good": None if answer.late else answer.good, "text": answer.text}}
+    """Store the result of a test."""
+    entries = {**machine.verdicts(), name: {"good": answer.good, "text": answer.text}}
     values = {"version": machine.VERDICTS_VERSION, "machine": machine.identity(), "verdicts": entries}
     try:
         file = machine.verdicts_file()
@@ -255,14 +219,14 @@ def keep(name: str, answer: Answer) -> None:
     machine.verdicts.cache_clear()
 
 
-def probe(name: str, *, timeout: float = TIMEOUT_S, command: Sequence[str] | None = None) -> Answer:
+def probe(name: str, *, command: Sequence[str] | None = None) -> Answer:
     """Run one test, or a ``command``, in its own process, because a test may crash or hang."""
     # PYTHONPATH would put this folder before the standard library
     root = str(Path(__file__).parents[3])
     start = f"import sys; sys.path.append({root!r}); from gpuaug.tools.doctor.probes import main; main()"
-    ended = child.run(command or (sys.executable, "-c", start, name), timeout=timeout)
+    ended = child.run(command or (sys.executable, "-c", start, name), timeout=TIMEOUT_S)
     if ended.status is None:
-        return Answer(False, f"{LATE} {timeout:g} s and was killed")
+        return Answer(False, f"did not answer within {TIMEOUT_S:g} s and was killed", late=True)
     if ended.status == 0 and ended.answer is not None:
         return Answer(*ended.answer)
     if ended.status < 0:

@@ -20,8 +20,7 @@ from PIL import Image
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode
 from gpuaug.read.reader import Reader
-
-Result = tuple[bool | None, str, Any]  # the fields of an `Answer`
+from gpuaug.tools.doctor.command import Answer
 
 ROUNDS = 8  # repetitions of a test for race conditions
 TOLERANCE = 4  # levels (0 to 255) by which GPU and CPU decoders may differ, as in DALI's tests
@@ -44,23 +43,23 @@ def main() -> None:
     print(json.dumps(TESTS[sys.argv[1]]()), flush=True)
 
 
-def cuda() -> Result:
+def cuda() -> Answer:
     devices: list[dict[str, Any]] = []
     text = f"torch is built for CUDA {torch.version.cuda}"
     if torch.version.cuda is None:
-        return False, "this torch is built without CUDA", devices
+        return Answer(False, "this torch is built without CUDA", devices)
     if not torch.cuda.is_available():
         why = "no device is visible"
         try:
             torch.cuda.init()
         except Exception as error:
             why = str(error).strip().splitlines()[0][:200]
-        return False, f"{text}, but {why}", devices
+        return Answer(False, f"{text}, but {why}", devices)
     for k in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(k)
         devices.append({"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"})
         torch.ones(8, device=f"cuda:{k}").sum().item()  # a listed device may still fail
-    return True, text, devices
+    return Answer(True, text, devices)
 
 
 # -- decoders ---------------------------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ def _gap(decoded: Any, truth: Any) -> int:
     return int(np.abs(decoded.cpu().numpy().astype(np.int16) - truth).max())
 
 
-def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, kind: str = "") -> Result:
+def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, kind: str = "") -> Answer:
     """Decode the images whose names begin with ``kind``, and compare DALI's pixels with Pillow's."""
     images = [(name, data) for name, data in _images() if name.startswith(kind)]
     batch = _batch([data for _, data in images])
@@ -104,27 +103,27 @@ def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, k
     for _ in range(ROUNDS if hardware else 1):
         headers = decoder.read_headers(batch)
         if headers.faults:
-            return False, f"DALI cannot decode {images[headers.faults[0].row][0]}: {headers.faults[0].reason}", None
+            return Answer(False, f"DALI cannot decode {images[headers.faults[0].row][0]}: {headers.faults[0].reason}")
         for (name, data), decoded in zip(images, decoder.full(batch, headers), strict=True):
             gap = _gap(decoded, _truth(data))
             if gap > tolerance:
-                return False, f"{name} differs from Pillow by {gap} levels; at most {tolerance} are expected", None
+                return Answer(False, f"{name} differs from Pillow by {gap} levels; at most {tolerance} are expected")
             largest = max(largest, gap)
     rescued = f", but only Pillow could decode {decoder.rescued} of them" if decoder.rescued else ""
     decoder.close()
-    return not rescued, f"{len(images)} images differ from Pillow by at most {largest} levels{rescued}", None
+    return Answer(not rescued, f"{len(images)} images differ from Pillow by at most {largest} levels{rescued}")
 
 
-def hardware() -> Result:
+def hardware() -> Answer:
     """Compare the GPU's JPEG engine with Pillow, then test if the engine waits for its stream."""
     if not _engine():  # DALI does not report a missing engine
         allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES", "not set")
         text = "no JPEG engine; containers need NVIDIA_DRIVER_CAPABILITIES=compute,utility,video. Found:"
-        return None, f"{text} {allowed}", None
-    good, text, _ = _decode("cuda", hardware=1.0, kind="jpeg 4")
+        return Answer(None, f"{text} {allowed}")
+    good, text, *_ = _decode("cuda", hardware=1.0, kind="jpeg 4")
     if good:
-        good, text, _ = _order(1.0, TOLERANCE)
-    return good, f"{text}{'; decode.hardware_load may be raised above 0' * bool(good)}", None
+        good, text, *_ = _order(1.0, TOLERANCE)
+    return Answer(good, f"{text}{'; decode.hardware_load may be raised above 0' * bool(good)}")
 
 
 def _engine() -> bool:
@@ -138,7 +137,7 @@ def _engine() -> bool:
         return False
 
 
-def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Result:
+def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     """Decode batches on a busy device, use them late, and compare them with batches of an idle device.
 
     DALI resizes on the multiprocessors, which this test keeps busy. A JPEG engine that does not wait for its stream
@@ -176,18 +175,16 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Result:
         gaps += [_gap(copy, truth.numpy()) for copy, truth in zip(copies, truths, strict=True)]
     decoder.close()
     if wrong := sum(gap > tolerance for gap in gaps):
-        return (
-            False,
-            f"{wrong} of {len(gaps)} batches get wrong pixels when decoded on a busy device or used late",
-            None,
+        return Answer(
+            False, f"{wrong} of {len(gaps)} batches get wrong pixels when decoded on a busy device or used late"
         )
-    return True, f"{len(gaps)} batches, decoded on a busy device and used late, have the right pixels", None
+    return Answer(True, f"{len(gaps)} batches, decoded on a busy device and used late, have the right pixels")
 
 
 # -- augmentation and workers -----------------------------------------------------------------------------------------
 
 
-def _augmented(device: str, *, unbuilt: bool | None) -> Result:
+def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
     """Compare the fused backend with Kornia's modules. ``unbuilt``: value of ``good`` if compilation fails."""
     import kornia.augmentation as K
 
@@ -206,12 +203,12 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Result:
     fused = Augment(ops=ops)(images.to(device), seed=0, indices=range(16))
     kornia = Augment(ops=ops, backend="kornia")(images, seed=0, indices=range(16))
     if warnings.getvalue():  # the backend ran uncompiled; its warning gives the reason and the remedy
-        return unbuilt, " ".join(warnings.getvalue().split()), {"compiled": False}
+        return Answer(unbuilt, " ".join(warnings.getvalue().split()), {"compiled": False})
     gap = float((fused.cpu() - kornia).abs().max()) * 255
-    return gap < 1, f"compiled augmentations differ from Kornia by at most {gap:.2g} levels", None
+    return Answer(gap < 1, f"compiled augmentations differ from Kornia by at most {gap:.2g} levels")
 
 
-def workers() -> Result:
+def workers() -> Answer:
     """Read a small batch through a worker of each start method. The details: whether the default method works."""
     default, methods = multiprocessing.get_start_method(), multiprocessing.get_all_start_methods()
     numbers, samples = torch.arange(4), [(bytes([index]) * 100_000, index) for index in range(4)]
@@ -223,10 +220,10 @@ def workers() -> Result:
             except Exception as error:
                 failures[method] = str(error)
     text = "; ".join(f"workers fail with start_method={method}: {why}" for method, why in failures.items())
-    return not failures, text or f"{', '.join(methods)}; the default is {default}", default not in failures
+    return Answer(not failures, text or f"{', '.join(methods)}; the default is {default}", default not in failures)
 
 
-TESTS: dict[str, Callable[[], Result]] = {
+TESTS: dict[str, Callable[[], Answer]] = {
     "cuda": cuda,
     "decoder_cpu": partial(_decode, "cpu", tolerance=1),
     "decoder_mixed": partial(_decode, "cuda"),

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,10 +23,9 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from gpuaug import checks, files, machine
+from gpuaug import checks, files
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import Fault
 from gpuaug.decode.dali import choose_backend
@@ -37,9 +35,8 @@ from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
 from gpuaug.source.base import checksum, digest
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import ENDINGS, KIND, MANIFEST, VERSION, parse, shard_name
+from gpuaug.source.packed import KIND, MANIFEST, VERSION, parse, shard_name
 from gpuaug.tools.pack.job import GO_ON, Job, Pack, checked_out, finished
-from gpuaug.tools.pack.shards import file_digest
 from gpuaug.tools.pack.targets import describe
 from gpuaug.tools.pack.workers import write_shards
 from gpuaug.tools.report import Report
@@ -66,7 +63,6 @@ class Settings(Keys, Pack):
     out: str | None = None
     num_workers: int | None = None
     on: Literal["local", "ray"] = "local"
-    verify: bool = False
 
     def __post_init__(self) -> None:
         Pack.__post_init__(self)
@@ -74,41 +70,29 @@ class Settings(Keys, Pack):
 
 
 def main(request: Request) -> int:
-    """Write the folder, or continue a stopped run. With `verify=true`, check the files at the end."""
+    """Write the folder, or continue a stopped run."""
     settings = Settings(**request.settings())
     if (out := settings.out) is None:
         raise ConfigError("`out`, the output folder, must be given. Set it: out=DIR")
     report = Report(file=settings.json)
     _refuse_overrides_without_effect(request, settings)
     config = request.loader()
-    before, source = finished(out), config.get("source")
-    only_verify = settings.verify and before is not None and (source is None or OmegaConf.is_missing(source, "root"))
-    if not only_verify:
-        parts = (config.get(name) for name in ("decode", "faults", "augment" if settings.epochs else ""))
-        decode, faults, augment = (None if part is None else request.build(part) for part in parts)
-        begin = time.monotonic()
-        manifest = pack(
-            request.build(source),
-            out,
-            what=settings,
-            decode=decode,
-            faults=faults or Faults(),
-            augment=augment,
-            seed=config.get("seed", 0),
-            num_workers=settings.num_workers,
-            on=settings.on,
-        )
-        _add_result(report, manifest, out, seconds=None if before is not None else time.monotonic() - begin)
-    if settings.verify:
-        if damage := verify(out, num_workers=settings.num_workers):
-            report.values["damage"] = damage
-            report.write()
-            more = f", and {len(damage) - 20} more" if len(damage) > 20 else ""
-            listed = "\n  ".join(damage[:20])
-            raise SourceError(
-                f"{out!r} has {len(damage)} damaged files:\n  {listed}{more}\nPack again into a new folder."
-            )
-        report.add("verified", True, "all files match their checksums")
+    before = finished(out)
+    parts = (config.get(name) for name in ("decode", "faults", "augment" if settings.epochs else ""))
+    decode, faults, augment = (None if part is None else request.build(part) for part in parts)
+    begin = time.monotonic()
+    manifest = pack(
+        request.build(config.get("source")),
+        out,
+        what=settings,
+        decode=decode,
+        faults=faults or Faults(),
+        augment=augment,
+        seed=config.get("seed", 0),
+        num_workers=settings.num_workers,
+        on=settings.on,
+    )
+    _add_result(report, manifest, out, seconds=None if before is not None else time.monotonic() - begin)
     report.write()
     return 0
 
@@ -122,11 +106,11 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
     if (targets := manifest.get("targets")) is not None:
         report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))
     if augmented := manifest["augmented"]:
-        used = sum(bytes_ for bytes_, _ in manifest["files"].values())
+        used = sum(entry[0] for entry in manifest["files"].values())
         epochs = augmented["epochs"]
         report.add("epochs", epochs, f"{epochs} augmented versions, {used / 1e6:.1f} MB: {out}")
     for size in () if augmented else manifest["sizes"]:
-        used = sum(bytes_ for name, (bytes_, _) in manifest["files"].items() if name.startswith(f"{size}/"))
+        used = sum(entry[0] for name, entry in manifest["files"].items() if name.startswith(f"{size}/"))
         report.add(
             f"size_{size}", used, f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
         )
@@ -147,38 +131,6 @@ def _refuse_overrides_without_effect(request: Request, settings: Settings) -> No
                 f"`{root}` has no effect on `gpuaug pack`, which reads its own keys and {', '.join(used)}. Remove it."
                 f"{remedy}"
             )
-
-
-def verify(out: str | os.PathLike[str], *, num_workers: int | None = None) -> list[str]:
-    """Compare every file of a finished folder with its checksum. Returns one line for each problem."""
-    place = Path(out)
-    if (manifest := finished(place)) is None:
-        raise SourceError(
-            f"{str(place)!r} has no {MANIFEST}, so packing has not finished. To continue, run its `gpuaug pack` "
-            "command again."
-        )
-    entries: dict[str, list[Any]] = manifest["files"]
-
-    def problem(name: str) -> str | None:
-        path, (size, expected) = place / name, entries[name]
-        try:
-            if file_digest(path) == expected:
-                return None
-            actual = path.stat().st_size
-        except OSError as error:
-            return f"{name}: cannot be read ({error.strerror or error})"
-        text = "its content does not match its checksum" if actual == size else f"has {actual} bytes, not {size}"
-        return f"{name}: {text}"
-
-    with ThreadPoolExecutor(num_workers or machine.usable_cpus()) as pool:  # hashing releases the GIL
-        hidden = not sys.stderr.isatty()
-        problems = tqdm(pool.map(problem, entries), "verify", len(entries), unit="file", disable=hidden)
-        lines = [line for line in problems if line is not None]
-    for size in manifest["sizes"]:  # a reader of WebDataset shards would also read extra files
-        for path in sorted((place / str(size)).glob(f"*.{ENDINGS[manifest['format']]}")):
-            if (name := f"{size}/{path.name}") not in entries:
-                lines.append(f"{name}: is not in the manifest")
-    return lines
 
 
 def pack(

@@ -41,7 +41,6 @@ class Pack:
     format: Format | None = None
     sizes: Sequence[int] | int | None = None
     quality: int = 90
-    subsampling: str = "4:2:0"
     interpolation: Interpolation = "bicubic"
     pixel_centers: bool = True
     orientation: Orientation = "displayed"
@@ -68,8 +67,6 @@ class Pack:
             )
         object.__setattr__(self, "sizes", None if sizes is None else tuple(sorted(sizes)))
         checks.whole_number("quality", self.quality, 1, 100)
-        subsampling = ("4:4:4", "4:2:2", "4:2:0")
-        checks.one_of("subsampling", self.subsampling, subsampling, hint=" In YAML it needs quotes.")
         checks.one_of("interpolation", self.interpolation, get_args(Interpolation))
         checks.flag("pixel_centers", self.pixel_centers)
         checks.one_of("orientation", self.orientation, get_args(Orientation))
@@ -152,7 +149,7 @@ class Job:
             what["augmented"] = self.augmented
             what["backends"] = [view.augment.backend for view in self.augment.views]
         if self.what.form == "uint8":
-            del what["quality"], what["subsampling"]
+            del what["quality"]
         return {
             "source": source.digest(),
             "images": len(source),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import tarfile
@@ -25,7 +24,6 @@ from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode import header
 from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.files import check_regular
 from gpuaug.loader.augmented import before_normalization
 from gpuaug.read.reader import Reader
 from gpuaug.source import runs
@@ -71,7 +69,7 @@ class Packer:
                     faults += self._write_batch(numbers[first : first + _READ_SAMPLES], outs, columns)
                     if faults and not job.drop:
                         raise _BadSampleError
-            written = {name: [path.stat().st_size, file_digest(path)] for name, path in paths.items()}
+            written = {name: [path.stat().st_size] for name, path in paths.items()}
             note = {"files": written, "faults": faults, "columns": columns}
             files.write(job.note_file(shard), json.dumps(note), sync=True)
         except _BadSampleError:
@@ -137,7 +135,7 @@ class Packer:
         self, row: int, batch: EncodedBatch, headers: HeaderInfo, views: Iterable[tuple[CropWindows, Tensor]]
     ) -> Encoded | Fault:
         """The bytes to write for one image. ``views``: for each size, the batch's windows and resized images."""
-        what, data = self.job.what, batch.encoded(row).numpy()
+        what, data = self.job.what, batch.images[row]
         begin = data[:16].tobytes()
         upright = headers.orientation[row] == 1 and row not in headers.replaced
         original = (headers.height[row], headers.width[row]) if upright and header.sniff(begin) == "jpeg" else None
@@ -154,7 +152,7 @@ class Packer:
                 return Fault(row, "encode", reason, len(data), begin)
             else:
                 stream = io.BytesIO()
-                Image.fromarray(pixels).save(stream, "JPEG", quality=what.quality, subsampling=what.subsampling)
+                Image.fromarray(pixels).save(stream, "JPEG", quality=what.quality)
                 made = stream.getvalue()
             encoded.append((made, (height, width)))
         return encoded
@@ -163,7 +161,7 @@ class Packer:
 def _json(value: Any, key: str) -> str:
     """An extra value as JSON. Raises ConfigError if JSON would change it."""
     with suppress(TypeError, ValueError, RecursionError):
-        if _same(json.loads(text := json.dumps(value)), value):
+        if json.loads(text := json.dumps(value)) == value:
             return text
     raise ConfigError(
         f"`source.extra` must give text, numbers, lists or dictionaries, because `gpuaug pack` stores the values as "
@@ -171,30 +169,13 @@ def _json(value: Any, key: str) -> str:
     )
 
 
-def _same(read: Any, value: Any) -> bool:
-    """Whether JSON kept a value. JSON turns tuples into lists, and keys of dictionaries into text."""
-    if isinstance(read, dict):
-        return read.keys() == value.keys() and all(_same(read[key], value[key]) for key in read)
-    if isinstance(read, list):
-        return isinstance(value, list) and all(map(_same, read, value))
-    return bool(read == value) or read != read  # NaN differs from itself
-
-
-def file_digest(path: Path) -> str:
-    """BLAKE2b of a file, as hex. OSError if the file cannot be read or is not regular."""
-    check_regular(path.stat(), path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 class _BadSampleError(Exception):
     """Stops the writing of a shard, so that its files are removed."""
 
 
 def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
-    data = batch.encoded(row)
-    rows = {name: getattr(batch, name)[row : row + 1] for name in ("indices", "repeats", "valid")}
-    return EncodedBatch(data=data, offsets=torch.tensor([0, len(data)]), labels=None, **rows)
+    rows = {name: getattr(batch, name)[row : row + 1] for name in ("images", "indices", "repeats", "valid")}
+    return EncodedBatch(labels=None, **rows)
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
@@ -271,7 +252,7 @@ class Versions:
         views, versions = len(self._places), []
         for epoch in range(self._count):
             drawn = self._recipe.draw(seed=self._seed, epoch=epoch, indices=batch.indices)
-            made = self._recipe.apply(images[epoch * views : (epoch + 1) * views], drawn)
+            made = self._recipe.render(images[epoch * views : (epoch + 1) * views], drawn)
             canvas = np.zeros((len(batch), *self._size, 3), dtype=np.uint8)
             for place, view in zip(self._places, made, strict=True):
                 (top, left), (height, width) = place.corner, place.size

@@ -53,7 +53,6 @@ def describe(
         "pixel_centers": pixel_centers if "keypoints" in kinds else None,
         "orientation": orientation,
         "colors": None if colors is None else {str(number): [*color] for number, color in colors.items()},
-        "panoptic": source.panoptic,
         "objects": objects() if callable(objects) else None,
     }
 
@@ -76,7 +75,7 @@ class TargetPacker:
 
     def __init__(self, described: Mapping[str, Any], source: Source, decoder: Decoder, *, raw: bool) -> None:
         self.kinds: tuple[str, ...] = tuple(described["kinds"])
-        self._decoder, self._raw, self._panoptic = decoder, raw, bool(described["panoptic"])
+        self._decoder, self._raw = decoder, raw
         self._rules = Targets(
             masks=Masks(colors=described["colors"]) if "masks" in self.kinds else None,
             boxes=Boxes(crowd="keep") if "boxes" in self.kinds else None,
@@ -96,7 +95,7 @@ class TargetPacker:
         objects = replace(upright.objects, ids=upright.table.ids[upright.objects.ids])
         encoded = dict[int, list[bytes]]()
         for row in range(len(batch.masks)):  # one at a time, because masks can be large
-            read, bad = self._mover.read_masks(batch, headers, self._decoder, rows=[row], keep_ids=True)
+            read, bad = self._mover.read_masks(batch, headers, self._decoder, rows=[row])
             faults += bad
             if (mask := read[row]) is not None:
                 encoded[row] = [self._resized(mask, window.take(np.array([row]))) for window in windows]
@@ -124,7 +123,7 @@ class TargetPacker:
         height, width = window.resized[0].tolist()
         out = np.empty((1, height, width), dtype=mask.dtype)
         masks.place([mask], replace(window, size=(height, width)), out, fill=0)
-        return encode_mask(out[0], raw=self._raw, panoptic=self._panoptic)
+        return encode_mask(out[0], raw=self._raw)
 
 
 def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.float64]) -> Objects:
@@ -140,20 +139,13 @@ def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.fl
     return replace(objects, boxes=boxes, keypoints=keypoints, area=area)
 
 
-def encode_mask(mask: NDArray[Any], *, raw: bool, panoptic: bool) -> bytes:
-    """Encode a mask, uint8 or int32 [H, W], without loss: as gray PNG, as runs (see `source.runs`), or as color PNG.
-
-    A color PNG holds panoptic ids above 65535 as R + 256 G + 65536 B.
-    """
+def encode_mask(mask: NDArray[Any], *, raw: bool) -> bytes:
+    """Encode a mask, uint8 or int32 [H, W], without loss: as gray PNG, or as runs (see `source.runs`)."""
     largest = int(mask.max())
     if raw and len(made := runs.encode(mask)) <= mask.nbytes:
         return made
-    if largest > 0xFFFF and not panoptic:
-        return runs.encode(mask)
     if largest > 0xFFFF:
-        values = np.stack([mask & 255, mask >> 8 & 255, mask >> 16], axis=2).astype(np.uint8)
-    else:
-        values = mask.astype(np.uint8 if largest <= 0xFF else np.uint16)
+        return runs.encode(mask)
     stream = io.BytesIO()
-    Image.fromarray(values).save(stream, "PNG")
+    Image.fromarray(mask.astype(np.uint8 if largest <= 0xFF else np.uint16)).save(stream, "PNG")
     return stream.getvalue()

@@ -24,7 +24,7 @@ import torch
 from omegaconf import OmegaConf
 
 from gpuaug import checks, machine
-from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.errors import GpuaugError
 from gpuaug.files import format_bytes
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
@@ -42,7 +42,6 @@ Left = dict[Place, tuple[int, str]]  # bytes left in each known place, and what 
 PLACES: dict[Place, str] = {"host": "host memory", "device": "device memory"}
 SECONDS = 15.0  # duration of a rehearsal after its first batch
 SPARE = 0.1  # a plan leaves this share of the free memory for other processes and wrong estimates
-CLEARLY = 1.15  # a run that needs more than 1.15 x the memory left is refused, because a plan may be wrong by 15 %
 SAMPLED = 128  # images that are read first: they tell the mean size of an image
 FILLED = 64  # batches that a rehearsal tries to run, because malloc's heaps grow until then
 START_S = 60.0  # timeout for imports and opening the source in the child
@@ -72,39 +71,30 @@ class StageMemory:
     key: str = ""  # the setting that makes it smaller
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A loader that will run, not iterated yet."""
-
-    loader: Loader
-    config: Any = None  # of the loader
-    prefix: str = ""  # start of the loader's keys on the command line, such as `val.`
-    classes: Sequence[str] | None = None  # for the loader's source; None: the source finds the names
-    peak: Peak | None = None  # what the rehearsal measured; None: not rehearsed, or stopped because memory ran out
-
-
 def main(request: Request) -> int:
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     config = request.loader()
     with request.build(config) as loader:
         count_batches(loader)
-        left, run = memory_left(loader.device), Run(loader=loader, config=config, prefix=request.prefix)
-        run = rehearsed(request, run, left, seconds=settings.seconds)
-        if run.peak is None:
-            here = " and ".join(f"{format_bytes(available)} ({by})" for available, by in left.values())
+        left = memory_left(loader.device)
+        job = {"config": OmegaConf.to_container(config, resolve=True), "trust": request.trust}
+        available = {place: size for place, (size, _) in left.items()}
+        peak = rehearse({**job, "seconds": settings.seconds, "left": available})
+        if peak is None:
+            here = " and ".join(f"{format_bytes(size)} ({by})" for size, by in left.values())
             text = (
                 f"no: the rehearsal needed more than is left: {here}. Lower `batch_size`, `prefetch` or `num_workers`"
             )
             report.add("fits", False, text)
         else:
-            _say(report, run, run.peak, left)
+            _say(report, loader, peak, left, prefix=request.prefix)
     report.write()
     return 0
 
 
-def _say(report: Report, run: Run, peak: Peak, left: Left) -> None:
-    loader, listed = run.loader, stages(run.loader, peak)
+def _say(report: Report, loader: Loader, peak: Peak, left: Left, *, prefix: str) -> None:
+    listed = stages(loader, peak)
     report.add("image", peak.image, f"{peak.image / 1024:.0f} KiB encoded, mean of {peak.sampled} images")
     if peak.bad:
         text = f"{peak.bad} of {peak.images} images could not be read or decoded, so more memory may be needed; "
@@ -122,40 +112,17 @@ def _say(report: Report, run: Run, peak: Peak, left: Left) -> None:
     few = peak.batches <= loader.prefetch + 2 and peak.batches < len(loader)
     text = f"{peak.batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
     report.add("rehearsal", peak.batches, f"{text}; pages of libraries and files are not counted")
-    short = shortage([run], left)
+    short = shortage(listed, left, prefix=prefix)
     report.add("fits", not short, f"no: {short}" if short else "yes")
-
-
-def check(request: Request, runs: Sequence[Run], settings: Any) -> None:
-    """Raise ConfigError if the runs clearly need more memory than is left. Warn if the memory may not suffice.
-
-    ``runs`` are the loaders that run at the same time, the training loader first. The first rank of each machine
-    rehearses them.
-    """
-    if machine.local_rank():
-        return
-    left = memory_left(runs[0].loader.device)
-    log.info("check_memory: a rehearsal measures this run first, for about %.0f s", (SECONDS + 5) * len(runs))
-    how = {**asdict(settings), "profiling": False, "resume": None, "compile": False}
-    trained = {"classes": runs[0].loader.num_classes, "settings": how}
-    measured: list[Run] = []
-    for run in runs:
-        measured.append(rehearsed(request, run, left, seconds=SECONDS, model=None if measured else trained))
-    if any(run.peak is None for run in measured):
-        raise ConfigError("this run needs more memory than is left. `check_memory=false` starts it anyway.")
-    if short := shortage(measured, left, share=CLEARLY):
-        raise ConfigError(f"{short} `check_memory=false` starts the run anyway.")
-    if short := shortage(measured, left):
-        log.warning("memory may not suffice: %s", short)
 
 
 def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
     """The memory of a run by stage: what a rehearsal measured, and what grows later."""
     workers, prefetch, cache = loader.num_workers, loader.prefetch, loader.pipeline.cache
     there: Place = "host" if loader.device.type == "cpu" else "device"
-    made, step = min(len(loader), prefetch + 2), peak.step
+    made = min(len(loader), prefetch + 2)
     waiting = max(0, made - min(peak.batches, peak.ready + 2))  # batches that did not wait at the same time
-    work = peak.most.main + peak.most.files - peak.base.main - peak.base.files - step
+    work = peak.most.main + peak.most.files - peak.base.main - peak.base.files
     rest = max(0, len(loader) - made) * loader.batch_size * peak.image
     kept, ahead = 0 if cache is None else cache.capacity, loader.ahead or 0
     samples = len(loader.source)
@@ -169,7 +136,6 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
                     "prefetch"),
         StageMemory("prefetch", there, waiting * peak.batch,
                     f"{waiting} more batches of {format_bytes(peak.batch)}, if the model is the limit", "prefetch"),
-        StageMemory("step", "host", step, "forward, backward, optimizer", "batch_size"),
         StageMemory("ahead", "host", int(min(ahead, rest)),
                     f"min(ahead {format_bytes(ahead)}, rest of an epoch {format_bytes(rest)})", "ahead"),
         StageMemory("cache", "host", int(min(kept, samples * (peak.image + 24))),
@@ -184,29 +150,27 @@ def total(listed: Sequence[StageMemory], place: Place) -> int:
     return sum(each.bytes for each in listed if each.place == place)
 
 
-def shortage(runs: Sequence[Run], left: Left, *, share: float = 1 - SPARE) -> str:
-    """A message if rehearsed runs together need more than ``share`` of the memory left, else an empty string.
+def shortage(listed: Sequence[StageMemory], left: Left, *, prefix: str = "") -> str:
+    """A message if a run with these stages needs more than 90 % of the memory left, else an empty string.
 
-    All ranks of the machine are assumed to need the same memory, and to share one cache.
+    All ranks of the machine are assumed to need the same memory, and to share one cache. ``prefix`` is the start of
+    the loader's keys.
     """
-    ranks, lacks, needed = machine.local_world_size(), list[str](), list[StageMemory]()
-    for run in runs:
-        assert run.peak is not None
-        listed = [each for each in stages(run.loader, run.peak) if each.stage != "start"]
-        needed += [replace(each, key=f"{run.prefix}{each.key}") for each in listed]
+    ranks, lacks = machine.local_world_size(), list[str]()
+    needed = [each for each in listed if each.stage != "start"]
     for place, (available, by) in left.items():
         once = total([each for each in needed if each.stage == "cache"], place)
         need = total(needed, place) * (1 if place == "device" else ranks) - once * (ranks - 1)
-        if need > share * available:
+        if need > (1 - SPARE) * available:
             kind = "" if place == "host" else f"{place} "
             lacks.append(f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(available)} left")
     if not lacks:
         return ""
     largest = max(needed, key=lambda each: each.bytes)
-    size = "" if largest.key.endswith("batch_size") else f" or `{runs[0].prefix}batch_size`"
+    keys = " or ".join(f"`{prefix}{key}`" for key in dict.fromkeys((largest.key, "batch_size")))
     return (
         f"this run needs {'; '.join(lacks)}. The largest stage, `{largest.stage}`, takes "
-        f"{format_bytes(largest.bytes)}. Lower `{largest.key}`{size}; `gpuaug plan` lists all stages."
+        f"{format_bytes(largest.bytes)}. Lower {keys}."
     )
 
 
@@ -219,7 +183,6 @@ class Peak:
 
     base: Usage = field(default_factory=usage)  # before the first batch
     most: Usage = field(default_factory=usage)  # at the peak of host memory
-    step: int = 0  # host memory added by steps of the model
     device: int = 0  # growth since the beginning of the run
     ready: int = 0  # largest number of ready batches
     batches: int = 0  # number of all batches
@@ -231,17 +194,10 @@ class Peak:
     began: float = 0.0  # time of the first batch
 
 
-def measure(
-    loader: Loader,
-    *,
-    seconds: float,
-    step: Callable[[Batch], None] | None = None,
-    watch: Callable[[Peak], None] = lambda peak: None,
-) -> Peak:
+def measure(loader: Loader, *, seconds: float, watch: Callable[[Peak], None] = lambda peak: None) -> Peak:
     """Run a loader that has not been iterated yet, and measure its peak memory.
 
-    No batch is requested later than ``seconds`` after the first batch. ``step`` runs on the last batches, at the latest
-    after 75 % of the time. Another thread calls ``watch`` about every 30 ms.
+    No batch is requested later than ``seconds`` after the first batch. Another thread calls ``watch`` every 30 ms.
     """
     peak, cuda, done, lock = Peak(), loader.device.type == "cuda", threading.Event(), threading.Lock()
     before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
@@ -260,8 +216,8 @@ def measure(
 
     sampler = threading.Thread(target=sample, name="gpuaug-memory", daemon=True)
     sampler.start()
-    filled, alone, steps, end = 3 * (loader.prefetch + 2) + 2, 0, 0, math.inf
-    wanted, share = max(filled + 2, FILLED), 0.0 if step is None else 0.25
+    filled, end = 3 * (loader.prefetch + 2) + 2, math.inf
+    wanted = max(filled + 2, FILLED)
 
     def pause(batches_left: int) -> None:
         """Let the queues fill up: at most 30 % of the time, and on a quick machine 10 %."""
@@ -273,32 +229,20 @@ def measure(
         record()
 
     try:
-        while steps < 3 and time.monotonic() < end:
+        while peak.batches < wanted and time.monotonic() < end:
             for number, batch in enumerate(loader, start=1):
                 peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
                 peak.batch = max(peak.batch, _bytes_of(batch))
                 end = peak.began + seconds
                 if peak.batches in (2, filled, wanted - 2):
                     pause(len(loader) - number)
-                if peak.batches >= wanted or time.monotonic() > end - share * seconds:
-                    alone, steps = alone or peak.most.host, steps + 1
-                    if step is not None:
-                        step(batch)
                 del batch
-                if steps == 3 or time.monotonic() > end:
+                if peak.batches == wanted or time.monotonic() > end:
                     break
     finally:
         done.set()
         sampler.join()
-    peak.step = 0 if step is None or not alone else max(0, peak.most.host - alone)
     return peak
-
-
-def rehearsed(request: Request, run: Run, left: Left, *, seconds: float, model: Any = None) -> Run:
-    """The run with what its rehearsal measured. ``peak`` stays None if the run needs more memory than is left."""
-    config = OmegaConf.to_container(run.config, resolve=True)
-    job = {"config": config, "classes": run.classes, "trust": request.trust, "model": model, "seconds": seconds}
-    return replace(run, peak=rehearse({**job, "left": {place: available for place, (available, _) in left.items()}}))
 
 
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
@@ -320,12 +264,8 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
 def rehearsal() -> None:
     """In the child process: run the job on stdin, and print the answer as the last line. Job and answer are JSON.
 
-    The job's ``left`` holds the bytes left in each known place. Its ``model`` is null, or holds the number of
-    ``classes`` and the ``settings`` of the training.
+    The job's ``left`` holds the bytes left in each known place.
     """
-    from gpuaug.tools.profile.command import training_step
-    from gpuaug.tools.train.training import Settings as Training
-
     job = json.load(sys.stdin)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills this process
@@ -337,24 +277,20 @@ def rehearsal() -> None:
         more = peak.most.host - peak.base.host
         if more > left.get("host", math.inf):
             say(over=True)
-        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch or a step is too slow
+        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch is too slow
             say(peak=asdict(peak))
         else:
             return
         os.killpg(os.getpid(), signal.SIGKILL)
 
-    request = Request(command="train", trust=tuple(job["trust"]))
-    model, config, left = job["model"], job["config"], job["left"]
+    config, left = job["config"], job["left"]
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     # a buffer `ahead` of 1 byte still holds one batch
     config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
     try:
-        with request.build_held_out(config, classes=job["classes"]) as loader:
+        with Request(command="plan", trust=tuple(job["trust"])).build(config) as loader:
             image, sampled = set_largest_epoch(loader)
-            step = None
-            if model is not None:
-                step = training_step(request, loader, Training(**model["settings"]), num_classes=model["classes"])
-            peak = measure(loader, seconds=job["seconds"], step=step, watch=watch)
+            peak = measure(loader, seconds=job["seconds"], watch=watch)
             images = peak.batches * loader.batch_size
             say(peak=asdict(replace(peak, image=image, sampled=sampled, bad=loader.faults.count, images=images)))
     except GpuaugError as error:
@@ -368,8 +304,8 @@ def set_largest_epoch(loader: Loader) -> tuple[float, int]:
     tasks = [(order.indices[at], order.repeats[at], torch.ones(len(at), dtype=torch.bool)) for at in some.split(16)]
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
     first, size = list[Any](), 0
-    for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
-        size, first = size + encoded.data.nbytes, first or [encoded]
+    for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch):
+        size, first = size + encoded.nbytes, first or [encoded]
 
     def pixels(epoch: int) -> int:
         windows = pipeline.read_headers(first[0], epoch).windows

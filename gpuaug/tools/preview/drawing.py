@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
@@ -28,7 +27,7 @@ from gpuaug.tools.request import Keys, Request
 WIDE, CELL = 6, 160  # defaults: augmented pictures in a row, and longer side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
 ORIGINAL = 1.35  # the original is larger than the other pictures by this factor, because it shows the crops too
-SHOWN = {"samples": 5, "operations": 8}  # default number of samples; `operations` shows the most colorful of the 8
+SHOWN = {"samples": 5, "operations": 1}  # default number of samples
 COLORS = (
     (230, 57, 70), (29, 130, 200), (42, 157, 90), (244, 140, 30),
     (140, 82, 190), (20, 160, 160), (214, 70, 150), (120, 120, 20),
@@ -79,8 +78,6 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
         legend: Legend = ()
         if settings.show == "operations":
             shown = originals(loader, indices, epoch=settings.epoch)
-            if settings.indices is None and settings.samples is None:
-                shown = [max(shown, key=_colorfulness)]
             indices = [sample.index for sample in shown]
             rows, values = _operations(loader, shown, settings)
         else:
@@ -195,11 +192,6 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
     captions = [[cell.caption for cell in row.cells[1:]] for row in rows]
     named = [{"name": row.title, "notes": row.notes, "values": each} for row, each in zip(rows, captions, strict=True)]
     return rows, {"operations": named}
-
-
-def _colorfulness(sample: Sample) -> float:
-    """The original's distance from gray. Many operations do not change gray images."""
-    return -1 if sample.absent else float(np.ptp(np.asarray(sample.original.picture), axis=2).mean())
 
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:

@@ -1,20 +1,19 @@
 """Names the stage that limits a pass, and tries what may help: each remedy runs, in turns with the loader as it is.
 
-No remedy changes the recipe. What its operations cost is printed as information.
+No remedy changes the recipe.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import Subset
@@ -26,7 +25,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import adapt
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
-from gpuaug.tools.profile.trace import THREADS, Step, Trace, endless, read_cpu, trace
+from gpuaug.tools.profile.trace import STAGES, THREADS, Step, Trace, read_cpu, trace
 
 log = logging.getLogger("gpuaug")
 
@@ -34,7 +33,6 @@ GAIN = 1.07  # a remedy with a smaller measured gain is not proposed, because me
 TRIED = 3  # remedies per bottleneck
 WORTH = 0.9  # if the training step takes a larger share of the pass, a faster loader is not worth it
 PACKED = 96  # images of a packed copy for a trial
-FEW = 16  # images for the cost of an operation
 
 TITLES = {  # bottleneck: its stage, and title
     "storage": ("read", "storage: reading bytes is slow"),
@@ -52,10 +50,9 @@ TITLES = {  # bottleneck: its stage, and title
 class Remedy:
     """A change of the configuration that may help, and keeps the recipe."""
 
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # a trial replaces DIR by a folder with a packed copy
     text: str  # what the change does
     same: bool = True  # whether all pixels stay the same; otherwise they change a little
-    trial: tuple[str, ...] = ()  # overrides for the trial, if they differ
     rate: float = 0.0  # measured images per second; 0: not tried yet
     gain: float = 0.0  # `rate` over that of the loader as it is, both measured in turns
 
@@ -69,7 +66,6 @@ class Verdict:
     bottleneck: str  # a key of TITLES
     evidence: str
     tried: list[Remedy] = field(default_factory=list)  # sorted: those that keep all pixels, then by gain
-    costs: dict[str, float] = field(default_factory=dict)  # seconds per image, by operation, if `augment` is the limit
 
     def __post_init__(self) -> None:
         self.tried.sort(key=lambda remedy: (not remedy.same, -remedy.gain))
@@ -111,9 +107,7 @@ def diagnose(
     *,
     repeats: int,
     seconds: float,
-    batches: int | None = None,
     prefix: str = "",
-    progress: Callable[[str, float], None] = lambda name, share: None,
 ) -> Verdict:
     """Trace the loader, name its bottleneck, and try remedies.
 
@@ -122,29 +116,25 @@ def diagnose(
         step: a training step.
         build: makes the loader with other overrides, which are added to those of ``loader``.
         repeats: number of passes of each loader. The median counts.
-        seconds, batches: length of a pass.
+        seconds: duration of a pass.
         prefix: start of the loader's keys in a larger configuration, such as ``train_data.``.
-        progress: called with the name of what runs, and the share done.
     """
-    how: dict[str, Any] = {"seconds": seconds, "batches": batches}
-    progress("as it is", 0.0)
-    traces = sorted((trace(loader, step, **how) for _ in range(repeats)), key=lambda each: each.rate)
+    log.info("profile: traces the loader as it is")
+    traces = sorted((trace(loader, step, seconds=seconds) for _ in range(repeats)), key=lambda each: each.rate)
     found = traces[repeats // 2]  # a whole trace, because its times belong together
     slow = trace(loader, step, seconds=seconds / 2, lockstep=True)
     found = replace(found, cpu=found.cpu | {name: value for name, value in slow.cpu.items() if name != "read"})
     name, evidence = bottleneck(loader, found)
     tried: list[Remedy] = []
-    with contextlib.ExitStack() as stack:
-        for number, remedy in enumerate(remedies(loader, found, name, prefix, stack)):
-            if number == TRIED:
-                break
-            progress(" ".join(remedy.overrides), (1 + number) / (1 + TRIED))
-            with contextlib.suppress(GpuaugError), build(remedy.trial or remedy.overrides) as other:
-                pairs = [(trace(loader, step, **how).rate, trace(other, step, **how).rate) for _ in range(repeats)]
+    with tempfile.TemporaryDirectory() as folder:
+        for remedy in islice(remedies(loader, found, name, prefix, folder), TRIED):
+            log.info("profile: tries %s", " ".join(remedy.overrides))
+            trial = tuple(text.replace("=DIR", f"={folder}") for text in remedy.overrides)
+            with contextlib.suppress(GpuaugError), build(trial) as other:
+                pairs = [[trace(each, step, seconds=seconds).rate for each in (loader, other)] for _ in range(repeats)]
                 before, after = map(statistics.median, zip(*pairs, strict=True))
                 tried.append(replace(remedy, rate=after, gain=after / before))
-    costs = op_seconds(loader) if name == "augment" else {}
-    return Verdict(loader=loader, trace=found, bottleneck=name, evidence=evidence, tried=tried, costs=costs)
+    return Verdict(loader=loader, trace=found, bottleneck=name, evidence=evidence, tried=tried)
 
 
 def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
@@ -154,7 +144,7 @@ def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
     wait for it. Without prefetching there is one thread, and its longest stage limits the pass.
     """
     if loader.prefetch == 0:
-        stages = [stage for each in THREADS.values() for stage in each]
+        stages = STAGES
         making = 1 - found.share("step")
         if min(making, found.share("step")) > 0.25:
             return "host overhead", (
@@ -170,9 +160,9 @@ def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
         return _reading(loader, found, share)
     if stage == "step":
         return "model", f"The training step takes {share}."
-    if stage in ("headers", "targets", "mix"):
-        name = {"headers": "Headers, random values and crops", "targets": "Converting targets", "mix": "Mixing"}[stage]
-        return "host overhead", f"{name}: {share}."
+    on_host = {"headers": "Headers, random values and crops", "targets": "Converting targets", "mix": "Mixing"}
+    if stage in on_host:
+        return "host overhead", f"{on_host[stage]}: {share}."
     return stage, f"`{stage}` works {share}."
 
 
@@ -192,8 +182,8 @@ def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
 # -- what may help ----------------------------------------------------------------------------------------------------
 
 
-def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:
-    """Remedies for a bottleneck, the most likely first. ``stack`` removes what trials need at the end."""
+def remedies(loader: Loader, found: Trace, name: str, prefix: str, folder: str) -> Iterator[Remedy]:
+    """Remedies for a bottleneck, the most likely first. ``folder`` gets a packed copy, if a remedy needs one."""
     workers, cores, decoder = loader.num_workers, machine.usable_cpus(), loader.pipeline.decoder
     key = partial("{}{}".format, prefix)
     if loader.prefetch == 0:
@@ -218,60 +208,27 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, stack: contex
             text = "large JPEGs are decoded at a part of their size"
             yield Remedy((key("decode.reduced=true"),), text, same=False)
     if name in ("decode", "masks", "inter-process copy", "storage"):
-        yield from _packing(loader, found, prefix, stack)
+        yield from _packing(loader, found, prefix, folder)
     if name == "augment" and any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
         yield Remedy((key("augment.backend=fused"),), "the fused backend gives the same result in one pass")
 
 
-def _packing(loader: Loader, found: Trace, prefix: str, stack: contextlib.ExitStack) -> Iterator[Remedy]:
+def _packing(loader: Loader, found: Trace, prefix: str, folder: str) -> Iterator[Remedy]:
     """A packed copy of the first images with smaller sides. It is written and read for the trial."""
     side = round(found.largest * 256 / 224)
     if not 0 < side < 0.67 * found.shorter:
         return
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
     has_masks = loader.targets is not None and loader.targets.masks is not None
     masks: dict[str, Any] = {"format": "uint8"} if has_masks else {}
     source: Any = loader.source
     numbers = range(min(PACKED, len(source))) if source.indices is None else source.indices[:PACKED].tolist()
     with contextlib.suppress(GpuaugError):
         few: Any = adapt(Subset(source, list(numbers)))
-        pack(few, f"{folder}/packed", what=Pack(sizes=[side], **masks), decode=loader.decode, num_workers=0)
+        pack(few, folder, what=Pack(sizes=[side], **masks), decode=loader.decode, num_workers=0)
         use = _group(prefix, "source", "packed")
         words = " ".join(["gpuaug pack", *(f"{name}={value}" for name, value in masks.items()), f"sizes=[{side}]"])
         text = f"after `{words} out=DIR`: shorter side {side} instead of {found.shorter:.0f}"
-        trial = (use, f"{prefix}source.root={folder}/packed")
-        yield Remedy((use, f"{prefix}source.root=DIR"), text, same=False, trial=trial)
-
-
-def op_seconds(loader: Loader) -> dict[str, float]:
-    """Seconds per image that augmentation takes less without an operation, by the operation's name."""
-    pipeline, epoch = loader.pipeline, loader.epoch
-    task = next(endless(loader))
-    encoded = next(iter(pipeline.read([tuple(part[:FEW] for part in task)], epoch)))  # type: ignore[list-item]
-    images, indices = pipeline.decode(pipeline.read_headers(encoded, epoch)).images, encoded.indices.numpy()
-    stages: Any = pipeline.recipe
-    views = [view for view in stages.at(epoch).views if not view.copy]
-
-    def seconds(without: str | None) -> float:
-        best = math.inf
-        made = [view.augment.replace(ops={n: op for n, op in view.augment.ops.items() if n != without})
-                for view in views]  # fmt: skip
-        drawn = [augment.draw(seed=loader.seed, epoch=epoch, indices=indices) for augment in made]
-        for _ in range(3):  # the first round compiles
-            began = time.perf_counter()
-            for image, augment, draws in zip(images, made, drawn, strict=False):
-                augment.apply([image] * len(augment.views), draws, dtype=loader.dtype,
-                              memory_format=loader.memory_format)  # fmt: skip
-            best = min(best, time.perf_counter() - began)
-        return best / len(indices)
-
-    level = log.level
-    log.setLevel(max(logging.WARNING, level))  # messages about trial recipes would mislead
-    try:
-        whole = seconds(None)
-        return {name: whole - seconds(name) for name in dict.fromkeys(n for view in views for n in view.augment.ops)}
-    finally:
-        log.setLevel(level)
+        yield Remedy((use, f"{prefix}source.root=DIR"), text, same=False)
 
 
 def _group(prefix: str, group: str, choice: str) -> str:

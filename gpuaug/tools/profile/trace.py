@@ -131,6 +131,19 @@ class _Traced(Pipeline):
     images = encoded = largest = 0
     shorter = 0.0
 
+    @classmethod
+    def of(cls, pipeline: Pipeline, clock: _Clock, faults: Faults) -> _Traced:
+        """The same stages, which tell the clock when they work."""
+        mix = pipeline.mix
+
+        def mixed(*args: Any, **given: Any) -> Any:
+            assert mix is not None
+            with clock.stage("mix"):
+                return mix(*args, **given)
+
+        parts = {each.name: getattr(pipeline, each.name) for each in fields(Pipeline) if each.init}
+        return cls(**{**parts, "faults": faults, "mix": None if mix is None else mixed}, clock=clock)
+
     def read(self, *args: Any, **given: Any) -> Iterator[EncodedBatch]:
         with contextlib.closing(super().read(*args, **given)) as batches:  # type: ignore[type-var]
             while True:
@@ -138,7 +151,7 @@ class _Traced(Pipeline):
                     batch = next(batches, None)
                 if batch is None:
                     return
-                self.images, self.encoded = self.images + len(batch), self.encoded + batch.data.nbytes
+                self.images, self.encoded = self.images + len(batch), self.encoded + batch.nbytes
                 yield batch
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> PartialBatch:
@@ -180,40 +193,30 @@ class _Faults(Faults):
             )
 
 
-def trace(
-    loader: Loader, step: Step | None = None, *, seconds: float, batches: int | None = None, lockstep: bool = False
-) -> Trace:
-    """Run a pass of ``loader``, with a training step per batch, and trace its stages. The loader does not change.
+def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep: bool = False) -> Trace:
+    """Run a pass of ``loader``, with a training step per batch, and trace its stages.
 
-    Do not iterate the loader at the same time.
+    The loader does not change. Do not iterate it at the same time.
 
     Args:
         loader: the loader. Its workers stay for the next trace.
         step: a training step. On CUDA the trace waits for its kernels.
         seconds: duration of the traced part of the pass.
-        batches: number of batches instead of ``seconds``.
         lockstep: make each batch when it is requested, so that ``cpu`` is exact and the rest is not that of the loader.
 
     Raises:
         GpuaugError: if no image can be read and decoded.
     """
-    clock, mix, reader = _Clock(loader.device), loader.pipeline.mix, loader.pipeline.reader
+    clock, reader = _Clock(loader.device), loader.pipeline.reader
     faults = _Faults(policy="drop" if loader.faults.policy == "drop" else "blank", truncated=loader.faults.truncated)
-
-    def mixed(*args: Any, **given: Any) -> Any:
-        assert mix is not None
-        with clock.stage("mix"):
-            return mix(*args, **given)
-
-    parts = {each.name: getattr(loader.pipeline, each.name) for each in fields(Pipeline) if each.init}
-    pipeline = _Traced(**{**parts, "faults": faults, "mix": None if mix is None else mixed}, clock=clock)
+    pipeline = _Traced.of(loader.pipeline, clock, faults)
     tasks, skip = endless(loader), max(WARMUP, loader.num_workers)
     if pipeline.cache is not None:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)
     prefetch = 0 if lockstep else loader.prefetch
     run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch, buffer_bytes=loader.ahead)
-    wanted = batches or max(FEWEST, loader.num_workers)
+    fewest = skip + max(FEWEST, loader.num_workers)
     images, done, began = 0, 0, time.perf_counter()
     with contextlib.closing(run):
         while True:
@@ -227,7 +230,7 @@ def trace(
                     if loader.device.type == "cuda":
                         torch.cuda.current_stream(loader.device).synchronize()
             images, done, now = images + len(batch), done + 1, time.perf_counter()
-            enough = done >= skip + wanted and (batches is not None or now > clock.began + seconds)
+            enough = done >= fewest and now > clock.began + seconds
             if done > skip and (enough or now > began + max(seconds, LONGEST_S)):
                 break
             del batch
@@ -235,17 +238,15 @@ def trace(
         took = clock.stop()
     cpu = {name: (clock.cpu if lockstep else clock.thread)[name] / images for name in clock.busy}
     cpu["read"] += spent / images
+    used, unqueued = clock.thread["read"], clock.busy["read"] - clock.queued["read"]
     if loader.num_workers:
-        reading = spent / max(spent, took * loader.num_workers - queued, 1e-9)
-    else:
-        own = clock.thread["read"]
-        reading = own / max(own, clock.busy["read"] - clock.queued["read"], 1e-9)
+        used, unqueued = spent, took * loader.num_workers - queued
     return Trace(
         images=images,
         seconds=took,
         busy=dict(clock.busy),
         cpu=cpu,
-        reading=reading,
+        reading=used / max(used, unqueued, 1e-9),
         encoded=pipeline.encoded / max(1, pipeline.images),
         shorter=pipeline.shorter,
         largest=pipeline.largest,
@@ -261,10 +262,10 @@ def endless(loader: Loader) -> Iterator[Task]:
         yield from (task for task in loader.epoch_order if len(task[0]) == whole)
 
 
-def read_cpu(loader: Loader, *, count: int = 32) -> float:
+def read_cpu(loader: Loader) -> float:
     """CPU seconds to read one sample in this thread, without handing its bytes over. Errors do not count."""
     source: Any = loader.pipeline.reader.source
-    numbers = next(iter(loader.epoch_order))[0][:count].tolist()
+    numbers = next(iter(loader.epoch_order))[0][:32].tolist()
     many = source.read_many
     began = time.thread_time()
     for part in numbers if many is None else [numbers]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpuaug.errors import StateError
 from gpuaug.files import check_regular
 
-VERSION = 3
+VERSION = 4
 LARGEST = 10**7  # values; a list that contains itself never ends
 
 

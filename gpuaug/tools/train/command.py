@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gpuaug.batch import Target
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.plan.command import Run, check
-from gpuaug.tools.profile import command as profile
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
 from gpuaug.tools.train.build import build_model
@@ -44,26 +40,17 @@ def main(request: Request) -> int:
             raise ConfigError("`gpuaug train` needs labels, but this source has none.")
         model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
         classes = loader.source.classes
-        held_out = request.held_out(train, at=settings.val)
+        held_out = request.held_out(train)
         val: Loader | None = None
         if held_out is None:
             log.info("no held-out accuracy, because val.source.root is not set")
         else:
             val = stack.enter_context(request.build_held_out(held_out, classes=classes))
-            _refuse_targets(val, f"{settings.val or 'val'}.targets")
-            if val.source.classes != loader.source.classes:
+            _refuse_targets(val, "val.targets")
+            if val.source.classes != classes:
                 raise ConfigError(
-                    f"the held-out images must have the training classes {loader.source.classes}. "
-                    f"Found: {val.source.classes}."
+                    f"the held-out images must have the training classes {classes}. Found: {val.source.classes}."
                 )
-        if settings.check_memory:
-            runs = [Run(loader=loader, config=train, prefix=request.prefix)]
-            if val is not None:
-                prefix = f"{settings.val or 'val'}."
-                runs.append(Run(loader=val, config=held_out, prefix=prefix, classes=classes))
-            check(request, runs, settings)
-        if settings.profiling:
-            profile.inside(request, train, loader, settings)
         if under_torchrun:
             # gloo for CPU tensors, nccl for GPU tensors
             dist.init_process_group("cpu:gloo,cuda:nccl" if loader.device.type == "cuda" else "gloo")
@@ -77,12 +64,4 @@ def _refuse_targets(loader: Loader, key: str) -> None:
         raise ConfigError(
             f"`{key}` must be null, because `gpuaug train` trains image classification. Set {key}=none, or use "
             "gpuaug.Loader in a training loop of your own."
-        )
-    source: Any = loader.source
-    label = source.label
-    known = label(0 if source.indices is None else int(source.indices[0])) if callable(label) else None
-    if isinstance(known, Target) and known.label is None:
-        raise ConfigError(
-            f"`gpuaug train` needs a label for each image, but {type(source).__name__} has only "
-            f"{', '.join(sorted(source.target_kinds))}. Use gpuaug.Loader in a training loop of your own."
         )

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -50,44 +48,24 @@ class Settings(Keys):
 
     epochs: int = 10
     model: Any = None
-    compile: bool = False
     optimizer: str = "sgd"
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 5e-4
     warmup: float = 0.1
-    accumulate: int = 1
-    clip_grad_norm: float | None = None
-    ema: float | None = None
     loss: str = "cross_entropy"
-    label_smoothing: float = 0.0
     amp: str = "auto"
     out: str = "outputs/train"
     resume: str | None = None
-    val: str | None = None
-    check_memory: bool = False
-    profiling: bool | int = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.profiling, bool) and not (type(self.profiling) is int and self.profiling >= 1):
-            raise ConfigError(
-                f"`profiling` must be true, false, or a number of batches >= 1. Found: {self.profiling!r}."
-            )
         checks.whole_number("epochs", self.epochs, 1, 10**9 - 1)
-        checks.whole_number("accumulate", self.accumulate, 1)
         checks.one_of("optimizer", self.optimizer, ("sgd", "adamw"))
         checks.one_of("loss", self.loss, ("cross_entropy", "binary_cross_entropy"))
         checks.one_of("amp", self.amp, ("auto", *AMP))
         for name, high in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf), ("warmup", 1.0)):
             checks.number(name, getattr(self, name), 0.0, high)
-        checks.number("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        checks.number("clip_grad_norm", self.clip_grad_norm, 1e-9, optional=True)
-        checks.number("ema", self.ema, 0.0, 0.999999, optional=True)
-        if self.label_smoothing and self.loss != "cross_entropy":
-            raise ConfigError(
-                f"`label_smoothing` needs `loss=cross_entropy`. Found: {self.loss}. Set label_smoothing=0."
-            )
 
 
 class Stop:
@@ -135,15 +113,7 @@ class Training:
         self.device = loader.device
         auto = "bfloat16" if self.device.type == "cuda" else "float32"
         self.amp = AMP.get(settings.amp, AMP[auto])  # dtype that the model computes in
-        if settings.label_smoothing and loader.mix is not None and loader.mix.label_smoothing:
-            raise ConfigError("`label_smoothing` and `mix.label_smoothing` would both smooth the labels. Set one to 0.")
         self.model = model.to(self.device, memory_format=loader.memory_format)  # type: ignore[call-overload]
-        self.ema: AveragedModel | None = None
-        if settings.ema is not None:
-            # average buffers too, because batch norm's statistics must belong to the averaged weights
-            self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema), use_buffers=True)
-        if settings.compile:
-            self.model.compile()  # in place, so that the names of weights in checkpoints stay the same
         self.each: nn.Module = EachView(self.model)
         if distributed.active():
             self.each = DistributedDataParallel(self.each, [self.device.index] if self.device.type == "cuda" else None)
@@ -154,14 +124,8 @@ class Training:
         self.pace = Pace(self.device)
         self.steps = 0  # changes of the weights
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct predictions, samples
-        # the group of batches whose gradients are added before the weights change
-        self.batches = 0
-        self.valid = 0.0  # number of its valid samples, of all ranks
-        self.divisor = 1.0  # expected number of the group's valid samples; divides the summed loss
-        self.before: list[Tensor] = []  # copies of `_undoable`, made before the group's first batch
         self.history: list[dict[str, float | int | None]] = []
         self.classes = loader.source.classes and list(loader.source.classes)
-        self.averaged = "" if self.ema is None else " of the averaged weights"
 
     def run(self, report: Report) -> int:
         """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training."""
@@ -198,12 +162,6 @@ class Training:
         """Train on the rest of the loader's epoch. Returns False if SIGTERM came before the end of the epoch."""
         loader, epoch = self.loader, self.loader.epoch
         whole = count_batches(loader)
-        if self.settings.accumulate > whole:
-            raise ConfigError(
-                f"`accumulate` must be at most the number of batches of an epoch, {whole}, because a group of "
-                f"batches ends with the epoch. Found: {self.settings.accumulate}. Lower `accumulate`. A lower "
-                "`batch_size` gives more batches."
-            )
         done = loader.state_dict()["position"] / (loader.batch_size * self.ranks)  # batches done before a resume
         self.each.train()
         with tqdm(
@@ -232,101 +190,56 @@ class Training:
     def _steps(self, bar: Any) -> bool:
         """Train on the rest of the epoch's batches. Returns False if SIGTERM ended the epoch early."""
         loader, epoch = self.loader, self.loader.epoch
-        position = loader.state_dict()["position"]  # after the last sample that changed the weights
-        per_step = loader.batch_size * self.ranks * self.settings.accumulate  # samples
-        samples = per_step * math.ceil(bar.total / self.settings.accumulate)  # as if the last step were full
+        samples = loader.batch_size * self.ranks * bar.total  # as if the last batch were full
+        position = loader.state_dict()["position"]
         try:
             for batch in self.pace.measured(loader):
                 asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
-                state = loader.state_dict()
-                last, progress = state["epoch"] != epoch, (epoch + min(1.0, position / samples)) / self.settings.epochs
-                self.train_batch(batch, valid=valid, progress=progress, last=last)
+                progress = (epoch + min(1.0, position / samples)) / self.settings.epochs
+                self.train_batch(batch, valid=valid, progress=progress)
                 self.pace.images += int(valid)
                 if bar.update():
                     bar.set_postfix_str(self._postfix(), refresh=False)
-                if self.batches:
-                    continue
+                state = loader.state_dict()
                 position = state["position"]
-                if asked and not last:
+                if asked and state["epoch"] == epoch:
                     self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
                     return False
         except ReadError:  # SIGTERM to the whole process group ends the workers too
             if not self.stop.asked:
                 raise
-            self._forget_group(epoch, position)
             return False
-        if self.batches:  # the last batch did not come, because `faults.policy=drop` removed all its samples
-            self._end_group()
         return True
 
-    def train_batch(self, batch: Batch, *, valid: float, progress: float, last: bool = False) -> None:
-        """Train on one batch. The weights change after ``accumulate`` batches, and after the last batch of an epoch.
+    def train_batch(self, batch: Batch, *, valid: float, progress: float) -> None:
+        """Train on one batch.
 
-        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that was done
-        at the last change of the weights.
+        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that is done.
         """
-        settings, each = self.settings, self.each
-        if not self.batches:
-            self._begin_group(valid, progress)
-        ends = last or self.batches + 1 == settings.accumulate
-        alone = each.no_sync() if isinstance(each, DistributedDataParallel) and not ends else contextlib.nullcontext()
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = self.settings.lr * rate(progress, warmup=self.settings.warmup)
+        self.optimizer.zero_grad(set_to_none=True)
         weight = batch.valid.to(self.device, non_blocking=True).float()
-        with self._seeded(), alone:
+        with self._seeded():
             try:
-                logits = self._logits(each, batch)
+                logits = self._logits(self.each, batch)
             except Exception as error:
                 if (text := _explain(error, batch)) is None:
                     raise
                 raise ConfigError(text) from error
-            losses, right = outcome(logits, batch.labels, settings.loss, smoothing=settings.label_smoothing)
+            losses, right = outcome(logits, batch.labels, self.settings.loss)
             summed = (losses * weight).sum()
             # DDP averages the gradients over ranks, but the average over all valid samples is needed
-            self.scaler.scale(summed * (self.ranks / self.divisor)).backward()
-        self.batches, self.valid = self.batches + 1, self.valid + valid
-        self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
-        if ends:
-            self._end_group()
-
-    def _begin_group(self, valid: float, progress: float) -> None:
-        settings = self.settings
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = settings.lr * rate(progress, warmup=settings.warmup)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.valid, self.divisor = 0.0, max(1.0, valid) * settings.accumulate
-        if settings.accumulate > 1:
-            self.before = [tensor.clone() for tensor in self._undoable]
-
-    def _end_group(self) -> None:
-        if (factor := self.divisor / max(1.0, self.valid)) != 1:  # some samples were not valid
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= factor
-        if self.settings.clip_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            clip_grad_norm_(self.model.parameters(), self.settings.clip_grad_norm)
+            self.scaler.scale(summed * (self.ranks / max(1.0, valid))).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
-        self.steps, self.batches = self.steps + 1, 0
-
-    @property
-    def _undoable(self) -> list[Tensor]:
-        """The tensors that every batch changes, unlike the weights, which change once per group."""
-        return [self.sums, *self.model.buffers()]
-
-    def _forget_group(self, epoch: int, position: int) -> None:
-        """Go back to the first batch of an unfinished group, so that its samples come again after a resume."""
-        if self.batches:
-            for tensor, before in zip(self._undoable, self.before, strict=True):
-                tensor.copy_(before)
-            self.loader.start_at(epoch, position)
-            self.batches = 0
+        self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
+        self.steps += 1
 
     @contextlib.contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Seed torch's generators for dropout by (seed, step, batch, rank). Restores the generators on exit."""
-        place = f"dropout {self.loader.seed} {self.steps} {self.batches} {self.rank}"
+        """Seed torch's generators for dropout by (seed, step, rank). Restores the generators on exit."""
+        place = f"dropout {self.loader.seed} {self.steps} 0 {self.rank}"  # without the 0, all seeds would change
         seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.default_generator.manual_seed(seed)
@@ -371,7 +284,7 @@ class Training:
         asked, right, samples = _sum([float(self.stop.asked), *sums])
         if self.val is not None and not asked:
             entry["held_out_accuracy"] = accuracy = right / max(1.0, samples)
-            held_out = f", held-out {accuracy:.1%}{self.averaged}"
+            held_out = f", held-out {accuracy:.1%}"
         text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
         log.info("epoch %d: %s", self.loader.epoch, text)
         return not asked
@@ -379,11 +292,10 @@ class Training:
     @torch.no_grad()
     def _evaluate(self, loader: Loader) -> Tensor:
         """This rank's number of correct predictions and of samples. SIGTERM ends the evaluation early."""
-        model = self.model if self.ema is None else self.ema.module
         if self.ranks > 1:
-            for buffer in model.buffers():
+            for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)  # use the first rank's running statistics, because each rank has its own
-        alone = EachView(model).eval()  # the model without DDP; with DDP, ranks would wait for each other
+        alone = EachView(self.model).eval()  # the model without DDP; with DDP, ranks would wait for each other
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         hidden = not (self.first and sys.stderr.isatty())
         for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=hidden):
@@ -401,7 +313,6 @@ class Training:
         checkpoint = {
             "version": VERSION,
             "model": self.model.state_dict(),
-            "ema": None if self.ema is None else self.ema.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
@@ -428,14 +339,8 @@ class Training:
                 f"{file} was trained on the classes {checkpoint['classes']}. The source now has: {self.classes}. Set "
                 "the same source, or start again with resume=null."
             )
-        if (checkpoint["ema"] is None) != (self.ema is None):
-            was, remedy = ("with", "the value of that run") if self.ema is None else ("without", "null")
-            raise StateError(f"{file} was trained {was} averaged weights. Set `ema` to {remedy}.")
         try:
             self.model.load_state_dict(checkpoint["model"])
-            if self.ema is not None:
-                self.ema.module.load_state_dict(checkpoint["ema"])
-                self.ema.n_averaged.fill_(checkpoint["steps"])
             own = [dict(group) for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(checkpoint["optimizer"])
             for group, settings in zip(self.optimizer.param_groups, own, strict=True):
@@ -464,10 +369,7 @@ class Training:
             speed = pace.images / pace.seconds
             report.add("images_per_second", speed, f"{speed:.0f} ({pace.images} in {pace.seconds:.1f} s{ranks})")
             report.add("waiting_for_data", waited, f"{waited:.1%} of the time")
-        for name, note in (
-            ("train_accuracy", " on augmented images, last epoch"),
-            ("held_out_accuracy", self.averaged),
-        ):
+        for name, note in (("train_accuracy", " on augmented images, last epoch"), ("held_out_accuracy", "")):
             if (value := last.get(name)) is not None:
                 report.add(name, value, f"{value:.1%}{note}")
         report.add("checkpoint", str(file), str(file))
@@ -482,9 +384,7 @@ def rate(progress: float, *, warmup: float) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * (progress - warmup) / max(1e-9, 1.0 - warmup))
 
 
-def outcome(
-    views: Sequence[Tensor], labels: Tensor | None, loss: str, *, smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def outcome(views: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
     """Loss and accuracy of each sample, both float [B].
 
     ``views`` are the logits of each view, float [B, C], and ``labels`` are int64 [B] or float [B, C]. With several
@@ -499,7 +399,7 @@ def outcome(
                 "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fraction per image, "
                 f"such as {float(labels[0]):g}, which is a regression label."
             )
-        losses = [cross_entropy(view, labels, reduction="none", label_smoothing=smoothing) for view in views]
+        losses = [cross_entropy(view, labels, reduction="none") for view in views]
         truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
         right = (summed.argmax(dim=1) == truth).float()
     else:
@@ -519,9 +419,6 @@ def _explain(error: Exception, batch: Batch) -> str | None:
         return (
             f"the model's batch norm cannot train on a batch of {len(batch)}. Set `last=drop` or another `batch_size`."
         )
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        reason = f"{type(error).__name__}: {text.partition(chr(10))[0]}"
-        return f"torch.compile failed ({reason}). Set compile=false, or install a C++ compiler."
     known = (
         "Output size is too small",
         "greater than actual input size",
