@@ -43,8 +43,7 @@ def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(out, "JPEG")
         encoded.append(out.getvalue())
     batch = EncodedBatch(
-        data=torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8),
-        offsets=torch.tensor([0, *np.cumsum([len(e) for e in encoded]).tolist()]),
+        images=tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded),
         labels=None,
         indices=torch.arange(batch_size),
         repeats=torch.zeros(batch_size, dtype=torch.int64),
@@ -72,7 +71,7 @@ def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
         look = timed("headers", decoder.read_headers)(batch)
         drawn = timed("draw", lambda: augment.draw(seed=0, epoch=k, indices=np.arange(batch_size)))()  # noqa: B023
         boxes = timed("boxes", augment.windows)(drawn, look.height, look.width)
-        images, _ = timed("plan", decoder.pixels)(batch, look, boxes)
+        images, _ = timed("plan", decoder.pixels)(look, boxes)
         took["plan"][-1] -= took["feed"][-1]
         took["feed"][-1] -= sum(took["copy"])
         took["copy"].clear()

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -142,36 +141,31 @@ class EncodedBatch:
     """The encoded images of a batch. All tensors are on the CPU.
 
     Attributes:
-        data: uint8 ``[bytes of all images]``.
-        offsets: int64 ``[B + 1]``; image i is ``data[offsets[i]:offsets[i + 1]]``. With masks: ``[2 B + 1]``, because
-            the masks follow the images.
+        images: B arrays, uint8 ``[n]``: the bytes of each image. They may be the memory of the source or of a worker.
+        masks: the bytes of each mask, in the same form; empty if the run has no masks.
         labels: int64 ``[B]``, float32 ``[B, K]``, or None.
         indices: int64 ``[B]``, index of each sample in the source.
         repeats: int64 ``[B]``, how often the sample occurred earlier in the epoch.
         valid: bool ``[B]``; False for a repeated sample that only fills the last batch.
         faults: samples that could not be read. Their images have no bytes.
-        views: empty if the images are in ``data``. Otherwise, ``data`` is empty, and ``views`` holds a read-only uint8
-            ``[n]`` view of the source's memory for each image, then for each mask.
         targets: annotations of the samples; None if the run has no targets.
         extra: B extra values, as the source gave them; None if no sample of the batch has one.
 
-    >>> data, offsets = torch.arange(9, dtype=torch.uint8), torch.tensor([0, 4, 9])  # images of 4 and 5 bytes
+    >>> import torch
+    >>> images = tuple(np.frombuffer(data, dtype=np.uint8) for data in (b"first", b"second"))
     >>> rows = torch.arange(2)
-    >>> batch = EncodedBatch(
-    ...     data=data, offsets=offsets, labels=None, indices=rows, repeats=rows * 0, valid=rows >= 0
-    ... )
-    >>> batch.encoded(1)
-    tensor([4, 5, 6, 7, 8], dtype=torch.uint8)
+    >>> batch = EncodedBatch(images=images, labels=None, indices=rows, repeats=rows * 0, valid=rows >= 0)
+    >>> batch.images[1].tobytes(), batch.nbytes
+    (b'second', 11)
     """
 
-    data: Tensor
-    offsets: Tensor
+    images: tuple[NDArray[np.uint8], ...]
+    masks: tuple[NDArray[np.uint8], ...] = ()
     labels: Tensor | None
     indices: Tensor
     repeats: Tensor
     valid: Tensor
     faults: tuple[Fault, ...] = ()
-    views: tuple[NDArray[np.uint8], ...] = ()
     targets: Objects | None = None
     extra: list[Any] | None = None
 
@@ -179,27 +173,9 @@ class EncodedBatch:
         return len(self.indices)
 
     @property
-    def images(self) -> list[NDArray[np.uint8]]:
-        """Bytes of every image, uint8 ``[n]``, without a copy."""
-        return self._pieces[: len(self)]
-
-    @property
-    def masks(self) -> list[NDArray[np.uint8]]:
-        """Bytes of every mask, uint8 ``[n]``, without a copy; [] if the run has no masks."""
-        return self._pieces[len(self) :]
-
-    @property
-    def _pieces(self) -> list[NDArray[np.uint8]]:
-        if self.views:
-            return list(self.views)
-        data, offsets = self.data.numpy(), self.offsets.numpy()
-        return [data[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
-
-    def encoded(self, row: int) -> Tensor:
-        """Bytes of the image in ``row``, uint8 ``[n]``: a slice of ``data``, or a copy of ``views[row]``."""
-        if self.views:
-            return torch.from_numpy(self.views[row].copy())
-        return self.data[self.offsets[row] : self.offsets[row + 1]]
+    def nbytes(self) -> int:
+        """Number of bytes of all images and masks."""
+        return sum(map(len, (*self.images, *self.masks)))
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,7 @@ class Pass(Iterator[Batch]):
         self._exhausted, self._pid = False, os.getpid()
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        # Without copies, a buffer would hold mapped files, which the system reads only when their bytes are used.
-        encoded: Any = pipeline.read(tasks, epoch, zero_copy=buffer_bytes is None)
+        encoded: Any = pipeline.read(tasks, epoch)
         if buffer_bytes is not None:
             encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
             self._producers.append(encoded)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # runs without targets do not import these modules
     from gpuaug.targets.batch import BatchTargets
 
 NO_DRAWS = Drawn({}, {})
-NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch; on CUDA, also the event that marks it complete
 
 
@@ -145,8 +144,8 @@ class Pipeline:
     def decoder(self) -> Decoder:
         return self.lazy_decoder.get()
 
-    def read(self, tasks: Iterable[Task], epoch: int, *, zero_copy: bool = True) -> Iterator[EncodedBatch]:
-        return self.reader.batches(tasks, first=self.first_row(epoch), zero_copy=zero_copy)
+    def read(self, tasks: Iterable[Task], epoch: int) -> Iterator[EncodedBatch]:
+        return self.reader.batches(tasks, first=self.first_row(epoch))
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> PartialBatch:
         """Read the headers, draw the random parameters, and compute each view's window in each image."""
@@ -172,14 +171,14 @@ class Pipeline:
             ready = None if stream is None else stream.record_event()
         faults = {fault.row: fault for fault in [*bad, *batch.faults, *batch.encoded.faults]}
         # no later stage needs the encoded bytes, and the workers wait for their memory
-        encoded = replace(batch.encoded, data=NOTHING, offsets=NOTHING, views=())
+        encoded = replace(batch.encoded, images=(), masks=())
         faults_in_order = [faults[row] for row in sorted(faults)]
         return replace(batch, encoded=encoded, info=None, images=images, faults=faults_in_order, ready=ready)
 
     def decode_images(self, batch: PartialBatch) -> tuple[list[Tensor], list[Fault]]:
         """Returns uint8 [B, H, W, 3] per view on the device, and the faults."""
         assert batch.info is not None
-        return self.decoder.pixels(batch.encoded, batch.info, batch.windows)
+        return self.decoder.pixels(batch.info, batch.windows)
 
     def decode_masks(self, batch: PartialBatch) -> list[Fault]:
         if self.targets is None or batch.targets is None or batch.info is None:
@@ -188,7 +187,7 @@ class Pipeline:
 
     def augment(self, batch: PartialBatch) -> list[Tensor]:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
-        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).apply(
+        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).render(
             batch.images, batch.drawn, chosen=batch.chosen, dtype=self.dtype, memory_format=self.memory_format
         )
         return views

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gpuaug.batch import Fault, Objects
@@ -19,21 +19,22 @@ FAILED = -1  # in place of the number of images: the block holds an exception
 
 # labels, faults, targets and extras of a batch
 Rest = tuple[NDArray[Any] | None, tuple[Fault, ...], Objects | None, list[Any] | None]
+Pieces = tuple[NDArray[np.uint8], ...]  # the bytes of each image, then of each mask
 
 
 def pack(encoded: list[memoryview], rest: Rest) -> list[Any]:
-    """The pieces of a block: two numbers (see :func:`unpack`), the offsets, the pickled ``rest``, ``encoded``."""
+    """The parts of a block: two numbers (see :func:`unpack`), the offsets, the pickled ``rest``, ``encoded``."""
     try:
         pickled = pickle.dumps(rest)
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
         raise SourceError(
             f"an extra, the third value of a sample, cannot be pickled for the other process: {error}. {PICKLABLE}"
         ) from error
-    return [_int64(len(encoded), len(pickled)), offsets_of(encoded).tobytes(), pickled, *encoded]
+    return [_int64(len(encoded), len(pickled), 0, *accumulate(map(len, encoded))), pickled, *encoded]
 
 
 def pack_error(error: Exception) -> list[Any]:
-    """The pieces of a block that holds an exception and its traceback."""
+    """The parts of a block that holds an exception and its traceback."""
     try:
         data = pickle.dumps(error)
     except Exception:  # some attribute of the exception cannot be pickled
@@ -42,18 +43,8 @@ def pack_error(error: Exception) -> list[Any]:
     return [_int64(FAILED, len(pickled)), pickled]
 
 
-def join(pieces: list[Any], target: memoryview) -> None:
-    """Copy the pieces into ``target``, one after the other. ``pieces`` is empty afterwards."""
-    begin = 0
-    pieces.reverse()
-    while pieces:  # each piece is freed after its copy, because a batch should be in memory only once
-        piece = pieces.pop()
-        target[begin : begin + len(piece)] = piece
-        begin += len(piece)
-
-
-def unpack(block: NDArray[np.uint8], *, source: Source, indices: NDArray[np.int64]) -> dict[str, Any]:
-    """Fields of an EncodedBatch, whose images and offsets are views of ``block``, uint8 [n].
+def unpack(block: NDArray[np.uint8], *, source: Source, indices: NDArray[np.int64]) -> tuple[Pieces, Rest]:
+    """What :func:`pack` has packed. The pieces are views of ``block``, uint8 [n].
 
     Raises:
         SourceError: if an extra of the samples ``indices`` of ``source`` cannot be unpickled.
@@ -72,18 +63,8 @@ def unpack(block: NDArray[np.uint8], *, source: Source, indices: NDArray[np.int6
             f"an extra, the third value of a sample, cannot be unpickled: {type(error).__name__}: {error}. The "
             f"sample is in the batch from {first!r} to {last!r}. {PICKLABLE}"
         ) from error
-    return fields_of(rest, data=block[begin + size :], offsets=block[16:begin].view(np.int64))
-
-
-def fields_of(rest: Rest, *, data: NDArray[np.uint8], offsets: NDArray[np.int64], **more: Any) -> dict[str, Any]:
-    labels, faults, targets, extra = rest
-    tensors = {"data": data, "offsets": offsets, "labels": labels}
-    made = {name: None if values is None else torch.from_numpy(values) for name, values in tensors.items()}
-    return {**made, "faults": faults, "targets": targets, "extra": extra, **more}
-
-
-def offsets_of(encoded: list[memoryview]) -> NDArray[np.int64]:
-    return np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    offsets = block[16:begin].view(np.int64) + begin + size
+    return tuple(block[a:b] for a, b in pairwise(offsets.tolist())), rest
 
 
 def _int64(*values: int) -> bytes:

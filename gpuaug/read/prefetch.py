@@ -94,7 +94,7 @@ class Producer(Iterator[T]):
                 item: Any = next(self._from, END)
                 if item is END:
                     break
-                size = 0 if self._max_bytes is None else item.data.nbytes
+                size = 0 if self._max_bytes is None else item.nbytes
                 with self._changed:
                     if self._wait(size):
                         self._items.append((size, item))

@@ -19,7 +19,7 @@ from gpuaug import checks
 from gpuaug.batch import EncodedBatch
 from gpuaug.read.ends import finalize
 from gpuaug.read.order import Task
-from gpuaug.read.packing import fields_of, join, offsets_of, pack, unpack
+from gpuaug.read.packing import Pieces, Rest, unpack
 from gpuaug.read.samples import THREADS, EndedError, Samples, is_over
 from gpuaug.read.workers import TIMEOUT_S, Planned, Workers
 from gpuaug.source.adapt import adapt
@@ -29,7 +29,7 @@ log = logging.getLogger("gpuaug")
 
 TIMEOUT = 120.0  # seconds
 
-Made = tuple[Task, dict[str, Any]]  # a task, and the other fields of its EncodedBatch
+Made = tuple[Task, tuple[Pieces, Rest]]
 
 
 class Reader:
@@ -93,11 +93,11 @@ class Reader:
     def pids(self) -> list[int]:
         return [] if self._workers is None else self._workers.pids
 
-    def batches(self, tasks: Iterable[Task], *, first: int = 0, zero_copy: bool = False) -> Iterator[EncodedBatch]:
+    def batches(self, tasks: Iterable[Task], *, first: int = 0) -> Iterator[EncodedBatch]:
         """Yield one batch for each ``(indices, repeats, valid)``. This call ends an earlier iterator of any thread.
 
-        ``first`` is added to the sample numbers that the source reads. ``zero_copy`` avoids copies if there are no
-        workers and the source's own ``zero_copy`` is True.
+        ``first`` is added to the sample numbers that the source reads. Without workers, read-only bytes of the source,
+        such as ``bytes``, are not copied.
 
         If reading a sample raises OSError, MemoryError or an error of gpuaug, the row has no bytes and gets a Fault.
 
@@ -109,8 +109,7 @@ class Reader:
         if self._pid != os.getpid():
             self._own()
         generation = self._generation[0] = next(self._numbers)
-        zero_copy = zero_copy and self.source.zero_copy
-        return self._batches(generation, tasks, first, zero_copy)
+        return self._batches(generation, tasks, first)
 
     def close(self) -> None:
         """End the workers and the current iterator. The next call of ``batches`` starts new workers."""
@@ -119,35 +118,35 @@ class Reader:
             with self._lock:
                 self._stop()
 
-    def _batches(self, generation: int, tasks: Iterable[Task], first: int, zero_copy: bool) -> Iterator[EncodedBatch]:
+    def _batches(self, generation: int, tasks: Iterable[Task], first: int) -> Iterator[EncodedBatch]:
         todo = ((task, task[0].numpy() + first) for task in tasks)
         ended, pid = partial(is_over, self._generation, generation), self._pid
-        read = (
-            self._received(generation, todo, ended)
-            if self._settings["num_workers"]
-            else self._read_here(todo, zero_copy)
-        )
+        read = self._received(generation, todo, ended) if self._settings["num_workers"] else self._read_here(todo)
         try:
             while not ended() and (made := next(read, None)) is not None:
-                (indices, repeats, valid), fields = made
-                yield EncodedBatch(indices=indices, repeats=repeats, valid=valid, **fields)
+                (indices, repeats, valid), (pieces, (labels, faults, targets, extra)) = made
+                yield EncodedBatch(
+                    images=pieces[: len(indices)],
+                    masks=pieces[len(indices) :],
+                    labels=None if labels is None else torch.from_numpy(labels),
+                    indices=indices,
+                    repeats=repeats,
+                    valid=valid,
+                    faults=faults,
+                    targets=targets,
+                    extra=extra,
+                )
         finally:
             todo.close()  # to free the tasks: the workers keep `todo`
             if not ended() and pid == os.getpid():
                 self._generation[0] = 0  # the workers then skip the batches that were requested ahead
 
-    def _read_here(self, todo: Iterator[Planned], zero_copy: bool) -> Iterator[Made]:
+    def _read_here(self, todo: Iterator[Planned]) -> Iterator[Made]:
         for task, indices in todo:
             encoded, rest = self._samples.batch(indices.tolist())
-            if zero_copy:  # the images stay in the memory of the source
-                views = tuple(np.frombuffer(data, dtype=np.uint8) for data in encoded)
-                yield task, fields_of(rest, data=np.empty(0, dtype=np.uint8), offsets=offsets_of(encoded), views=views)
-                continue
-            pieces = pack(encoded, rest)
-            encoded.clear()
-            block = np.empty(sum(map(len, pieces)), dtype=np.uint8)
-            join(pieces, block.data)
-            yield task, unpack(block, source=self.source, indices=indices)
+            # a source may write the next sample into the same memory, if it is not read-only
+            kept = (data if data.readonly else data.tobytes() for data in encoded)
+            yield task, (tuple(np.frombuffer(data, dtype=np.uint8) for data in kept), rest)
 
     def _received(self, generation: int, todo: Iterator[Planned], ended: Callable[[], bool]) -> Iterator[Made]:
         begun = False

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.read.packing import join
 from gpuaug.source.shared_memory import SUPPORTED
 
 NAME = "batches"  # of the memory in /proc
@@ -38,10 +37,15 @@ class Ring:
 
     # -- in all processes
 
-    def write(self, slot: int, pieces: list[Any]) -> int:
-        """Join the pieces in the slot and return their total size. ``pieces`` is empty afterwards."""
-        size = sum(map(len, pieces))
-        join(pieces, memoryview(self._map(slot, size)))  # `os.pwrite` takes 4 instead of 1 us for 36 KiB
+    def write(self, slot: int, parts: list[Any]) -> int:
+        """Join the parts in the slot and return their total size. ``parts`` is empty afterwards."""
+        size, begin = sum(map(len, parts)), 0
+        target = memoryview(self._map(slot, size))  # `os.pwrite` takes 4 instead of 1 us for 36 KiB
+        parts.reverse()
+        while parts:  # each part is freed after its copy, because a batch should be in memory only once
+            part = parts.pop()
+            target[begin : begin + len(part)] = part
+            begin += len(part)
         return size
 
     def read(self, slot: int, size: int) -> NDArray[np.uint8]:

@@ -45,8 +45,7 @@ _of_parent: list[Any] = []  # iterators of the parent; if a forked child freed t
 
 Planned = tuple[Task, NDArray[np.int64]]  # a task, and the sample numbers to read for it
 
-# slot, number of the iterator, and how many sample numbers are in the slot: of this batch, and for `source.prefetch`
-Request = tuple[int, int, int, int]
+Request = tuple[int, int, int]  # slot, number of the iterator, and how many sample numbers are in the slot
 NO_SLOT = -1  # there is no task: nothing to read
 Answer = int | str  # bytes in the slot (0: the iterator has ended, and nothing was read), or why there are none
 
@@ -70,9 +69,7 @@ class Workers:
     ) -> None:
         self.timeout, self._source = timeout, samples.source
         self._ring = Ring(num_workers * prefetch_factor + 1 + HELD)
-        # Workers take turns, so a worker's next batch is `num_workers` places later.
-        lookahead = num_workers if callable(samples.source.prefetch) else 0
-        self._requests = _Requests(self._ring, lookahead)
+        self._requests = _Requests(self._ring)
         self._context = _Context(start_method, self._ring)
         self._answers: Any = None
         _owned.add(self)
@@ -191,36 +188,28 @@ class _Requests(Iterator[Request]):
     DataLoader takes one item when the process starts each of the workers' requests ahead, then one per answer.
     """
 
-    def __init__(self, ring: Ring, lookahead: int) -> None:
-        self._ring, self._lookahead = ring, lookahead
-        self.generation = 0
+    def __init__(self, ring: Ring) -> None:
+        self._ring, self.generation = ring, 0
         self._tasks: Iterator[Planned] = iter(())
-        self._waiting = deque[Planned]()
         self.sent = deque[tuple[int, Task | None, int]]()  # generation, task and slot of requests without an answer
         self.error: Exception | None = None  # of the iterator of tasks
 
     def begin(self, generation: int, tasks: Iterator[Planned]) -> None:
         self.generation, self._tasks, self.error = generation, tasks, None
-        self._waiting.clear()
 
     def __next__(self) -> Request:
-        while len(self._waiting) <= self._lookahead and (planned := self._planned()) is not None:
-            self._waiting.append(planned)
-        if not self._waiting:
-            self.sent.append((self.generation, None, NO_SLOT))
-            return NO_SLOT, 0, 0, 0
-        (task, indices), slot = self._waiting.popleft(), self._ring.take()
-        after = self._waiting[-1][1] if 0 < self._lookahead == len(self._waiting) else indices[:0]
-        self._ring.write(slot, [indices.tobytes(), after.tobytes()])
-        self.sent.append((self.generation, task, slot))
-        return slot, self.generation, len(indices), len(after)
-
-    def _planned(self) -> Planned | None:
+        planned = None
         try:
-            return next(self._tasks, None)
+            planned = next(self._tasks, None)
         except Exception as error:  # the consumer gets it after the earlier batches
             self.error = error
-            return None
+        if planned is None:
+            self.sent.append((self.generation, None, NO_SLOT))
+            return NO_SLOT, 0, 0
+        (task, indices), slot = planned, self._ring.take()
+        self._ring.write(slot, [indices.tobytes()])
+        self.sent.append((self.generation, task, slot))
+        return slot, self.generation, len(indices)
 
 
 class _Sender:
@@ -230,15 +219,13 @@ class _Sender:
         self.samples, self.generation, self.ring = samples, generation, ring
 
     def __getitem__(self, request: Request) -> Answer:
-        slot, generation, count, more = request
+        slot, generation, count = request
         if slot == NO_SLOT:
             return 0
         stale = partial(is_over, self.generation.numpy(), generation)
-        numbers = self.ring.read(slot, 8 * (count + more)).view(np.int64).tolist()
+        numbers = self.ring.read(slot, 8 * count).view(np.int64).tolist()
         try:
-            if more and not stale():
-                self.samples.source.prefetch(numbers[count:])
-            pieces = pack(*self.samples.batch(numbers[:count], stale))
+            pieces = pack(*self.samples.batch(numbers, stale))
         except EndedError:
             return 0
         except Exception as error:
@@ -343,8 +330,7 @@ def _leave_to_parent() -> None:
     _owned.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def remedy(error: Exception) -> str:

@@ -57,7 +57,6 @@ class Source:
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
             get this label. None: they get their value in ``labels``.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
-        prefetch: ``source.prefetch(numbers)`` announces samples of the second ``read_many`` call from now.
         same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
             ``i`` and are still in memory.
         mapped: True if the bytes are memory-mapped.
@@ -72,7 +71,6 @@ class Source:
         augmented_by: the settings that made the images, if they are already augmented; see :class:`PackedSource`.
         thread_safe: True if several threads may call ``source[i]`` at the same time. A worker then reads up to
             ``read_threads`` samples at a time. Without it, and with ``read_many``, a worker uses one thread.
-        zero_copy: True if returned bytes stay unchanged while a batch refers to them. The batch need not copy them.
 
     >>> source = Source([(b"...", 0), (b"...", 1)])
     >>> source[1], source.key(1)
@@ -89,12 +87,11 @@ class Source:
     target_kinds: frozenset[str] | None = None
     num_keypoints: int | None = None
     flip_pairs: tuple[int, ...] | None = None
-    mapped = zero_copy = False
+    mapped = False
     # Any, because a subclass may define these as methods, properties or attributes
     thread_safe: Any = False
     label: Any = None
     read_many: Any = None
-    prefetch: Any = None
     same_group: Any = None
     mask_path: Any = None
     objects_digest: Any = None
@@ -200,7 +197,6 @@ class ListedSource(Source):
     _objects: ObjectTable | None = None
     _targets: Tensor | None = None  # float32 [N] or [N, K]: labels that are not one class number per sample
     _digest: str | None = None
-    _has_ranges = True  # whether every sample has its own byte ranges, which can be announced
     _files: Files | None = None  # the image of each sample
     _mask_files: Files | None = None
 
@@ -240,11 +236,6 @@ class ListedSource(Source):
         return self._read if self._is_remote else None
 
     @property
-    def prefetch(self) -> Callable[[Sequence[int]], None] | None:
-        """``prefetch(numbers)`` announces samples for the ``read_many`` call after the next. None for local files."""
-        return self._prefetch if self._is_remote and self._has_ranges else None
-
-    @property
     def thread_safe(self) -> bool:
         """True if samples are files, because several threads may read files at the same time."""
         return self._files is not None
@@ -281,7 +272,8 @@ class ListedSource(Source):
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         if self._files is not None and self._mask_files is None and not self._is_remote:
             return [self._read_local(self._files, i) for i in numbers]  # takes 17 us per image instead of 22 us
-        data = self._storage.read(self._ranges(numbers))
+        mask_ranges = [] if self._mask_files is None else [self._mask_files.range(i) for i in numbers]
+        data = self._storage.read([*map(self._range, numbers), *mask_ranges])
         masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
         return list(map(self._item, numbers, data, masks))
 
@@ -290,13 +282,6 @@ class ListedSource(Source):
             return self._item(index, read_file(join(files.root, os.fsdecode(files.names[index])), image=True))
         except OSError as error:
             return error
-
-    def _prefetch(self, numbers: Sequence[int]) -> None:
-        self._storage.prefetch(self._ranges(numbers))
-
-    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        masks = [] if self._mask_files is None else [self._mask_files.range(i) for i in numbers]
-        return [*map(self._range, numbers), *masks]
 
     def _range(self, index: int) -> Range:
         """The bytes of image ``index``."""

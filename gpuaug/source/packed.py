@@ -96,7 +96,6 @@ class PackedSource(ListedSource):
         self.manifest = self._read_manifest()
         self.format: str = self.manifest["format"]
         self.mapped = self.format == "uint8" and not is_url(self.root)
-        self.zero_copy = self.mapped
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self.augmented_by: dict[str, Any] | None = self.manifest.get("augmented")
         if self.augmented_by is not None and size is not None:

@@ -72,8 +72,6 @@ class ParquetSource(ListedSource):
     >>> source = ParquetSource("data/train-*.parquet", image="image", objects="objects")
     """
 
-    _has_ranges = False
-
     def __init__(
         self,
         root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

@@ -209,11 +209,6 @@ class ShardSource(ListedSource):
         )
         return joined(ranges, most=LARGE)
 
-    def _ranges(self, numbers: Sequence[int]) -> list[Range]:
-        if self._count == 1:
-            return super()._ranges(numbers)
-        return [part for i in numbers for part in self._parts(i)]
-
     def _read(self, numbers: Sequence[int]) -> list[Any]:
         if self._count == 1:  # the general case below takes 10 us more per sample
             return super()._read(numbers)

@@ -6,6 +6,7 @@ import threading
 import time
 
 import forked
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,7 @@ from gpuaug.read.prefetch import Producer
 
 def batch(number, size):
     return EncodedBatch(
-        data=torch.full((size,), number % 256, dtype=torch.uint8),
-        offsets=torch.tensor([0, size]),
+        images=(np.full(size, number % 256, dtype=np.uint8),),
         labels=torch.tensor([number]),
         indices=torch.tensor([number]),
         repeats=torch.zeros(1, dtype=torch.int64),
@@ -58,7 +58,7 @@ def test_batches_come_whole_and_in_order_and_never_more_bytes_than_the_bound():
     for number, size in enumerate(sizes):
         assert ahead.bytes_waiting <= 2000
         found = next(ahead)
-        assert found.data.tolist() == [number % 256] * size
+        assert found.images[0].tolist() == [number % 256] * size
         assert found.labels.item() == found.indices.item() == number
     assert next(ahead, None) is None
     assert next(ahead, None) is None
@@ -82,9 +82,9 @@ def test_a_batch_larger_than_the_bound_waits_alone():
     ahead = Producer(feed(), name="ahead", max_bytes=100)
     ahead.start()
     assert settled(lambda: ahead.bytes_waiting, 10) == 10
-    assert len(next(ahead).data) == 10
+    assert len(next(ahead).images[0]) == 10
     assert settled(lambda: ahead.bytes_waiting, 5000) == 5000
-    assert [len(next(ahead).data) for _ in range(3)] == [5000, 10, 5000]
+    assert [len(next(ahead).images[0]) for _ in range(3)] == [5000, 10, 5000]
     assert next(ahead, None) is None
 
 

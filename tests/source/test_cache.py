@@ -112,7 +112,7 @@ def test_workers_of_every_start_method_fill_and_read_one_memory(method):
     for _ in range(2):
         for batch in reader.batches(batches(range(20))):
             for row, index in enumerate(batch.indices.tolist()):
-                assert bytes(batch.encoded(row).numpy()) == source.bytes(index)
+                assert batch.images[row].tobytes() == source.bytes(index)
     reader.close()
     assert source.reads.tolist() == [1] * 20
     assert bytes(cached[7][0]) == source.bytes(7)  # written by a worker, seen here

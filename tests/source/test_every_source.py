@@ -62,7 +62,6 @@ def test_a_bucket_is_the_same_as_its_folder(name, tmp_path, port):
     there = make(url, remote=Remote(options=options(f"http://127.0.0.1:{port}"), cache=tmp_path / "cache"))
     assert (there.digest(), there.objects_digest()) == (local.digest(), local.objects_digest())
     numbers = [*reversed(range(len(local))), 0]
-    there.prefetch(numbers)
     assert [*map(told, there.read_many(numbers))] == [*map(told, local._read(numbers))]
     again = pickle.loads(pickle.dumps(local))
     assert [*map(told, again._read(numbers))] == [*map(told, local._read(numbers))]

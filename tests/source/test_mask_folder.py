@@ -58,7 +58,7 @@ def test_pairs_have_the_same_path(tmp_path):
         pixels = np.asarray(Image.open(io.BytesIO(source[i][1].mask)))
         assert (pixels == STEMS.index(source.key(i)[:-4])).all()
     assert source.target_kinds == {"masks"}
-    assert source.labels is source.classes is source.read_many is source.prefetch is None
+    assert source.labels is source.classes is source.read_many is None
     assert repr(source) == f"MaskFolderSource({str(tmp_path / 'images')!r}: 4 images with masks)"
     again = pickle.loads(pickle.dumps(source))
     assert list(again) == list(source)
@@ -185,7 +185,6 @@ def test_a_bucket_is_the_same_as_its_folder(tmp_path):
             proxy.reset()
             assert source.read_many(range(4)) == list(local)
             assert len(proxy.gets) == 8  # both ranges of each sample in one read
-            source.prefetch([0])
             assert source.read_many([2, 2]) == [local[2]] * 2
             assert len(proxy.gets) == 8  # from the disk cache
         mixed = gpuaug.MaskFolderSource(

@@ -113,7 +113,7 @@ def test_the_smallest_limit_counts(photos: Path, tmp_path: Path, monkeypatch: py
 def test_command_writes_every_term(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     call = ["plan", f"source.root={photos}", "augment=flip", "batch_size=16", "num_workers=1", "device=cpu"]
-    assert main([*call, f"json={file}", "seconds=4", "cache=ram", "ahead=1MiB"]) == 0
+    assert main([*call, f"json={file}", "seconds=2", "cache=ram", "ahead=1MiB"]) == 0
     printed, values = capsys.readouterr().out, json.loads(file.read_text())
     sizes = {each["stage"]: each["bytes"] for each in values["stages"]}
     for name in ("start", "read: workers", "read: bytes", "decode, augment", "cache"):

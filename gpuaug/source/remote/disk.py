@@ -60,9 +60,6 @@ class Disk:
             os.utime(path)  # eviction uses this time, because most disks are mounted without access times
         return data
 
-    def has(self, name: str) -> bool:
-        return os.path.exists(self._path(name))
-
     def put(self, entries: Sequence[tuple[str, bytes]]) -> None:
         """Store pairs (name, bytes). If the disk cannot be written, log one warning."""
         if not entries:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -32,9 +32,6 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between tries; pa
 GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, because two requests take longer
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # limit for levels of folders, because a server may list a folder in itself
-LEFT_OVER = 256  # prefetched ranges that are kept at least
-PACKAGES = {"hdfs": "pyarrow", "webhdfs": "requests", "sftp": "paramiko", "hf": "huggingface_hub"}  # by protocol
-HDFS = " It needs Java and Hadoop's libhdfs. Set JAVA_HOME, HADOOP_HOME and CLASSPATH, or use webhdfs://."
 
 _ABANDONED: list[Any] = []  # the parent's clients; closing them after a fork would wait for threads that do not exist
 
@@ -92,8 +89,6 @@ class FileInfo(NamedTuple):
 class Storage:
     """Reads and lists files, local or behind URLs. Every process opens its own connections, also after a fork."""
 
-    _next: list[Range]  # to prefetch during the next read
-    _begun: dict[Range, Any]  # futures of prefetched ranges
     _disk: Disk | None
 
     def __init__(self, remote: Remote | None = None) -> None:
@@ -118,11 +113,8 @@ class Storage:
             else:
                 held += large
                 answers[part] = self._read_locally(part)
-        hints, self._next = self._next, []
         if remote := [part for part, answer in answers.items() if answer is None]:
-            if self._disk is not None:
-                hints = [part for part in hints if not self._disk.has(_cache_name(part))]
-            new = self._ask(remote, "read", hints)
+            new = self._ask(remote, "read")
             if self._disk is not None:
                 self._disk.put([(_cache_name(part), data) for part, data in new.items() if isinstance(data, bytes)])
             answers |= new
@@ -141,13 +133,6 @@ class Storage:
             return self._open_file(part.path).read(part.begin, part.size, version=part.version, image=is_image)
         except OSError as error:
             return error
-
-    def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Announce the ranges of the read after the next. The small ones are requested during the next read."""
-        self._reset_after_fork()
-        self._next = [
-            x for x in ranges if is_url(x.path) and x.size != 0 and max(x.image or 0, x.size or 0) <= local.LARGE
-        ]
 
     def read_file(self, path: str, *, limit: int = 0) -> bytes:
         """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: in bytes; 0: 1 GiB."""
@@ -254,12 +239,11 @@ class Storage:
         self._threads = ThreadPoolExecutor(self.remote.concurrency, thread_name_prefix="gpuaug-remote")
         self._open_file = lru_cache(OPEN_FILES)(local.OpenFile)
         self._stop = threading.Event()  # set by Ctrl-C, to end pauses between tries
-        self._next, self._begun = [], {}
         self._disk = None if self.remote.cache is None else Disk(self.remote.cache, max_bytes=self.remote.cache_bytes)
 
     def _reset_after_fork(self) -> None:
         if self._pid != os.getpid():
-            _ABANDONED.append((self._system, self._threads, self._begun))
+            _ABANDONED.append((self._system, self._threads))
             self._reset()
 
     def _open(self, bucket: str) -> Any:
@@ -274,35 +258,26 @@ class Storage:
         except GpuaugError:
             raise
         except ImportError as error:
-            package = PACKAGES.get(scheme, "gpuaug[remote]")
-            raise SourceError(f"{scheme}:// needs another package: {error}. Run `pip install {package}`.") from error
+            raise SourceError(
+                f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]`."
+            ) from error
         except OSError as error:
-            text = f"{scheme}:// cannot be opened: {clean(str(error).partition(chr(10))[0] or repr(error))}."
-            raise SourceError(text + (HDFS if scheme == "hdfs" else "")) from error
+            text = clean(str(error).partition("\n")[0] or repr(error))
+            raise SourceError(f"{scheme}:// cannot be opened: {text}.") from error
         except (TypeError, ValueError) as error:
             text = clean(str(error).partition("\n")[0])
             raise ConfigError(f"`source.remote.options` are not valid for {scheme}://. {text}.") from error
 
-    def _ask(self, parts: Iterable[Range], call: str, prefetch: Sequence[Range] = ()) -> dict[Range, Any]:
-        """The answer of ``call`` for each range, or the exception of its last try. Also start to read ``prefetch``."""
-        begun = self._begun
-        futures = {part: begun.pop(part, None) or self._start(call, part) for part in dict.fromkeys(parts)}
-        begun |= {part: self._start("read", part) for part in prefetch if part not in futures and part not in begun}
-        for part in list(begun)[: -max(LEFT_OVER, 2 * len(prefetch))]:  # a read that never came
-            if future := begun.pop(part, None):
-                future.cancel()
+    def _ask(self, parts: Iterable[Range], call: str) -> dict[Range, Any]:
+        """The answer of ``call`` for each range, or the exception of its last try."""
+        parts = list(dict.fromkeys(parts))
+        calls = [getattr(self._system(_bucket(part.path)), call) for part in parts]
         try:
-            return {part: future.result() for part, future in futures.items()}
-        except BaseException:  # for example Ctrl-C
+            return dict(zip(parts, self._threads.map(self._try, calls, parts), strict=True))
+        except BaseException:  # for example Ctrl-C; `map` cancels what has not begun
             self._stop.set()
             self._stop = threading.Event()
-            for future in (*futures.values(), *begun.values()):
-                future.cancel()
-            begun.clear()
             raise
-
-    def _start(self, call: str, part: Range) -> Future[Any]:
-        return self._threads.submit(self._try, getattr(self._system(_bucket(part.path)), call), part)
 
     def _try(self, call: Callable[[Range], Any], part: Range) -> Any:
         """The answer of ``call``, or its exception: for a temporary error a ReadError, which no caller retries."""

@@ -304,8 +304,8 @@ def set_largest_epoch(loader: Loader) -> tuple[float, int]:
     tasks = [(order.indices[at], order.repeats[at], torch.ones(len(at), dtype=torch.bool)) for at in some.split(16)]
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
     first, size = list[Any](), 0
-    for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch, zero_copy=False):
-        size, first = size + encoded.data.nbytes, first or [encoded]
+    for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch):
+        size, first = size + encoded.nbytes, first or [encoded]
 
     def pixels(epoch: int) -> int:
         windows = pipeline.read_headers(first[0], epoch).windows
