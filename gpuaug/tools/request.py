@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpuaug import checks, config
 from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.loader.loader import Loader
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
 # keys that the held-out loader (`val.`) takes from the training loader if overrides do not set them
@@ -166,3 +167,14 @@ class Request:
                 continue
             if root not in map(str, config.compose("train", config_dir=self.config_dir)):
                 raise ConfigError(f"`{root}` is not a key of the command or of the loader. Did you mean `{near[0]}`?")
+
+
+def count_batches(loader: Loader) -> int:
+    """The number of batches of an epoch on this rank. ConfigError if it is 0."""
+    if count := len(loader):
+        return count
+    ranks = loader.epoch_order.world_size
+    raise ConfigError(
+        f"an epoch has no batches: {len(loader.source)} samples, `batch_size={loader.batch_size}`"
+        f"{f' on {ranks} ranks' if ranks > 1 else ''}, `last={loader.last}`. Lower `batch_size` or set `last=pad`."
+    )

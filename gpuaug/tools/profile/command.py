@@ -10,11 +10,10 @@ import torch
 from gpuaug import checks, machine
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.profile.advice import TITLES, WORTH, Verdict, diagnose
 from gpuaug.tools.profile.trace import STAGES, Step
 from gpuaug.tools.report import Report
-from gpuaug.tools.request import Keys, Request
+from gpuaug.tools.request import Keys, Request, count_batches
 from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.training import Settings as TrainingSettings
 from gpuaug.tools.train.training import Training

@@ -30,9 +30,8 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.report import Report, output
-from gpuaug.tools.request import Keys
+from gpuaug.tools.request import Keys, count_batches
 from gpuaug.tools.train.checkpoint import VERSION, digest, read_checkpoint
 from gpuaug.tools.train.pace import Pace
 
