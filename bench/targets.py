@@ -115,7 +115,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
         indices, augment = encoded.indices.numpy(), pipeline.recipe
         drawn = augment.draw(seed=0, epoch=0, indices=indices)
         windows = augment.windows(drawn, info.height, info.width)
-        images, _ = decoder.pixels(encoded, info, windows)
+        images, _ = decoder.pixels(info, windows)
         masks = None
         if "masks" in kinds:
             size = {"exif": 1, "max_pixels": 1 << 24}

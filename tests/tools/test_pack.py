@@ -180,11 +180,10 @@ def test_without_sizes_pixels_are_the_decoders(photos: Path, tmp_path: Path, bac
     packed = PackedSource(tmp_path / "out")
     assert packed.sizes == ["full"]
     decoder = decode.open("cpu")
-    indices = source.indices
-    (batch,) = Reader(source).batches([(indices, indices * 0, indices >= 0)])
-    for i, image in enumerate(decoder.full(batch, decoder.read_headers(batch))):
-        assert (pixels_of(packed[i][0]) == image.numpy()).all()
-        assert packed.key(i) == source.key(int(indices[i]))
+    tasks = [(index, index * 0, index >= 0) for index in source.indices.split(1)]
+    for i, batch in enumerate(Reader(source).batches(tasks)):
+        assert (pixels_of(packed[i][0]) == decoder.whole(decoder.read_headers(batch)).numpy()).all()
+        assert packed.key(i) == source.key(int(source.indices[i]))
     decoder.close()
 
 
