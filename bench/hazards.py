@@ -91,7 +91,7 @@ def _training() -> Callable[[int], None]:
 def context() -> Any:
     """On which devices does a process have a context after an import? Forked workers must not inherit one."""
     ours = "from gpuaug.tools.doctor.probes import _batch, _images; from gpuaug.decode.decoder import Decode\n"
-    ours += "d = Decode().open('cpu'); b = _batch([_images()[0][1]]); d.full(b, d.read_headers(b))"
+    ours += "d = Decode().open('cpu'); b = _batch([_images()[0][1]]); d.whole(d.read_headers(b))"
     ways = {
         "nothing": "",
         "import nvidia.nvimgcodec": "import nvidia.nvimgcodec",
@@ -121,13 +121,13 @@ def feed() -> Any:
         augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment)
         look, drawn = decoder.read_headers(batch), augment.draw(seed=0, epoch=0, indices=np.arange(BATCH))
         boxes = augment.windows(drawn, look.height, look.width)
-        images, _ = decoder.pixels(batch, look, boxes)
+        images, _ = decoder.pixels(look, boxes)
         stages: dict[str, Callable[[], Any]] = {
             "headers": partial(decoder.read_headers, batch),
             "draws": partial(augment.draw, seed=0, epoch=0, indices=np.arange(BATCH)),
             "boxes": partial(augment.windows, drawn, look.height, look.width),
-            "pixels": partial(decoder.pixels, batch, look, boxes),
-            "augment": partial(augment.apply, images, drawn, dtype=torch.bfloat16),
+            "pixels": partial(decoder.pixels, look, boxes),
+            "augment": partial(augment.render, images, drawn, dtype=torch.bfloat16),
         }
         for name, stage in stages.items():
             took = []
@@ -228,7 +228,7 @@ def graveyard() -> Any:
 
     ways: dict[str, Callable[[], Any]] = {
         "training alone": lambda: None,
-        "ours": lambda: decoder.pixels(batch, look, boxes)[0][0],
+        "ours": lambda: decoder.pixels(look, boxes)[0][0],
         "DLPack": by_dlpack,
     }
     found = {}
@@ -338,7 +338,7 @@ def batch() -> Any:
 
             def on(rows: list[int], augment: Any = augment) -> list[torch.Tensor]:
                 drawn = augment.draw(seed=1, epoch=0, indices=rows)
-                made: list[torch.Tensor] = augment.apply([x[rows] for _ in augment.views], drawn, dtype=torch.float32)
+                made: list[torch.Tensor] = augment.render([x[rows] for _ in augment.views], drawn, dtype=torch.float32)
                 return made
 
             whole, gaps = on(list(range(64))), []

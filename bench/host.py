@@ -71,7 +71,7 @@ def measure(recipe: str, batch_size: int, rounds: int) -> dict[str, float]:
         look = timed("headers", decoder.read_headers)(batch)
         drawn = timed("draw", lambda: augment.draw(seed=0, epoch=k, indices=np.arange(batch_size)))()  # noqa: B023
         boxes = timed("boxes", augment.windows)(drawn, look.height, look.width)
-        images, _ = timed("plan", decoder.pixels)(batch, look, boxes)
+        images, _ = timed("plan", decoder.pixels)(look, boxes)
         took["plan"][-1] -= took["feed"][-1]
         took["feed"][-1] -= sum(took["copy"])
         took["copy"].clear()

@@ -31,7 +31,6 @@ from gpuaug.decode.request import (
     Pixels,
     Route,
     decode_fault,
-    largest_view,
     num_parts,
     oriented,
     oriented_batch,
@@ -45,7 +44,7 @@ log = logging.getLogger("gpuaug")
 MAX_THREADS = 1024  # more is surely a typo; DALI starts all threads at once, and each has a stack
 _MAX_REBUILDS = 3  # new pipelines per batch; if the device itself is broken, every new pipeline fails too
 
-_END_OF_JPEG = b"\xff\xd9"
+_END_OF_JPEG = np.array([0xFF, 0xD9], dtype=np.uint8)
 # A small file can claim many pixels. So an image with more than max(2**25, `max_pixels` / 4) pixels must have at least
 # one byte per 64 pixels. Even a JPEG of one colour has that. Then no file below 1 MiB takes more than 2 s of a core.
 _SPARSE_PIXELS, _PIXELS_PER_BYTE = 2**25, 64
@@ -147,39 +146,36 @@ class Decoder:
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
 
     def read_headers(self, batch: EncodedBatch) -> HeaderInfo:
-        """Read sizes, orientations and faults from the headers."""
+        """Read sizes, orientations and faults from the headers. The result keeps the images' bytes, to decode them."""
         shape = np.zeros((len(batch), 2), dtype=np.int64)
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
         memory = np.zeros(len(batch), dtype=np.int64)
-        codec, faults, replaced = [""] * len(batch), [], dict[int, Pixels]()
+        repaired = np.zeros(len(batch), dtype=bool)
+        codec, faults, images = [""] * len(batch), [], list(batch.images)
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs per sample
             if row in unread:
                 continue
             try:
-                info, route[row], replacement = self._read_header(encoded)
+                info, route[row], images[row] = self._read_header(encoded)
             except HeaderError as e:
                 faults.append(decode_fault(row, encoded, str(e)))
                 continue
-            if replacement is not None:
-                replaced[row] = replacement
+            repaired[row] = images[row] is not encoded
             codec[row], orientation[row] = info.codec, info.orientation
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
             each = info.pixel_bytes + (3 if info.orientation == 1 else 6)
             memory[row] = info.height * info.width * each + len(encoded)
         height, width = shape.T.copy()
-        return HeaderInfo(codec, height, width, orientation, faults, route, memory, replaced)
+        return HeaderInfo(codec, height, width, orientation, faults, route, memory, images, repaired)
 
-    def pixels(
-        self, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]
-    ) -> tuple[list[Tensor], list[Fault]]:
+    def pixels(self, headers: HeaderInfo, windows: Sequence[CropWindows]) -> tuple[list[Tensor], list[Fault]]:
         """Decode each image once and make all its views. On CUDA, the work is queued on torch's current stream.
 
         Args:
-            batch: encoded images.
-            headers: :meth:`read_headers` of this batch.
+            headers: :meth:`read_headers` of the batch.
             windows: one entry per view, with B rows.
 
         Returns:
@@ -190,30 +186,30 @@ class Decoder:
         """
         if not windows:
             return [], []
-        return self._decode(len(batch), DecodeRequest.of(batch, headers, windows))
-
-    def full(self, batch: EncodedBatch, headers: HeaderInfo) -> list[Tensor]:
-        """Decode whole upright images, uint8 [height, width, 3] on the device. A bad row has shape [0, 0, 3]."""
-        size = int((headers.height * headers.width).sum()) * 3
-        if size > self.settings.max_bytes and len(batch) > 1:
-            raise ConfigError(
-                f"`decode.max_bytes` must hold the {len(batch)} whole images, which take {size} bytes. Found: "
-                f"{self.settings.max_bytes}. Raise `decode.max_bytes`, or take fewer samples."
+        request = DecodeRequest.of(headers, windows)
+        self._pid = self._pid or os.getpid()
+        if self._pid != os.getpid():
+            raise GpuaugError(
+                f"This decoder was used in process {self._pid}, which then forked process {os.getpid()}. A fork does "
+                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
             )
-        zero = np.zeros((len(batch), 2), dtype=np.int32)
-        sizes = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
-        request = DecodeRequest.of(
-            batch, headers, [CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (0, 0))]
-        )
-        images = [torch.zeros((0, 0, 3), dtype=torch.uint8, device=self.device)] * len(batch)
-        for k, row in enumerate(request.rows.tolist()):  # one by one, because a request has one output size
-            alone = request.take(np.array([k]))
-            h, w = sizes[row].tolist()
-            windows = [replace(alone.windows[0], size=(h, w))]
-            views, faults = self._decode(1, replace(alone, rows=np.array([0]), windows=windows))
-            if not faults:
-                images[row] = views[0][0]
-        return images
+        # DALI uses the current device, not the stream's device
+        with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            if self._closed:
+                raise GpuaugError("This decoder is closed. Open a new decoder with `Decode.open`.")
+            too_large = self._too_large(request)
+            request = request.take(np.flatnonzero(~np.isin(request.rows, [fault.row for fault in too_large])))
+            decode = self._on_device if isinstance(self._dali, dali.CudaPipeline) else self._on_host
+            images, faults = decode(len(headers), request)
+            return images, [*too_large, *faults]
+
+    def whole(self, headers: HeaderInfo) -> Tensor:
+        """The whole upright image of a batch of one: uint8 [height, width, 3] on the device; [0, 0, 3] if it is bad."""
+        size = np.stack([headers.height, headers.width], axis=1).astype(np.int32)
+        corner, (h, w) = np.zeros_like(size), size[0].tolist()
+        window = CropWindows(np.concatenate([corner, size], axis=1), size, corner, (h, w))
+        (view,), faults = self.pixels(headers, [window])
+        return view[0, :0, :0] if faults else view[0]
 
     def close(self) -> None:
         """Free threads and DALI's memory. A forked child leaves them to its parent."""
@@ -232,39 +228,35 @@ class Decoder:
 
     # -- headers --
 
-    def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels | None]:
-        """The image's header and route, and repaired bytes to decode instead of ``encoded``; None: no repair."""
-        # only the headers of other codecs need a copy, because a memoryview has no `find`
-        data: Any = encoded.data if header.sniff(encoded.data) == "raw" else encoded.tobytes()
-        original = data
+    def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels]:
+        """The image's header and route, and the bytes to decode: ``encoded``, or repaired bytes."""
         try:
-            info = header.read(data)
+            info = header.read(encoded.data)
         except TruncatedError:
             if not self.accept_truncated:
                 raise
-            data = original + _END_OF_JPEG
-            info = header.read(data)
+            encoded = np.concatenate([encoded, _END_OF_JPEG])
+            info = header.read(encoded.data)
         if info.ancillary > _ANCILLARY_BYTES:
-            data = header.png_pixels(original)
-        info, route = self._check_header(data, info)
-        return info, route, None if data is original else np.frombuffer(data, dtype=np.uint8)
+            encoded = np.frombuffer(header.png_pixels(encoded.data), dtype=np.uint8)
+        return *self._check_header(encoded, info), encoded
 
-    def _check_header(self, data: bytes, info: Header) -> tuple[Header, Route]:
+    def _check_header(self, encoded: Pixels, info: Header) -> tuple[Header, Route]:
         """Check the limits. Return the header and the route. For some codecs, Pillow reads the size."""
         codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
         if codec not in codecs:
             raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
         if codec in header.BY_PILLOW:
-            info = pillow.complete(info, data)
+            info = pillow.complete(info, encoded.data)
         name, pixels = f"{codec} of {info.height}x{info.width}", info.height * info.width
         if pixels == 0:
             raise HeaderError(f"{codec} without pixels: {info.height}x{info.width}")
         if pixels > max_pixels:
             raise HeaderError(f"{name} is larger than `decode.max_pixels` ({max_pixels})")
         work = pixels * info.effort
-        if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(data)):
+        if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(encoded)):
             raise HeaderError(
-                f"{name} has only {len(data)} bytes: an image this large needs a byte for every "
+                f"{name} has only {len(encoded)} bytes: an image this large needs a byte for every "
                 f"{_PIXELS_PER_BYTE // info.effort} pixels. To accept it, raise `decode.max_pixels` to {4 * work}"
             )
         if info.scans > 1 and info.scans * pixels > _MAX_SCANS * max_pixels:
@@ -276,42 +268,29 @@ class Decoder:
             return info, Route.RAW
         # DALI keeps up to half of its memory while Pillow decodes the other images
         large = self.device.type == "cpu" and 2 * pixels * dali.CpuPipeline.bytes_per_pixel > self.settings.max_bytes
-        if self.backend != "dali" or codec not in dali.CODECS or not info.dali_safe or large:
+        # Pillow decodes PNG, and stops when the image is complete. DALI would decompress all data in the file: a file
+        # of 1 MB can then take 3 GiB of memory. Pillow takes 1.5 times the CPU time of DALI (500 x 375, crop to 224).
+        if self.backend != "dali" or codec != "jpeg" or not info.dali_safe or large:
             return info, Route.PILLOW
-        return info, Route.DALI if dali.accepts(data, info) else Route.REFUSED
+        return info, Route.DALI if dali.accepts(encoded, info) else Route.REFUSED
 
     # -- pixels --
-
-    def _decode(self, count: int, request: DecodeRequest) -> tuple[list[Tensor], list[Fault]]:
-        """Make the views and faults of a batch of ``count`` rows. Rows that are not in the request are zero."""
-        self._pid = self._pid or os.getpid()
-        if self._pid != os.getpid():
-            raise GpuaugError(
-                f"This decoder was used in process {self._pid}, which then forked process {os.getpid()}. A fork does "
-                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
-            )
-        # DALI uses the current device, not the stream's device
-        with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            if self._closed:
-                raise GpuaugError("This decoder is closed. Open a new decoder with `Decode.open`.")
-            too_large = self._too_large(request)
-            request = request.take(np.flatnonzero(~np.isin(request.rows, [fault.row for fault in too_large])))
-            decode = self._on_device if isinstance(self._dali, dali.CudaPipeline) else self._on_host
-            images, faults = decode(count, request)
-            return images, [*too_large, *faults]
 
     def _too_large(self, request: DecodeRequest) -> list[Fault]:
         """Faults of images that would be too large after resizing, such as very thin images."""
         most = self.settings.max_pixels
-        pixels, faults = largest_view(request.windows), []
-        for k in np.flatnonzero(pixels > most).tolist():
-            h, w = request.stored[k, :: -1 if request.swapped[k] else 1]
-            reason = f"resizing {h}x{w} gives more pixels than `decode.max_pixels` ({most})"
-            faults.append(decode_fault(int(request.rows[k]), request.encoded[k], reason))
+        headers, faults = request.headers, []
+        for k in np.flatnonzero(request.largest_view > most).tolist():
+            size = f"{headers.height[k]}x{headers.width[k]}"
+            reason = f"resizing {size} gives more pixels than `decode.max_pixels` ({most})"
+            faults.append(decode_fault(int(request.rows[k]), headers.encoded[k], reason))
         return faults
 
     def _on_host(self, count: int, request: DecodeRequest) -> tuple[list[Tensor], list[Fault]]:
-        """Decode and resize on the CPU, then copy the views to the device."""
+        """Decode and resize on the CPU, then copy the views to the device.
+
+        A view has ``count`` rows. Rows that are not in the request are zero.
+        """
         shapes = [(count, *b.size, 3) for b in request.windows]
         if self.device.type == "cuda":
             images = [torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True) for shape in shapes]
@@ -323,16 +302,16 @@ class Decoder:
             self._paint(part, regions, canvases)
             del regions  # free memory before the next chunk is decoded
         rest = _left(request, failed)
-        raw = rest.take(np.flatnonzero(rest.route == Route.RAW))
+        raw = rest.take(np.flatnonzero(rest.headers.route == Route.RAW))
         self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)
-        faults = self._by_pillow(rest.take(np.flatnonzero(rest.route != Route.RAW)), canvases)
+        faults = self._by_pillow(rest.take(np.flatnonzero(rest.headers.route != Route.RAW)), canvases)
         bad = np.setdiff1d(np.arange(count), request.rows).tolist() + [fault.row for fault in faults]
         for canvas in canvases:
             canvas[bad] = 0
         return [buffers.to_device(x, self.device) for x in images], faults
 
     def _on_device(self, count: int, request: DecodeRequest) -> tuple[list[Tensor], list[Fault]]:
-        """Make views with DALI's CUDA pipeline. The CPU makes the rows that DALI does not decode."""
+        """As :meth:`_on_host`, with DALI's CUDA pipeline. The CPU makes the rows that DALI does not decode."""
         images: list[Tensor] = []
         failed: list[int] = []
 
@@ -344,10 +323,11 @@ class Decoder:
                 image.index_copy_(0, at, view)
 
         for part, views in self._by_dali(request, failed):
-            if len(part) == count and (part.orientation == 1).all():
+            orientation = part.headers.orientation
+            if len(part) == count and (orientation == 1).all():
                 return views, []  # the pipeline decoded the whole batch: no copy needed
-            for value in np.unique(part.orientation):
-                k = np.flatnonzero(part.orientation == value)
+            for value in np.unique(orientation):
+                k = np.flatnonzero(orientation == value)
                 at = buffers.to_device(torch.from_numpy(k), self.device)
                 put(part.rows[k], [oriented_batch(view[at], int(value)) for view in views])
         rest = _left(request, failed)
@@ -425,9 +405,10 @@ class Decoder:
     def _chunks(self, request: DecodeRequest) -> list[DecodeRequest]:
         if self._dali is None:
             return []
-        rows, pixels = np.flatnonzero(_for_dali(request.route, request)), request.stored.prod(axis=1)
+        rows, pixels = np.flatnonzero(_for_dali(request)), request.headers.height * request.headers.width
         if isinstance(self._dali, dali.CudaPipeline):  # a run has one output size; swapped rows need another size
-            groups = [rows[~request.swapped[rows]], rows[request.swapped[rows]]]
+            swapped = request.headers.swapped[rows]
+            groups = [rows[~swapped], rows[swapped]]
         else:
             groups = np.array_split(rows, num_parts(len(rows), 3 * int(pixels[rows].sum()), self.num_threads))
         sizes, most = pixels * self._dali.bytes_per_pixel, self.settings.max_bytes
@@ -436,27 +417,29 @@ class Decoder:
 
     def _by_pillow(self, request: DecodeRequest, canvases: list[Pixels]) -> list[Fault]:
         faults: list[Fault | None] = [None] * len(request)
+        headers, stored = request.headers, request.headers.stored
 
         def one(k: int) -> None:
-            data, row, max_pixels = request.encoded[k].tobytes(), request.take(np.array([k])), self.settings.max_pixels
-            codec, reduced = request.codec[k], self._reduced and request.codec[k] == "jpeg"
+            data, codec, row = headers.encoded[k].data, headers.codec[k], request.take(np.array([k]))
             try:
-                views = pillow.reduced(data, request.stored[k], row.stored_views()) if reduced else None
+                reduced = self._reduced and codec == "jpeg"
+                views = pillow.reduced(data, stored[k], row.stored_views()) if reduced else None
                 if views is None:
-                    image = pillow.decode(data, codec, request.stored[k], request.union[k], max_pixels)
+                    image = pillow.decode(data, codec, stored[k], request.union[k], self.settings.max_pixels)
                     self._paint(row, [image], canvases, alone=True)
                     return
             except HeaderError as e:
-                faults[k] = decode_fault(int(request.rows[k]), request.encoded[k], str(e))
+                faults[k] = decode_fault(int(request.rows[k]), headers.encoded[k], str(e))
                 return
             for view, windows, canvas in zip(views, row.windows, canvases, strict=True):
-                resize.views([oriented(view, int(request.orientation[k]))], windows, canvas, row.rows, threads=1)
+                resize.views([oriented(view, int(headers.orientation[k]))], windows, canvas, row.rows, threads=1)
 
-        sizes, most = request.memory, self.settings.max_bytes
+        # resizing takes memory for the largest view
+        sizes, most = headers.memory + 3 * request.largest_view, self.settings.max_bytes
         for k in np.flatnonzero(sizes > most).tolist():
-            h, w = request.stored[k].tolist()
+            h, w = stored[k].tolist()
             reason = f"decoding {h}x{w} pixels takes {sizes[k]} bytes, more than `decode.max_bytes` ({most}). Raise it"
-            faults[k] = decode_fault(int(request.rows[k]), request.encoded[k], reason)
+            faults[k] = decode_fault(int(request.rows[k]), headers.encoded[k], reason)
         beside_dali = most // 2 if isinstance(self._dali, dali.CpuPipeline) else most  # DALI keeps up to the other half
         for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, beside_dali):
             if sizes[group].sum() > beside_dali:
@@ -465,7 +448,7 @@ class Decoder:
             self.each(group[np.argsort(-sizes[group])].tolist(), one)  # sorted, so that threads get equal shares
             if 4 * self.num_threads * sizes[group].max() > most:
                 self._return_freed_memory()  # each thread's heap would keep the memory of its largest image
-        self.rescued += sum(fault is None for fault, r in zip(faults, request.route, strict=True) if r == Route.REFUSED)
+        self.rescued += sum(fault is None for fault, r in zip(faults, headers.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
 
     def _return_freed_memory(self) -> None:
@@ -509,15 +492,16 @@ def _threads() -> int:
     return count
 
 
-def _for_dali(route: NDArray[np.int8], request: DecodeRequest) -> NDArray[np.bool_]:
+def _for_dali(request: DecodeRequest) -> NDArray[np.bool_]:
     """The rows that DALI decodes, bool [n].
 
     If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
     """
-    return (route == Route.DALI) & (request.union[:, 3] > 1)
+    return (request.headers.route == Route.DALI) & (request.union[:, 3] > 1)
 
 
 def _left(request: DecodeRequest, failed: list[int]) -> DecodeRequest:
     """The rows that DALI has not decoded. Rows in ``failed`` get `Route.REFUSED`."""
-    route = np.where(np.isin(request.rows, failed), Route.REFUSED, request.route).astype(np.int8)
-    return replace(request, route=route).take(np.flatnonzero(~_for_dali(route, request)))
+    route = np.where(np.isin(request.rows, failed), Route.REFUSED, request.headers.route).astype(np.int8)
+    request = replace(request, headers=replace(request.headers, route=route))
+    return request.take(np.flatnonzero(~_for_dali(request)))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+Buffer = bytes | memoryview
+
 CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "avif", "heif", "raw")
-BY_PILLOW = ("tiff", "jpeg2000", "avif", "heif")  # codecs whose headers only Pillow reads
+BY_PILLOW = ("bmp", "tiff", "jpeg2000", "ppm", "avif", "heif")  # codecs whose headers only Pillow reads
 
 # "raw" is gpuaug's own format: magic, height and width as little-endian uint32, then height * width * 3 bytes of RGB
 RAW_HEADER = 16  # bytes
@@ -24,6 +26,8 @@ _SIGNATURES = re.compile(
     rb"|....ftyp(?:(?P<avif>avi[fs]|m[is]f1.{4}(?:.{4}){0,15}?avi[fs])|(?P<heif>hei[cxms]|hev[cxms]|m[is]f1))",
     re.DOTALL,
 )
+# of a JPEG: the first byte of all markers; the markers of scans and of the end
+_MARKER, _SCAN, _END = re.compile(b"\xff"), re.compile(b"\xff\xda"), re.compile(b"\xff\xd9")
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 # numbers of each type of EXIF, for `struct`; bytes and text, which no camera writes, are no orientation
@@ -33,12 +37,11 @@ _JUNK = 65_536  # limit of the bytes outside segments before a JPEG's first scan
 _CHUNKS = 131_072  # limit of the number of chunks; enough for 1 GB in libpng's chunks of 8 kB
 _SCANS = 256  # limit of the scans of a JPEG; encoders write about ten
 _PIECES = {b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"acTL", b"fcTL", b"fdAT"}  # PNG chunks that affect pixels
+_PNG_XMP = b"XML:com.adobe.xmp\0\0"
 _PROFILE = b"Raw profile type exif\0"  # ImageMagick stores EXIF in a PNG as hexadecimal text
 _PROFILE_BYTES = 65_536  # limit of the text that is read; orientation is near its start
-_PPM = re.compile(rb"P([56])" + 3 * rb"(?:\s|#[^\n]*\n)+(\d{1,9})" + rb"\s")
-_BMP_HEADERS = {12, 40, 52, 56, 64, 108, 124}
 # bytes per pixel that Pillow takes, measured with the most channels and bits; TIFF: one strip of 16-bit CMYK
-_MEMORY = {"webp": 14, "tiff": 12, "jpeg2000": 24, "avif": 16, "heif": 16}
+_MEMORY = {"webp": 14, "bmp": 4, "ppm": 12, "tiff": 12, "jpeg2000": 24, "avif": 16, "heif": 16}
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15 without DHT, JPG, DAC
 _ALONE = frozenset(range(0xD0, 0xD9)) | {0x01}  # RST0..7, SOI, TEM: markers without a length
 
@@ -59,8 +62,7 @@ class Header:
         codec: one of `CODECS`.
         height, width: as stored, before orientation; 0 for `BY_PILLOW`, whose headers only Pillow reads.
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
-        dali_safe: False if DALI might refuse a JPEG, WebP or BMP, or decode it differently than Pillow. For example,
-            the two differ in the first frame of an animation.
+        dali_safe: False if DALI might refuse a JPEG, or decode it differently than Pillow.
         scans: number of passes over the pixels. If there are several, arithmetic-coded passes count twice.
         bits: bits per sample; 8 for `BY_PILLOW`.
         effort: CPU time per pixel, relative to an 8-bit PNG.
@@ -80,23 +82,20 @@ class Header:
     ancillary: int = 0
 
 
-def sniff(data: bytes | memoryview) -> str | None:
+def sniff(data: Buffer) -> str | None:
     """The codec, from the first bytes; None if it is not in `CODECS`."""
     match = _SIGNATURES.match(data)
     return match and match.lastgroup
 
 
-def read(data: bytes) -> Header:
-    """Read the header of an encoded image. HeaderError if the image is empty, unknown or broken.
-
-    A "raw" image may be a memoryview, so that its pixels are not copied.
-    """
-    if not data:
+def read(data: Buffer) -> Header:
+    """Read the header of an encoded image, without a copy. HeaderError if the image is empty, unknown or broken."""
+    if not len(data):
         raise HeaderError("empty: 0 bytes")
     codec = sniff(data)
     if codec is None:
-        known = ", ".join(CODECS)
-        raise HeaderError(f"not an image of a known codec ({known}): {len(data)} bytes, which begin with {data[:12]!r}")
+        known, begin = ", ".join(CODECS), bytes(data[:12])
+        raise HeaderError(f"not an image of a known codec ({known}): {len(data)} bytes, which begin with {begin!r}")
     parser = _PARSERS.get(codec)
     try:
         return parser(data) if parser else Header(codec, 0, 0, pixel_bytes=_MEMORY[codec])
@@ -146,17 +145,17 @@ def oriented(exif: bytes | None, xmp: bytes | None) -> int:
     return 1
 
 
-def _jpeg(data: bytes) -> Header:
+def _jpeg(data: Buffer) -> Header:
     exif = xmp = frame = None
     at, junk, adobe = 2, 0, False
     while True:
-        following = data.find(b"\xff", at)  # decoders skip bytes between segments
-        if following < 0:
+        following = _MARKER.search(data, at)  # decoders skip bytes between segments
+        if following is None:
             raise HeaderError("jpeg without a scan")
-        junk += following + 1 - at
+        junk += following.end() - at
         if junk > _JUNK:
             raise HeaderError(f"jpeg with more than {_JUNK} bytes of junk before its first scan")
-        at = following + 1
+        at = following.end()
         marker = data[at]
         if marker in (0xFF, 0x00):
             continue
@@ -171,13 +170,13 @@ def _jpeg(data: bytes) -> Header:
                 raise HeaderError("jpeg with two frame headers")
             frame = (marker, *struct.unpack_from(">BHHB", data, at + 2))
         elif marker == 0xE1:
-            segment = data[at + 2 : at + length]
+            segment = bytes(data[at + 2 : at + length])
             if segment.startswith(b"Exif\0") and exif is None:
                 exif = segment
             elif segment.startswith(_XMP) and xmp is None:
                 xmp = segment
         elif marker == 0xEE:
-            adobe |= length > 13 and data.startswith(b"Adobe", at + 2)
+            adobe |= length > 13 and data[at + 2 : at + 7] == b"Adobe"
         elif marker == 0xDA:
             break
         at += max(length, 2)
@@ -186,11 +185,12 @@ def _jpeg(data: bytes) -> Header:
     if frame is None:
         raise HeaderError("jpeg without a frame header")
     marker, bits, height, width, parts = frame
-    if data.rfind(b"\xff\xd9", at) < 0:  # a decoder that skips the last rows would not notice this
+    if not _END.search(data, max(at, len(data) - 2)) and not _END.search(data, at):
+        # a decoder that skips the last rows would not notice this
         raise TruncatedError(f"jpeg truncated: no end marker in {len(data)} bytes")
     scans, pixel_bytes = 1, 1 if parts == 1 else 4
     if marker in (0xC2, 0xC6, 0xCA, 0xCE) or data[at + 2] < parts:  # progressive, or one component at a time
-        scans = data.count(b"\xff\xda", at - 2)
+        scans = sum(1 for _ in _SCAN.finditer(data, at - 2))
         if scans > _SCANS:
             raise HeaderError(f"jpeg with {scans} scans, more than {_SCANS}")
         pixel_bytes += 2 * parts  # libjpeg keeps the coefficients
@@ -201,7 +201,7 @@ def _jpeg(data: bytes) -> Header:
     return Header("jpeg", height, width, oriented(exif, xmp), dali_safe, scans, bits, pixel_bytes=pixel_bytes)
 
 
-def _png(data: bytes) -> Header:
+def _png(data: Buffer) -> Header:
     if data[12:16] != b"IHDR":
         raise HeaderError("png does not begin with an IHDR chunk")
     width, height = struct.unpack_from(">II", data, 16)
@@ -210,11 +210,11 @@ def _png(data: bytes) -> Header:
     ancillary = 0
     for kind, at, length, _ in chunks(data, "png", 8):
         if kind == b"eXIf":
-            exif = data[at : at + length]
-        elif kind == b"iTXt" and data.startswith(b"XML:com.adobe.xmp\0\0", at):
-            xmp = data[at : at + length]
-        elif kind in (b"tEXt", b"zTXt") and data.startswith(_PROFILE, at):
-            profile = data[at + len(_PROFILE) : at + length]
+            exif = bytes(data[at : at + length])
+        elif kind == b"iTXt" and data[at : at + len(_PNG_XMP)] == _PNG_XMP:
+            xmp = bytes(data[at : at + length])
+        elif kind in (b"tEXt", b"zTXt") and data[at : at + len(_PROFILE)] == _PROFILE:
+            profile = bytes(data[at + len(_PROFILE) : at + length])
             if kind == b"zTXt":
                 with suppress(zlib.error):  # else it is no hexadecimal text
                     profile = zlib.decompressobj().decompress(profile[1:], _PROFILE_BYTES)
@@ -228,7 +228,7 @@ def _png(data: bytes) -> Header:
     )  # fmt: skip
 
 
-def chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
+def chunks(data: Buffer, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
     """Yield (kind, content start, content length, chunk end) for each chunk of a PNG or WebP."""
     for _ in range(_CHUNKS):
         if at + 8 > len(data):
@@ -246,10 +246,10 @@ def chunks(data: bytes, codec: str, at: int) -> Iterator[tuple[bytes, int, int, 
     raise HeaderError(f"{codec} with more than {_CHUNKS} chunks")
 
 
-def png_pixels(data: bytes) -> bytes:
+def png_pixels(data: Buffer) -> bytes:
     """Remove PNG chunks that do not affect pixels, because readers may inflate texts to 1,000 times their size."""
     pieces = (data[at - 8 : end] for kind, at, _, end in chunks(data, "png", 8) if kind in _PIECES)
-    return data[:8] + b"".join(pieces)
+    return b"".join([data[:8], *pieces])
 
 
 def _unhexed(profile: bytes) -> bytes | None:
@@ -261,8 +261,8 @@ def _unhexed(profile: bytes) -> bytes | None:
         return None
 
 
-def _webp(data: bytes) -> Header:
-    kind = data[12:16]
+def _webp(data: Buffer) -> Header:
+    kind = bytes(data[12:16])
     if kind == b"VP8 ":
         if data[23:26] != b"\x9d\x01\x2a":
             raise HeaderError("webp without a key frame")
@@ -279,41 +279,15 @@ def _webp(data: bytes) -> Header:
     width = int.from_bytes(data[24:27], "little") + 1
     height = int.from_bytes(data[27:30], "little") + 1
     exif = xmp = None
-    dali_safe = not flags & 0x02
-    for kind, at, length, end in chunks(data, "webp", 12):  # EXIF and XMP follow the pixels
+    for kind, at, length, _ in chunks(data, "webp", 12):  # EXIF and XMP follow the pixels
         if kind == b"EXIF" and flags & 0x08:
-            exif = data[at : at + length]
+            exif = bytes(data[at : at + length])
         elif kind == b"XMP " and flags & 0x04:
-            xmp = data[at : at + length]
-        dali_safe &= end <= len(data) + 1  # DALI allocates the size that a chunk claims, such as 4 GB for a 1 kB file
-    return Header("webp", height, width, oriented(exif, xmp), dali_safe, pixel_bytes=_MEMORY["webp"])
+            xmp = bytes(data[at : at + length])
+    return Header("webp", height, width, oriented(exif, xmp), pixel_bytes=_MEMORY["webp"])
 
 
-def _bmp(data: bytes) -> Header:
-    offset, size = struct.unpack_from("<II", data, 10)
-    compression = colors = 0
-    if size == 12:
-        width, height, _, bits = struct.unpack_from("<HHHH", data, 18)
-    else:
-        width, height, _, bits, compression = struct.unpack_from("<iiHHI", data, 18)
-        (colors,) = struct.unpack_from("<I", data, 46)
-        width, height = max(width, 0), abs(height)
-    pixels = 14 + size  # earliest offset of the pixels
-    if bits <= 8:
-        pixels += (colors or 1 << bits) * (3 if size == 12 else 4)
-    dali_safe = (
-        compression == 0
-        and size in _BMP_HEADERS
-        and bits in (1, 4, 8, 24, 32)
-        and (bits > 8 or colors <= 1 << bits)
-        and offset >= pixels
-        and len(data) >= offset + (width * bits + 31) // 32 * 4 * height
-    )
-    effort = 8 if compression in (1, 2) else 1  # Pillow decodes run-length encoding in Python
-    return Header("bmp", height, width, dali_safe=dali_safe, effort=effort)
-
-
-def _gif(data: bytes) -> Header:
+def _gif(data: Buffer) -> Header:
     """The size of the GIF's screen, enlarged if the first frame is larger, as in Pillow and browsers."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
@@ -334,23 +308,13 @@ def _gif(data: bytes) -> Header:
     raise HeaderError(f"gif with more than {_CHUNKS} blocks before its first frame")
 
 
-def _ppm(data: bytes) -> Header:
-    match = _PPM.match(data[:4096])
-    if match is None:
-        raise HeaderError("ppm with a broken header")
-    kind, width, height, most = (int(text) for text in match.groups())
-    if most != 255:
-        raise HeaderError(f"ppm with a maximum value of {most}: only 255 is supported")
-    if len(data) - match.end() < (needed := height * width * (3 if kind == 6 else 1)):
-        raise HeaderError(f"ppm of {height}x{width} needs {needed} bytes of pixels. Found: {len(data) - match.end()}")
-    return Header("ppm", height, width)
-
-
-def _raw(data: bytes) -> Header:
+def _raw(data: Buffer) -> Header:
     height, width = struct.unpack_from("<II", data, len(_RAW))
     if len(data) != (needed := RAW_HEADER + height * width * 3):
         raise HeaderError(f"raw of {height}x{width} must have {needed} bytes. Found: {len(data)}")
     return Header("raw", height, width)
 
 
-_PARSERS = {"jpeg": _jpeg, "png": _png, "webp": _webp, "bmp": _bmp, "gif": _gif, "ppm": _ppm, "raw": _raw}
+_PARSERS: dict[str, Callable[[Buffer], Header]] = {
+    "jpeg": _jpeg, "png": _png, "webp": _webp, "gif": _gif, "raw": _raw
+}  # fmt: skip

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpuaug.batch import Int32, Int64, Interpolation
 from gpuaug.decode import header
-from gpuaug.decode.header import Header, HeaderError
+from gpuaug.decode.header import Buffer, Header, HeaderError
 from gpuaug.decode.request import Pixels
 
 # box (top, left, height, width), size (height, width) after resizing, and filter of one view
@@ -23,13 +23,15 @@ View = tuple[list[int], list[int], Interpolation]
 
 # Pillow's plugin has the name of the codec, capitalised; these are the exceptions
 _PLUGINS = {"webp": "WebP", "jpeg2000": "Jpeg2K"}
+_IN_PYTHON = ("bmp_rle", "ppm")  # Pillow's decoders that are Python: run-length encoding, odd numbers of levels
 _STRIP = 2**16  # pixels that are converted to RGB at once: converting a whole image would take 6 more bytes per pixel
 
 
-def complete(info: Header, data: bytes) -> Header:
-    """Fill in what only Pillow reads: size, bits, orientation and memory. For the codecs of `header.BY_PILLOW`."""
+def complete(info: Header, data: Buffer) -> Header:
+    """Fill in what only Pillow reads: size, bits, effort and orientation. For the codecs of `header.BY_PILLOW`."""
     image = _open(data, info.codec)
-    info = replace(info, height=image.height, width=image.width, bits=_bits(image))
+    effort = 8 if image.tile and image.tile[0][0] in _IN_PYTHON else info.effort
+    info = replace(info, height=image.height, width=image.width, bits=_bits(image), effort=effort)
     if info.codec != "avif":  # Pillow turns TIFF upright, and pillow-heif turns HEIF; JPEG 2000 has no orientation
         return info
     return replace(info, orientation=header.oriented(image.info.get("exif"), image.info.get("xmp")))
@@ -51,7 +53,7 @@ def _opener(codec: str) -> Any:
     return getattr(module, f"{plugin}ImageFile")
 
 
-def decode(data: bytes, codec: str, size: Int64, box: Int32, max_pixels: int) -> Pixels:
+def decode(data: Buffer, codec: str, size: Int64, box: Int32, max_pixels: int) -> Pixels:
     """Decode a box of the first frame to RGB, uint8 [h, w, 3]. EXIF orientation is not applied.
 
     Args:
@@ -89,7 +91,7 @@ def decode(data: bytes, codec: str, size: Int64, box: Int32, max_pixels: int) ->
         return rgb
 
 
-def reduced(data: bytes, size: Int64, views: Sequence[View]) -> Iterator[Pixels] | None:
+def reduced(data: Buffer, size: Int64, views: Sequence[View]) -> Iterator[Pixels] | None:
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its size with Pillow's draft mode, and yield each view's resized box.
 
     None: a view needs more pixels. The edges of a box may lie between the pixels of the smaller image. Pillow's resize
@@ -148,12 +150,12 @@ def _faults(codec: str) -> Iterator[None]:
         raise HeaderError(f"{codec} cannot be decoded: {type(e).__name__}: {last_line(str(e))}") from e
 
 
-def _open(data: bytes, codec: str) -> Any:
+def _open(data: Buffer, codec: str) -> Any:
     """Open an image without decoding it. HeaderError if it cannot be opened, or its pixel type is not supported."""
     # `Image.open` would try every codec of Pillow, and would apply Pillow's limit of 179 million
     # pixels. This limit still applies to WebP, TIFF, some GIF images, and crops.
     try:
-        image = _opener(codec)(io.BytesIO(data))
+        image = _opener(codec)(io.BytesIO(bytes(data)))  # the only copy: BytesIO would copy other types twice
     except HeaderError:
         raise
     except Exception as e:  # Pillow raises many types for damaged bytes
@@ -164,7 +166,8 @@ def _open(data: bytes, codec: str) -> Any:
         channels = max(image.tag_v2.get(277, 1), len(image.tag_v2.get(258, ())))
     if channels > 4:
         raise HeaderError(f"{codec} of {channels} channels: 1 to 4 are supported")
-    if image.mode == "F" or (image.mode == "I" and codec != "png"):  # Pillow below 11 opens 16-bit PNGs as I
+    if image.mode == "F" or (image.mode == "I" and codec not in ("png", "ppm")):
+        # PPM with more than 255 levels is I with values up to 65535; so are 16-bit PNGs in Pillow below 11
         kind = "floating-point" if image.mode == "F" else "signed or 32-bit"
         raise HeaderError(f"{codec} of {kind} numbers: only unsigned 8-bit and 16-bit numbers are supported")
     return image

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int32, Int64, Interpolation
+from gpuaug.batch import CropWindows, Fault, Int32, Int64, Interpolation
 from gpuaug.decode.header import RAW_HEADER
 from gpuaug.errors import ConfigError
 
@@ -43,8 +44,9 @@ class HeaderInfo:
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
         route: [B], the :class:`Route` of each row.
         memory: [B], bytes that Pillow takes to decode the image.
-        replaced: maps a row to repaired bytes, which are decoded instead of the sample's bytes: a JPEG to which an end
-            marker was added, or a PNG from which long texts and profiles were removed.
+        encoded: [B], the bytes to decode, uint8 arrays.
+        repaired: [B], whether ``encoded`` differs from the sample's bytes: a JPEG to which an end marker was added, or
+            a PNG from which long texts and profiles were removed.
     """
 
     codec: list[str]
@@ -54,7 +56,28 @@ class HeaderInfo:
     faults: list[Fault]
     route: NDArray[np.int8]
     memory: Int64
-    replaced: dict[int, Pixels]
+    encoded: list[Pixels]
+    repaired: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.codec)
+
+    @property
+    def swapped(self) -> NDArray[np.bool_]:
+        """Whether orientation swaps height and width, bool [B]."""
+        return self.orientation > 4
+
+    @property
+    def stored(self) -> Int64:
+        """(height, width) before orientation, [B, 2]."""
+        upright = np.stack([self.height, self.width], axis=1)
+        return np.where(self.swapped[:, None], upright[:, ::-1], upright)
+
+    def take(self, rows: Int64) -> HeaderInfo:
+        """The information on some rows, without faults."""
+        codec, encoded = [self.codec[row] for row in rows], [self.encoded[row] for row in rows]
+        arrays: dict[str, Any] = {k: v[rows] for k, v in vars(self).items() if isinstance(v, np.ndarray)}
+        return replace(self, codec=codec, encoded=encoded, faults=[], **arrays)
 
 
 @dataclass(frozen=True)
@@ -63,36 +86,24 @@ class DecodeRequest:
 
     Attributes:
         rows: [n], row numbers in the batch.
-        route: [n], the :class:`Route` of each row.
-        encoded: n uint8 arrays.
-        codec: n codecs.
-        orientation: [n], EXIF's 1..8.
-        stored: [n, 2], (height, width) before orientation.
-        memory: [n], bytes that Pillow takes to decode the image, and resizing to make its largest view.
+        headers: of these rows.
         union: [n, 4], the smallest box that holds the windows of all views, before orientation.
         windows: per view, n windows after orientation.
         parts: per view, [n, 4], the same windows before orientation.
     """
 
     rows: Int64
-    route: NDArray[np.int8]
-    encoded: list[Pixels]
-    codec: list[str]
-    orientation: Int64
-    stored: Int64
-    memory: Int64
+    headers: HeaderInfo
     union: Int32
     windows: list[CropWindows]
     parts: list[Int32]
 
     @classmethod
-    def of(cls, batch: EncodedBatch, headers: HeaderInfo, windows: Sequence[CropWindows]) -> DecodeRequest:
+    def of(cls, headers: HeaderInfo, windows: Sequence[CropWindows]) -> DecodeRequest:
         """Ask for all rows that can be decoded. ``windows``: B rows for each view. There is at least one view."""
         rows = np.flatnonzero(headers.route != Route.BAD)
-        orientation, h, w = headers.orientation[rows], headers.height[rows], headers.width[rows]
-        swapped = orientation > 4
-        stored = np.stack([np.where(swapped, w, h), np.where(swapped, h, w)], axis=1)
-        taken = [b.take(rows) for b in windows]
+        headers, taken = headers.take(rows), [b.take(rows) for b in windows]
+        h, w, stored, orientation = headers.height, headers.width, headers.stored, headers.orientation
         corner = np.stack([b.window[:, :2] for b in taken]).min(axis=0)
         end = np.stack([b.window[:, :2] + b.window[:, 2:] for b in taken]).max(axis=0)
         union = np.concatenate([corner, end - corner], axis=1)
@@ -103,47 +114,30 @@ class DecodeRequest:
                 f"A crop's windows must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
                 f"an image of {h[k]}x{w[k]}. Clip them in the crop's `windows()` method."
             )
-        images = batch.images
-        return cls(
-            rows=rows,
-            route=headers.route[rows],
-            encoded=[headers.replaced.get(row, images[row]) for row in rows.tolist()],
-            codec=[headers.codec[row] for row in rows.tolist()],
-            orientation=orientation,
-            stored=stored,
-            memory=headers.memory[rows] + 3 * largest_view(taken),
-            union=to_stored(union, stored, orientation),
-            windows=taken,
-            parts=[to_stored(b.window, stored, orientation) for b in taken],
-        )
+        parts = [to_stored(b.window, stored, orientation) for b in taken]
+        return cls(rows, headers, to_stored(union, stored, orientation), taken, parts)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
-    def swapped(self) -> NDArray[np.bool_]:
-        """Whether orientation swaps height and width, bool [n]."""
-        return self.orientation > 4
+    def largest_view(self) -> Int64:
+        """Number of pixels of each image's largest window after resizing, [n]."""
+        return np.max([b.resized.astype(np.int64).prod(axis=1) for b in self.windows], axis=0)
 
     def take(self, keep: Int64) -> DecodeRequest:
         """A request for the rows at positions ``keep`` of this request."""
-        names = ("rows", "route", "orientation", "stored", "memory", "union")
-        return DecodeRequest(
-            **{name: getattr(self, name)[keep] for name in names},
-            encoded=[self.encoded[k] for k in keep],
-            codec=[self.codec[k] for k in keep],
-            windows=[b.take(keep) for b in self.windows],
-            parts=[part[keep] for part in self.parts],
-        )
+        windows, parts = [b.take(keep) for b in self.windows], [part[keep] for part in self.parts]
+        return DecodeRequest(self.rows[keep], self.headers.take(keep), self.union[keep], windows, parts)
 
     def raw_region(self, k: int) -> Pixels:
         """The pixels of row ``k`` inside its ``union`` box, without a copy. Only for rows with `Route.RAW`."""
-        (h, w), (y, x, height, width) = self.stored[k].tolist(), self.union[k].tolist()
-        return self.encoded[k][RAW_HEADER:].reshape(h, w, 3)[y : y + height, x : x + width]
+        y, x, height, width = self.union[k].tolist()
+        return self.headers.encoded[k][RAW_HEADER:].reshape(*self.headers.stored[k], 3)[y : y + height, x : x + width]
 
     def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
         """For each view: the first row's window and resized size, both before orientation, and the resize filter."""
-        turn = -1 if self.swapped[0] else 1
+        turn = -1 if self.headers.swapped[0] else 1
         views = zip(self.parts, self.windows, strict=True)
         return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]
 
@@ -151,13 +145,8 @@ class DecodeRequest:
         """The view's region of every row, upright. ``regions``: the pixels of each row's ``union`` box."""
         corner = self.parts[view][:, :2] - self.union[:, :2]
         edges = np.concatenate([corner, corner + self.parts[view][:, 2:]], axis=1).tolist()
-        rows = zip(regions, edges, self.orientation.tolist(), strict=True)
+        rows = zip(regions, edges, self.headers.orientation.tolist(), strict=True)
         return [oriented(region[top:bottom, left:right], o) for region, (top, left, bottom, right), o in rows]
-
-
-def largest_view(windows: Sequence[CropWindows]) -> Int64:
-    """Number of pixels of each image's largest window after resizing, [n]."""
-    return np.max([b.resized.astype(np.int64).prod(axis=1) for b in windows], axis=0)
 
 
 def num_parts(samples: int, size: float, threads: int) -> int:

@@ -164,7 +164,7 @@ class Pipeline:
     def decode_images(self, batch: PartialBatch) -> tuple[list[Tensor], list[Fault]]:
         """Returns uint8 [B, H, W, 3] per view on the device, and the faults."""
         assert batch.info is not None
-        return self.decoder.pixels(batch.encoded, batch.info, batch.windows)
+        return self.decoder.pixels(batch.info, batch.windows)
 
     def decode_masks(self, batch: PartialBatch) -> list[Fault]:
         if self.targets is None or batch.targets is None or batch.info is None:
@@ -173,7 +173,7 @@ class Pipeline:
 
     def augment(self, batch: PartialBatch) -> list[Tensor]:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
-        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).apply(
+        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).render(
             batch.images, batch.drawn, chosen=batch.chosen, dtype=self.dtype, memory_format=self.memory_format
         )
         return views

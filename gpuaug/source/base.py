@@ -24,11 +24,10 @@ from gpuaug.source.extra import ExtraNames
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, locate, share
-from gpuaug.source.local import read_file
 from gpuaug.source.object_columns import class_names, column_values, read_objects
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.objects import ObjectTable, checked
-from gpuaug.source.paths import is_url, join, redact
+from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
 
 log = logging.getLogger("gpuaug")
@@ -274,18 +273,10 @@ class ListedSource(Source):
         return None if self._mask_files is None else redact(self._mask_files.range(self._check(index)).path)
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        if self._files is not None and self._mask_files is None and not self._is_remote:
-            return [self._read_local(self._files, i) for i in numbers]  # takes 17 us per image instead of 22 us
         mask_ranges = [] if self._mask_files is None else [self._mask_files.range(i) for i in numbers]
         data = self._storage.read([*map(self._range, numbers), *mask_ranges])
         masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
         return list(map(self._item, numbers, data, masks))
-
-    def _read_local(self, files: Files, index: int) -> Any:
-        try:
-            return self._item(index, read_file(join(files.root, os.fsdecode(files.names[index])), image=True))
-        except OSError as error:
-            return error
 
     def _range(self, index: int) -> Range:
         """The bytes of image ``index``."""

@@ -30,6 +30,7 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # files whose footers, labels and objects are read at the same time
 OPEN_FILES = 64  # files whose footers a process keeps
+ROW_GROUPS = 2  # row groups that a process keeps in memory
 WAVE_BYTES = 64 << 20  # remote row groups are collected up to this size, then requested together
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # uncompressed bytes
@@ -60,7 +61,6 @@ class ParquetSource(ListedSource):
             columns, the extra is a dict.
         classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects.
         subset, exclude: as in :class:`FolderSource`.
-        row_groups: number of row groups that each process keeps in memory.
         remote: how to read from URLs.
 
     Raises:
@@ -83,7 +83,6 @@ class ParquetSource(ListedSource):
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
-        row_groups: int = 2,
         remote: Remote | None = None,
     ) -> None:
         import_pyarrow()
@@ -91,7 +90,6 @@ class ParquetSource(ListedSource):
         for key, value in (("mask", mask), ("objects", objects)):
             checks.text(f"source.{key}", value, optional=True)
         checks.one_of("source.box_format", box_format, get_args(BoxFormat))
-        self.row_groups: int = checks.whole_number("source.row_groups", row_groups, 1)
         self._storage = Storage(remote)
         files = self._storage.expand(root, ending=".parquet")
         self.root, names = common_folder([file.path for file in files])
@@ -195,7 +193,7 @@ class ParquetSource(ListedSource):
                 yield group, ReadError(reason)
             else:
                 self._groups[group] = images
-                if len(self._groups) > self.row_groups:
+                if len(self._groups) > ROW_GROUPS:
                     self._groups.popitem(last=False)
                 yield group, images
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import tracemalloc
 import zlib
@@ -10,7 +11,7 @@ from contextlib import suppress
 from numbers import Number
 
 import pytest
-from hostile import bmp, with_frame
+from hostile import with_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode
@@ -24,7 +25,7 @@ def gradient(form: str, size: tuple[int, int] = (37, 21), **options) -> bytes:
     return encode(Image.linear_gradient("L").resize(size).convert("RGB"), form, **options)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "BMP", "GIF"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF"])
 @pytest.mark.parametrize("size", [(1, 1), (37, 21), (300, 2), (2, 1000)])
 def test_sizes(form, size):
     found = header.read(gradient(form, size))
@@ -42,7 +43,7 @@ def test_scans_of_arithmetic_coding_count_twice():
     assert header.read(arithmetic).scans == 2 * header.read(progressive).scans
 
 
-@pytest.mark.parametrize("form", ["TIFF", "JPEG2000"])
+@pytest.mark.parametrize("form", ["BMP", "PPM", "TIFF", "JPEG2000"])
 def test_size_left_to_the_decoder(form):
     assert header.read(gradient(form)) == Header(form.lower(), 0, 0)
 
@@ -127,16 +128,19 @@ def test_bytes_that_are_refused(data, text):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["JPEG", "PNG", "WEBP", "BMP", "GIF"]), st.data())
+@given(st.sampled_from(["JPEG", "PNG", "WEBP", "GIF"]), st.data())
 def test_any_bytes_give_a_header_or_its_own_error(form, data):
-    encoded = bytearray(gradient(form, **({} if form in ("BMP", "GIF") else {"exif": block("<", 6)})))
+    encoded = bytearray(gradient(form, **({} if form == "GIF" else {"exif": block("<", 6)})))
     for _ in range(data.draw(st.integers(1, 6))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     encoded = encoded[: data.draw(st.integers(0, len(encoded)))]
     try:
         found = header.read(bytes(encoded))
-    except HeaderError:
+    except HeaderError as error:
+        with pytest.raises(HeaderError, match=re.escape(str(error))):
+            header.read(memoryview(encoded))
         return
+    assert header.read(memoryview(encoded)) == found
     assert found.codec in header.CODECS
     assert 1 <= found.orientation <= 8
     assert found.height >= 0
@@ -145,7 +149,7 @@ def test_any_bytes_give_a_header_or_its_own_error(form, data):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8X", b"BM", b"GIF89a"]),
+    st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8X", b"GIF89a"]),
     st.binary(max_size=300),
 )
 def test_any_bytes_after_a_signature(signature, rest):
@@ -214,21 +218,6 @@ def test_a_gif_of_extensions_ends():
         header.read(b"GIF89a\x08\0\x08\0\0\0\0" + b"!\xfe" + b"\x01a" * 500_000)
 
 
-@pytest.mark.parametrize("kind", ["P5", "P6"])
-def test_ppm(kind):
-    samples = 21 * 37 * (3 if kind == "P6" else 1)
-    data = f"{kind}\n# a comment\n37 21 # another\n255\n".encode() + bytes(samples)
-    assert header.read(data) == Header("ppm", 21, 37)
-    for wrong, text in (
-        (data[:-1], "needs"),
-        (data.replace(b"255", b"65535"), "65535.*only 255"),
-        (data.replace(b"37", b"xx"), "broken header"),
-        (f"{kind} 1 1{'#' * 5000}".encode(), "broken header"),
-    ):
-        with pytest.raises(HeaderError, match=text):
-            header.read(wrong)
-
-
 def test_only_what_dali_is_known_to_decode_is_safe():
     jpeg = gradient("JPEG")
     for marker in (0xC0, 0xC1, 0xC2):
@@ -237,18 +226,6 @@ def test_only_what_dali_is_known_to_decode_is_safe():
         assert not header.read(with_frame(jpeg, marker=marker)).dali_safe
     for precision in (0, 1, 7, 9, 12, 16, 17, 255):
         assert not header.read(with_frame(jpeg, precision=precision)).dali_safe
-    for size in (12, 40, 52, 56, 108, 124):
-        for bits in range(65):
-            assert header.read(bmp(bits, size=size)).dali_safe == (bits in (1, 4, 8, 24, 32)), (size, bits)
-    for bits in (1, 4, 8):
-        entries = 1 << bits
-        assert header.read(bmp(bits, colors=entries)).dali_safe
-        assert header.read(bmp(bits, colors=2, entries=2)).dali_safe
-        assert not header.read(bmp(bits, colors=entries + 1)).dali_safe
-        assert not header.read(bmp(bits, entries=entries - 1)).dali_safe
-    for bits in (16, 24, 32):
-        assert not header.read(bmp(bits, compression=3, masks=(0xFF, 0xFF00, 0xFF0000))).dali_safe
-    assert not header.read(bmp(24)[:-1]).dali_safe
 
 
 def test_the_pixels_of_a_png_are_kept():

@@ -45,7 +45,7 @@ def views(decoder: Decoder, images: list[bytes], *crops: CropWindows) -> tuple[l
     """uint8 [B, H, W, 3] per view, and the reasons of the faults."""
     batch = pack(images)
     headers = decoder.read_headers(batch)
-    found, faults = decoder.pixels(batch, headers, crops)
+    found, faults = decoder.pixels(headers, crops)
     return [x.numpy() for x in found], {f.row: f.reason for f in [*headers.faults, *faults]}
 
 

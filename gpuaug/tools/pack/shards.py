@@ -120,7 +120,7 @@ class Packer:
         if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (each.size for each in windows)) > _CANVAS_BYTES:
             alone = (_single(batch, row) for row in rows)
             return [faults.get(row) or self._encode(one, *self._plan(one))[0] for row, one in enumerate(alone)]
-        images, bad = self._decoder.pixels(batch, headers, windows)
+        images, bad = self._decoder.pixels(headers, windows)
         faults |= {fault.row: fault for fault in bad if fault.row not in faults}
         if self._versions is not None:
             made = self._versions.augment(batch, images)  # K arrays [B, H, W, 3]
@@ -137,7 +137,7 @@ class Packer:
         """The bytes to write for one image. ``views``: for each size, the batch's windows and resized images."""
         what, data = self.job.what, batch.images[row]
         begin = data[:16].tobytes()
-        upright = headers.orientation[row] == 1 and row not in headers.replaced
+        upright = headers.orientation[row] == 1 and not headers.repaired[row]
         original = (headers.height[row], headers.width[row]) if upright and header.sniff(begin) == "jpeg" else None
         encoded: Encoded = []
         for windows, canvases in views:
@@ -252,7 +252,7 @@ class Versions:
         views, versions = len(self._places), []
         for epoch in range(self._count):
             drawn = self._recipe.draw(seed=self._seed, epoch=epoch, indices=batch.indices)
-            made = self._recipe.apply(images[epoch * views : (epoch + 1) * views], drawn)
+            made = self._recipe.render(images[epoch * views : (epoch + 1) * views], drawn)
             canvas = np.zeros((len(batch), *self._size, 3), dtype=np.uint8)
             for place, view in zip(self._places, made, strict=True):
                 (top, left), (height, width) = place.corner, place.size

@@ -67,7 +67,7 @@ def _cropped(
     headers = decoder.read_headers(encoded)
     if faults := [*encoded.faults, *headers.faults]:
         raise ValueError(faults[0].reason)
-    image, data = decoder.full(encoded, headers)[0].cpu().numpy(), encoded.images[0].tobytes()
+    image, data = decoder.whole(headers).cpu().numpy(), encoded.images[0].tobytes()
     theirs = image
     if header.sniff(data) != "raw":
         theirs = _by_pillow(data)

@@ -77,9 +77,7 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         legend: Legend = ()
         if settings.show == "operations":
-            shown = originals(loader, indices, epoch=settings.epoch)
-            indices = [sample.index for sample in shown]
-            rows, values = _operations(loader, shown, settings)
+            rows, values = _operations(loader, originals(loader, indices, epoch=settings.epoch), settings)
         else:
             epochs, cell = _epochs(loader, settings), None if is_page else settings.cell or cell_of(loader)
             rows, legend = draw(loader, indices, epochs=epochs, cell=cell)

@@ -25,7 +25,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import adapt
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
-from gpuaug.tools.profile.trace import THREADS, Step, Trace, read_cpu, trace
+from gpuaug.tools.profile.trace import STAGES, THREADS, Step, Trace, read_cpu, trace
 
 log = logging.getLogger("gpuaug")
 
@@ -144,7 +144,7 @@ def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
     wait for it. Without prefetching there is one thread, and its longest stage limits the pass.
     """
     if loader.prefetch == 0:
-        stages = [stage for each in THREADS.values() for stage in each]
+        stages = STAGES
         making = 1 - found.share("step")
         if min(making, found.share("step")) > 0.25:
             return "host overhead", (
@@ -160,9 +160,9 @@ def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
         return _reading(loader, found, share)
     if stage == "step":
         return "model", f"The training step takes {share}."
-    if stage in ("headers", "targets", "mix"):
-        name = {"headers": "Headers, random values and crops", "targets": "Converting targets", "mix": "Mixing"}[stage]
-        return "host overhead", f"{name}: {share}."
+    on_host = {"headers": "Headers, random values and crops", "targets": "Converting targets", "mix": "Mixing"}
+    if stage in on_host:
+        return "host overhead", f"{on_host[stage]}: {share}."
     return stage, f"`{stage}` works {share}."
 
 
