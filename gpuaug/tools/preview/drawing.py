@@ -17,7 +17,7 @@ from gpuaug.display.batches import contents, cross, name_of
 from gpuaug.display.sheet import Legend, SheetRow, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
-from gpuaug.loader.by_number import fetch, uncounted
+from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import active_numbers
 from gpuaug.tools.preview import operations
@@ -223,9 +223,9 @@ def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
 def samples_of(loader: Loader, indices: Sequence[int], *, epochs: Sequence[int]) -> list[Sample]:
     """Load the samples ``indices``: the original images, and the images that training sees in ``epochs``."""
     samples = originals(loader, indices, epoch=epochs[0], cropped=epochs)
-    faults = uncounted(loader.faults, "blank")
+    faults = Faults(policy="blank", truncated=loader.faults.truncated)
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
-        batch = fetch(loader, indices, epoch=epoch, faults=faults)
+        batch = loader.fetch(indices, epoch=epoch, faults=faults)
         for sample, views, valid in zip(samples, contents(batch, batch.look), batch.valid.tolist(), strict=True):
             sample.augmented += views
             if not valid:
