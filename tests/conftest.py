@@ -39,7 +39,7 @@ TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, ou
 # more than 10 seconds of a processor each, the longest first
 LONGEST = [
     "profile", "remote", "train", "triton_kernels", "failures", "fuzz", "truth_batches", "recipe", "train_models",
-    "plan", "pack_epochs", "gpu", "live", "cache", "fitting_in", "docs", "decode", "read", "examples",
+    "plan", "pack_epochs", "gpu", "live", "fitting_in", "docs", "decode", "read", "examples",
     "pack", "forged", "fused", "doctor", "loader", "distributed", "shards", "config", "preview", "truth",
     "loader_targets", "auto", "profile_targets", "bad_values", "bench_gpu", "progressive", "install", "parity",
     "notebooks", "site", "coco",

@@ -83,17 +83,11 @@ class Faults:
             raise DataError(key_of(index), index, faults[0].stage, faults[0].reason)
         self._check_budget(samples, len(faults))
 
-    def end_of_epoch(self, epoch: int, rescued: int, truncated: int, *, log: Log = log) -> None:
-        """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
-
-        Both ``rescued`` and ``truncated`` count samples of this epoch. ``rescued``: one decoder refused the sample, and
-        another decoded it. ``truncated``: the sample was accepted although its end is missing. ``log``: the logger.
-        """
+    def end_of_epoch(self, epoch: int, *, log: Log = log) -> None:
+        """Log how many samples of ``epoch`` were bad. ``log``: the logger."""
         if bad := self._by_epoch.pop(epoch, 0):
             where = f", listed in {self.file}" if self.file else ""
             log.warning("epoch %d: %d bad samples (policy %s)%s", epoch, bad, self.policy, where)
-        if again := rescued + truncated:
-            log.warning("epoch %d: %d samples needed a second attempt (%d of them truncated)", epoch, again, truncated)
 
     def _record(self, fault: Fault, *, index: int, epoch: int, key_of: Callable[[int], str]) -> None:
         key = key_of(index)

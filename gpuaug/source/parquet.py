@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
@@ -41,8 +40,7 @@ class ParquetSource(ListedSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
     In a shuffled order, large row groups are slow: with 100 images per group, reading one sample reads 100 images. A
-    sequential epoch reads each group once. With ``cache=ram``, a shuffled epoch also reads each group only once,
-    because the cache stores whole groups.
+    sequential epoch reads each group once.
 
     With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. The column of objects is a struct of lists or a list
     of structs, as in Hugging Face's COCO. Objects have the same fields as in :class:`ShardSource`. The columns
@@ -127,7 +125,7 @@ class ParquetSource(ListedSource):
         if not len(self._names):
             raise SourceError(f"no images in {len(names)} Parquet files of {redact(self.root)!r}: they have no rows.")
         largest = max(n for groups in rows for n in groups)
-        remedy = ". In shuffled order, each image reads a whole group, except with `cache=ram`" if largest > 1 else ""
+        remedy = ". In shuffled order, each image reads a whole group: write small row groups" if largest > 1 else ""
         log.info("source %s: row groups have up to %d images and are read whole%s", redact(self.root), largest, remedy)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,17 +156,6 @@ class ParquetSource(ListedSource):
         # otherwise Arrow's memory pool would keep 90 instead of 20 MiB for groups of 4 MiB
         import_pyarrow().default_memory_pool().release_unused()
         return items
-
-    def same_group(self, index: int) -> NDArray[np.int64]:
-        """Active samples in the row group of sample ``index``, int64 [n]; empty if the group is not in memory."""
-        group, _ = locate(self._starts, index)
-        if group not in self._groups:
-            return np.zeros(0, dtype=np.int64)
-        begin, end = self._starts[group : group + 2].tolist()
-        if self.indices is None:
-            return np.arange(begin, end)
-        active = self.indices.numpy()
-        return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
         """Yield each group with its columns or error. Groups in memory come first, because a read may drop them."""

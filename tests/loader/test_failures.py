@@ -254,7 +254,7 @@ def test_workers_of_a_forkserver_end_with_a_killed_process(photos):
     import multiprocessing
     multiprocessing.set_forkserver_preload(["torch.utils.data"])  # once for both workers
     if __name__ == "__main__":
-        loader = build(sys.argv[1], start_method="forkserver", cache=gpuaug.RamCache(max_bytes=1 << 20))
+        loader = build(sys.argv[1], start_method="forkserver")
         batches = iter(loader)
         next(batches)
         print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)

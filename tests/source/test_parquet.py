@@ -96,7 +96,7 @@ def test_a_batch_reads_each_row_group_once(folder, monkeypatch):
 def test_what_a_shuffled_order_costs_is_said_with_the_remedy(folder, caplog):
     caplog.set_level("INFO", "gpuaug")
     ParquetSource(folder)
-    assert "`cache=ram`" in caplog.text
+    assert "write small row groups" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
@@ -345,20 +345,6 @@ def test_without_pyarrow(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(SourceError, match=r"pip install gpuaug\[parquet\]"):
         ParquetSource(tmp_path)
-
-
-def test_memory_keeps_no_more_of_a_group_than_is_active_and_fits(tmp_path):
-    from gpuaug.source.cache import CachedSource
-
-    data = [np.random.default_rng(i).bytes(2_000) for i in range(40)]
-    pq.write_table(table(data, label=[0] * 40), tmp_path / "x.parquet", row_group_size=20)
-    part = CachedSource(ParquetSource(tmp_path / "x.parquet", subset=[1, 3, 25]), gpuaug.RamCache(max_bytes="1MiB"))
-    assert bytes(part[3][0]) == data[3]
-    assert part.samples == 2
-    small = CachedSource(ParquetSource(tmp_path / "x.parquet"), gpuaug.RamCache(max_bytes=12_000))
-    assert bytes(small[0][0]) == data[0]
-    assert 1 < small.samples < 20
-    assert [bytes(small[i][0]) for i in range(40)] == data
 
 
 def test_a_column_name_that_is_not_utf8_is_refused(tmp_path):

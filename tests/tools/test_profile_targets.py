@@ -74,7 +74,7 @@ def test_slow_masks_are_the_bottleneck(scenes: Path, tmp_path: Path) -> None:
     assert bottleneck(loader, replace(found, busy=busy))[0] == "masks"
 
 
-@pytest.mark.parametrize("more", [("num_workers=1",), ("num_workers=0", "prefetch=0"), ("cache=ram", "num_workers=1")])
+@pytest.mark.parametrize("more", [("num_workers=1",), ("num_workers=0", "prefetch=0")])
 def test_a_loader_with_targets_is_traced_and_stays_the_same(scenes: Path, more: tuple[str, ...]) -> None:
     def pixels(loader: gpuaug.Loader) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(batch.images.clone(), batch.targets.masks.clone()) for batch in loader]

@@ -259,7 +259,7 @@ class Storage:
             raise
         except ImportError as error:
             raise SourceError(
-                f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]`."
+                f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]` for s3, gs, az, https."
             ) from error
         except OSError as error:
             text = clean(str(error).partition("\n")[0] or repr(error))
@@ -270,20 +270,33 @@ class Storage:
 
     def _ask(self, parts: Iterable[Range], call: str) -> dict[Range, Any]:
         """The answer of ``call`` for each range, or the exception of its last try."""
-        parts = list(dict.fromkeys(parts))
-        calls = [getattr(self._system(_bucket(part.path)), call) for part in parts]
+        groups: dict[Any, list[Range]] = {}  # by client
+        for part in dict.fromkeys(parts):
+            groups.setdefault(self._system(_bucket(part.path)), []).append(part)
+        begun = {x: x.begin(group) for x, group in groups.items() if call == "read" and hasattr(x, "begin")}
         try:
-            return dict(zip(parts, self._threads.map(self._try, calls, parts), strict=True))
+            first = {part: answer for x in begun for part, answer in zip(groups[x], begun[x].result(), strict=True)}
+            answers = {part: answer for part, answer in first.items() if not isinstance(answer, BaseException)}
+            left = [(getattr(x, call), part) for x, group in groups.items() for part in group if part not in answers]
+            tried = self._threads.map(lambda job: self._try(*job, first=first.get(job[1])), left)
+            return answers | {part: answer for (_, part), answer in zip(left, tried, strict=True)}
         except BaseException:  # for example Ctrl-C; `map` cancels what has not begun
             self._stop.set()
             self._stop = threading.Event()
+            for future in begun.values():
+                future.cancel()
             raise
 
-    def _try(self, call: Callable[[Range], Any], part: Range) -> Any:
-        """The answer of ``call``, or its exception: for a temporary error a ReadError, which no caller retries."""
+    def _try(self, call: Callable[[Range], Any], part: Range, *, first: BaseException | None) -> Any:
+        """The answer of ``call``, or its exception: for a temporary error a ReadError, which no caller retries.
+
+        ``first``: the error of the first try, if it was already made.
+        """
         stop = self._stop
         for attempt in range(1, self.remote.tries + 1):
             try:
+                if first is not None and attempt == 1:
+                    raise first
                 return call(part)
             except BUGS:
                 raise

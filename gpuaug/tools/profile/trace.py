@@ -38,7 +38,7 @@ THREADS = {
 STAGES = [stage for stages in THREADS.values() for stage in stages]
 WARMUP = 2  # batches before the first measured one: they start workers, and compile kernels
 FEWEST = 3  # batches that are measured, even if they take longer than asked
-REPEATED = 64  # images that a pass repeats if the loader has a cache, so that the cache is full
+REPEATED = 64  # images that a pass repeats if the source has a disk cache, so that it holds them
 LONGEST_S = 20.0  # a pass ends after this time, even before FEWEST batches
 
 
@@ -211,11 +211,11 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
     faults = _Faults(policy="drop" if loader.faults.policy == "drop" else "blank", truncated=loader.faults.truncated)
     pipeline = _Traced.of(loader.pipeline, clock, faults)
     tasks, skip = endless(loader), max(WARMUP, loader.num_workers)
-    if pipeline.cache is not None:
+    if loader.source.remote is not None and loader.source.remote.cache is not None:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)
     prefetch = 0 if lockstep else loader.prefetch
-    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch, buffer_bytes=loader.ahead)
+    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch)
     fewest = skip + max(FEWEST, loader.num_workers)
     images, done, began = 0, 0, time.perf_counter()
     with contextlib.closing(run):
