@@ -331,17 +331,3 @@ def test_masks_and_images_of_a_table_may_be_named_by_digits(tmp_path):
         (tmp_path / "t.csv").write_text(text)
         with pytest.raises(SourceError, match=f"paths in .* must be relative .* row {row}: '"):
             TableSource(tmp_path / "t.csv", mask="seg")
-
-
-def test_remote_masks_of_a_table(tmp_path):
-    root = tmp_path / "data"
-    root.mkdir()
-    for i in range(4):
-        (root / f"{i}.jpg").write_bytes(scene(i)[0])
-        (root / f"{i}.png").write_bytes(scene(i)[1].mask)
-    (root / "t.csv").write_text("path,seg\n" + "".join(f"{i}.jpg,{i}.png\n" for i in range(4)))
-    with remote_copy("http", root, "table") as (proxy, url, remote):
-        source = TableSource(f"{url}/t.csv", mask="seg", label="none", remote=remote)
-        proxy.reset()
-        assert source.read_many(range(4)) == [(scene(i)[0], gpuaug.Target(mask=scene(i)[1].mask)) for i in range(4)]
-        assert len(proxy.gets) == 8
