@@ -477,7 +477,9 @@ def _host_figures(case: Case) -> dict[str, Any]:
     took = []
     for k in range(60):
         start = time.perf_counter()
-        case.augment.apply([images] * len(views), case.augment.draw(seed=0, epoch=k, indices=indices), dtype=case.dtype)
+        case.augment.render(
+            [images] * len(views), case.augment.draw(seed=0, epoch=k, indices=indices), dtype=case.dtype
+        )
         took.append(time.perf_counter() - start)
         case.synchronize()
     return {"host_microseconds": 1e6 * float(np.median(took[10:])), "views": len(views), "pixels": side * side}

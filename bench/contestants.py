@@ -92,10 +92,6 @@ def ours_reduced(spec: Spec) -> Run:
     return _epoch(_loader(spec, "decode.backend=pillow", "decode.reduced=true"))
 
 
-def ours_ram(spec: Spec) -> Run:
-    return _epoch(_loader(spec, "cache=ram", "cache.fill=ahead"))
-
-
 def ours_packed(spec: Spec) -> Run:
     # the default: pixels mapped into memory need no worker, and FFCV has none either
     return _epoch(_loader(_at(spec, spec.places["packed"]), "source=packed", "num_workers=null"))
@@ -558,7 +554,7 @@ def spdl(spec: Spec) -> Run:
 
 CONTESTANTS: dict[str, Callable[[Spec], Run]] = {
     f.__name__: f
-    for f in (ours, ours_reduced, ours_ram, ours_packed, ours_s3, read, decode, augment, checks, shapes, torchvision,
+    for f in (ours, ours_reduced, ours_packed, ours_s3, read, decode, augment, checks, shapes, torchvision,
               torchvision_v2, kornia_eager, dali_reader, dali_proxy, ffcv, ffcv_raw, spdl)
 }  # fmt: skip
 

@@ -127,7 +127,7 @@ def feed() -> Any:
             "draws": partial(augment.draw, seed=0, epoch=0, indices=np.arange(BATCH)),
             "boxes": partial(augment.windows, drawn, look.height, look.width),
             "pixels": partial(decoder.pixels, look, boxes),
-            "augment": partial(augment.apply, images, drawn, dtype=torch.bfloat16),
+            "augment": partial(augment.render, images, drawn, dtype=torch.bfloat16),
         }
         for name, stage in stages.items():
             took = []
@@ -338,7 +338,7 @@ def batch() -> Any:
 
             def on(rows: list[int], augment: Any = augment) -> list[torch.Tensor]:
                 drawn = augment.draw(seed=1, epoch=0, indices=rows)
-                made: list[torch.Tensor] = augment.apply([x[rows] for _ in augment.views], drawn, dtype=torch.float32)
+                made: list[torch.Tensor] = augment.render([x[rows] for _ in augment.views], drawn, dtype=torch.float32)
                 return made
 
             whole, gaps = on(list(range(64))), []

@@ -10,7 +10,7 @@ while the others sleep (A B C A B C ...). The figures are medians of the rounds.
 gives the highest sum of PSS over all processes of a contestant. To consume a batch is to wait until it is ready.
 
 Who is who:
-    ours            files -> gpuaug.Loader -> batches; ours_ram, ours_packed, ours_s3: the same from another place
+    ours            files -> gpuaug.Loader -> batches; ours_packed, ours_s3: the same from another place
     ours_reduced    the same with Pillow and decode.reduced=true: large JPEGs are decoded at a fraction of their size
     read, decode, augment   one of our stages alone, on the same cores; `ceiling` is the speed that they allow together
     checks          only reading and checking the headers, and the policy for faults
@@ -52,7 +52,7 @@ from readme import processor
 RECIPES = ("standard", "flip", "simclr")
 SETS = ("photos", "large")
 OURS = (
-    "ours", "ours_reduced", "ours_engine", "ours_ram", "ours_packed", "ours_s3",
+    "ours", "ours_reduced", "ours_engine", "ours_packed", "ours_s3",
     "read", "decode", "augment", "checks", "shapes",
 )  # fmt: skip
 PEERS = ("torchvision", "torchvision_v2", "kornia_eager", "dali_reader", "dali_proxy", "ffcv", "ffcv_raw", "spdl")
@@ -281,7 +281,7 @@ def takes_part(who: str, recipe: str, kind: str, device: str) -> bool:
         return False
     if who in ("ours_packed", "ffcv", "ffcv_raw", "spdl"):
         return recipe == "flip" and kind == "photos"
-    if who in ("ours_ram", "ours_s3", "checks", "shapes"):
+    if who in ("ours_s3", "checks", "shapes"):
         return recipe == "standard" and kind == "photos"
     if who == "ours_reduced" and kind == "photos":  # they are too small: nothing is reduced
         return False
@@ -397,7 +397,6 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
                 out[f"{name}_engine"] = {"ours": ratio((kind, recipe, "ours_engine"), mine), **with_it}
     out["flip_packed"] = {"ffcv_raw": ratio(("photos", "flip", "ours_packed"), ("photos", "flip", "ffcv_raw"))}
     out["standard_s3"] = {"local": ratio(("photos", "standard", "ours_s3"), ("photos", "standard", "ours"))}
-    out["standard_ram"] = {"local": ratio(("photos", "standard", "ours_ram"), ("photos", "standard", "ours"))}
     return out
 
 

@@ -1,11 +1,11 @@
-"""Compares `gpuaug plan` with the memory of real runs: sources, workers, start methods, caches, recipes, image sizes.
+"""Compares `gpuaug plan` with the memory of real runs: sources, workers, start methods, recipes, image sizes.
 
     python bench/plan.py --json plan.json                     # everything; 20 minutes on two cores
     python bench/plan.py --only folder packed --json plan.json
     python bench/plan.py --table plan.json --readme bench/README.md
 
-For every configuration `gpuaug plan` predicts the memory. Then a process of its own runs it until all buffers and the
-cache are full, and its memory is measured.
+For every configuration `gpuaug plan` predicts the memory. Then a process of its own runs it until all buffers
+are full, and its memory is measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from loader import prepare
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 FILLED = 4  # batches, by which prefetch=2 has filled up
-PARTS = ("main", "workers", "encoded", "files")
+PARTS = ("main", "workers", "encoded")
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,11 @@ CONFIGURATIONS = [
     Configuration("large batch", "folder", ("augment=standard", "num_workers=2", "batch_size=256")),
     Configuration("dino", "folder", ("augment=dino", "num_workers=2", "batch_size=32")),
     Configuration("forkserver", "folder", ("augment=flip", "num_workers=2", "start_method=forkserver")),
-    Configuration("ram, first use", "folder", ("augment=simclr", "num_workers=2", "cache=ram", "prefetch=1")),
     Configuration("large images", "large", ("augment=flip", "num_workers=2", "batch_size=16")),
     Configuration("packed", "packed", ("augment=flip", "num_workers=0")),
     Configuration("augmented", "augmented", ("augment=flip", "num_workers=0")),
     Configuration("8 workers", "folder", ("augment=simclr", "num_workers=8")),
     Configuration("spawn", "folder", ("augment=standard", "num_workers=4", "start_method=spawn")),
-    Configuration("ram, ahead", "folder", ("augment=flip", "num_workers=2", "cache=ram", "cache.fill=ahead")),
-    Configuration("ahead", "folder", ("augment=standard", "num_workers=2", "ahead=24MiB")),
     Configuration(
         "float16, channels last", "folder",
         ("augment=byol", "num_workers=2", "dtype=float16", "memory_format=channels_last", "batch_size=128"),
@@ -143,7 +140,7 @@ def measure(configuration: Configuration, where: Sequence[str], *, seconds: floa
     peak = json.loads(done.stdout.splitlines()[-1])
     planned = dict.fromkeys(PARTS, 0)
     for each in values["stages"]:
-        part = {"read: workers": "workers", "read: bytes": "encoded", "cache": "files"}.get(each["stage"], "main")
+        part = {"read: workers": "workers", "read: bytes": "encoded"}.get(each["stage"], "main")
         planned[part] += each["bytes"]
     return {
         "name": configuration.name,
@@ -167,8 +164,8 @@ def table(found: dict[str, Any]) -> str:
         f"{sum(abs(r['off']) <= 0.10 for r in rows)} of {len(rows)} within 10 %."
         + (f" Too slow that day to fill up, and left out: {', '.join(left)}." if left else ""),
         "",
-        "| configuration | host | off | main beyond its start | workers | encoded | cache, index | batches |",
-        "|---|---|---|---|---|---|---|---|",
+        "| configuration | host | off | main beyond its start | workers | encoded | batches |",
+        "|---|---|---|---|---|---|---|",
     ]
 
     def pair(part: dict[str, float], less: float = 0.0) -> str:
@@ -178,7 +175,7 @@ def table(found: dict[str, Any]) -> str:
         p = r["parts"]
         lines.append(
             f"| {r['name']}: `{r['overrides']}` | {r['planned']:,.0f} / {r['measured']:,.0f} | {r['off']:+.0%} | "
-            f"{pair(p['main'], r['base'])} | {pair(p['workers'])} | {pair(p['encoded'])} | {pair(p['files'])} | "
+            f"{pair(p['main'], r['base'])} | {pair(p['workers'])} | {pair(p['encoded'])} | "
             f"{r['rehearsed']} / {r['batches']} |"
         )
     return "\n".join(lines)

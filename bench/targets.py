@@ -127,7 +127,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
         def without() -> Any:
             drawn = augment.draw(seed=0, epoch=0, indices=indices)
             augment.windows(drawn, info.height, info.width)
-            return augment.apply(images, drawn)
+            return augment.render(images, drawn)
 
         def added() -> Any:
             upright, _ = targets.upright(encoded, info, decoder)
@@ -137,7 +137,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
             return targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)
 
         chosen = augment.choose(drawn, [window.size for window in windows])
-        equal = torch.equal(without()[0], augment.apply(images, drawn, chosen=chosen)[0])
+        equal = torch.equal(without()[0], augment.render(images, drawn, chosen=chosen)[0])
         alone, more = _in_turns([without, added], rounds=4 * args.rounds)
     plain, whole = 1000 * statistics.median(alone), 1000 * (statistics.median(alone) + statistics.median(more))
     return {

@@ -22,7 +22,7 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (batch.as_dict("pixel_values", "labels") for batch in self.loader)
+        return ({"pixel_values": batch.images, "labels": batch.labels} for batch in self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """The Trainer calls it before each epoch, also when it continues from a checkpoint."""

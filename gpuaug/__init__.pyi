@@ -27,7 +27,6 @@ from gpuaug.source.masks import MaskFolderSource as MaskFolderSource
 from gpuaug.source.coco import CocoSource as CocoSource
 from gpuaug.source.yolo import YoloSource as YoloSource
 from gpuaug.source.voc import VocSource as VocSource
-from gpuaug.source.cache import RamCache as RamCache
 from gpuaug.source.remote.storage import Remote as Remote
 
 # recipes

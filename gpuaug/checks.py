@@ -6,7 +6,7 @@ If ``optional`` is True, None is valid too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gpuaug.errors import ConfigError
@@ -33,16 +33,29 @@ def number(name: str, value: Any, low: float, high: float = math.inf, *, optiona
     return _checked(good, name, value, f"a number in [{low:g}, {high:g}]", optional=optional)
 
 
+_HUGE = 1e30  # the numbers of a pair become float32
+
+
+def pair(name: str, value: Any, low: float | None, high: float = _HUGE) -> tuple[float, float]:
+    """Check that ``value`` is two numbers (min, max) with ``low <= min <= max <= high``. ``low`` None: ``0 < min``."""
+    given = tuple(value) if isinstance(value, Sequence) else ()
+    numbers = len(given) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in given)
+    if not numbers or not (low or 0) <= given[0] <= given[1] <= high or (low is None and given[0] == 0):
+        least, most = "0 < min" if low is None else f"{low:g} <= min", "" if high == _HUGE else f" <= {high:g}"
+        raise ConfigError(f"`{name}` must satisfy {least} <= max{most}. Found: {value!r:.200}.")
+    return float(given[0]), float(given[1])
+
+
 def flag(name: str, value: Any, *, optional: bool = False) -> Any:
     """Check that ``value`` is a bool."""
     return _checked(isinstance(value, bool), name, value, "true or false", optional=optional)
 
 
-def one_of(name: str, value: Any, known: Iterable[str], *, hint: str = "") -> Any:
-    """Check that ``value`` is one of the strings ``known``. ``hint`` ends the error message."""
+def one_of(name: str, value: Any, known: Iterable[str]) -> Any:
+    """Check that ``value`` is one of the strings ``known``."""
     known = tuple(known)
     good = isinstance(value, str) and value in known
-    return _checked(good, name, value, f"one of {', '.join(known)}", remedy=hint)
+    return _checked(good, name, value, f"one of {', '.join(known)}")
 
 
 _OF_TORCH = {

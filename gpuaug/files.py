@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 import sys
 import tempfile
@@ -13,8 +12,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
-
-from gpuaug.errors import ConfigError
 
 LARGEST_FILE = 1 << 30  # bytes; limit for a table or another file that is read as a whole
 
@@ -70,20 +67,6 @@ def write(path: str | os.PathLike[str], *parts: bytes | memoryview | str, sync: 
     with replacing(path, sync=sync) as file:
         for data in parts:
             file.write(data.encode() if isinstance(data, str) else data)
-
-
-def parse_bytes(value: int | float | str, *, key: str) -> int:
-    """Convert a size to bytes: ``2147483648``, ``"2GiB"`` or ``"2G"`` (2 x 1024^3), or ``"2GB"`` (2 x 1000^3)."""
-    size = value
-    if isinstance(value, str):
-        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(?:b|([kmgt])(i?b)?)?", value.strip().lower())
-        size = 0.0
-        if match:
-            base = 1000 if match[3] == "b" else 1024
-            size = float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 1 <= size < 2**62:
-        raise ConfigError(f"`{key}` must be a size in bytes, such as 2147483648 or 2GiB. Found: {value!r}.")
-    return int(size)
 
 
 def format_bytes(size: float) -> str:

@@ -39,7 +39,7 @@ TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, ou
 # more than 10 seconds of a processor each, the longest first
 LONGEST = [
     "profile", "remote", "train", "triton_kernels", "failures", "fuzz", "truth_batches", "recipe", "train_models",
-    "plan", "pack_epochs", "gpu", "live", "cache", "fitting_in", "docs", "decode", "read", "examples",
+    "plan", "pack_epochs", "gpu", "live", "fitting_in", "docs", "decode", "read", "examples",
     "pack", "forged", "fused", "doctor", "loader", "distributed", "shards", "config", "preview", "truth",
     "loader_targets", "auto", "profile_targets", "bad_values", "bench_gpu", "progressive", "install", "parity",
     "notebooks", "site", "coco",
@@ -105,3 +105,14 @@ def photo_batch() -> torch.Tensor:
     rng = np.random.default_rng(1)
     images = [window(p, rng).resize((48, 64)) for p in [*photographs().values()] * 2]
     return torch.from_numpy(np.stack([np.asarray(image) for image in images[:8]]))
+
+
+@pytest.fixture
+def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """The fixture ``monkeypatch`` on a machine without any login for AWS."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "nothing"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return monkeypatch

@@ -195,7 +195,7 @@ def webp_canvas(width: int, height: int) -> bytes:
 
 
 def corpus(share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, bytes, str]]:
-    """(file name, bytes, expectation) of more than 400 files; ``share`` of the repeated kinds."""
+    """(file name, bytes, expectation) of more than 300 files; ``share`` of the repeated kinds."""
     rng = random.Random(seed)
     photo = window()
     bases = {
@@ -242,20 +242,9 @@ def corpus(share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, bytes, str]
         for size in some(list(range(step, len(data) - 2, step))):
             verdict = EITHER if name in ("bmp", "gif") else BAD
             yield f"truncated_{name}_{size}.{suffix[name]}", data[:size], verdict
-        for k in some(list(range(14))):
-            out = bytearray(data)
-            for _ in range(1 + k % 4):
-                at = rng.randrange(len(out)) if k % 2 else rng.randrange(min(len(out), 700))
-                out[at] ^= 1 << rng.randrange(8)
-            yield f"flipped_{name}_{k}.{suffix[name]}", bytes(out), EITHER
         for k in some(list(range(4))):
-            at, size = rng.randrange(len(data)), rng.randrange(1, 400)
-            yield f"cut_out_{name}_{k}.{suffix[name]}", data[:at] + data[at + size :], EITHER
-            yield (
-                f"zeroed_{name}_{k}.{suffix[name]}",
-                data[:at] + bytes(min(size, len(data) - at)) + data[at + size :],
-                EITHER,
-            )
+            at = rng.randrange(len(data) - 400)
+            yield f"zeroed_{name}_{k}.{suffix[name]}", data[:at] + bytes(400) + data[at + 400 :], EITHER
     for name in ("jpg444", "jpgprog"):
         data = bases[name]
         yield f"no_end_marker_{name}.jpg", data[:-2], BAD

@@ -63,6 +63,13 @@ class Source:
         return self.files[index % len(self.files)], index % 10
 
 
+class Files(Source):
+    """The files of a folder, for a configuration."""
+
+    def __init__(self, folder: str, *, count: int, work: float) -> None:
+        super().__init__(jpegs(Path(folder)), count=count, work=work)
+
+
 class SlowOp(K.RandomInvert):
     """An operation that costs what nobody would think: ``work`` CPU-seconds or ``wait`` seconds per image."""
 

@@ -40,7 +40,7 @@ def refused(*overrides, name="train", cfg=None, **more):
 @pytest.mark.parametrize("name", ["train", "eval"])
 def test_every_key_of_the_loader_stands_in_the_yaml_with_its_default(name):
     cfg = compose(name)
-    groups = {"source", "order", "cache", "decode", "augment", "targets", "mix", "faults"}
+    groups = {"source", "order", "decode", "augment", "targets", "mix", "faults"}
     parameters = inspect.signature(gpuaug.Loader).parameters
     assert set(cfg) - {"_target_", "_convert_"} == set(parameters)
     words = {torch.float32: "float32", torch.contiguous_format: "contiguous_format"}
@@ -180,8 +180,6 @@ def test_shuffle_is_another_word_for_the_order(photos):
     ):
         with build(compose(name, [*base, *overrides])) as loader:
             assert loader.order == order
-            with loader.replace(batch_size=2) as other:
-                assert other.order == order
     assert "but `order` is Weighted(" in refused(*base, "shuffle=false", "order=weighted")
     assert "`shuffle` must be true or false or null. Found: 'maybe'" in refused(*base, "shuffle=maybe")
 
@@ -411,14 +409,11 @@ def test_hydras_special_keys_are_refused():
         (["order=repeated", "order.repeats=0"], ["`order.repeats`", "0"]),
         (["batch_size=0"], ["`batch_size`", "0"]),
         (["faults.max='5'"], ["`faults.max` must be", "Found: '5'."]),
-        (["faults.max=.nan"], ["`faults.max` must be", "Found: nan."]),
         (["faults.window=null"], ["`faults.window` must be", "Found: None."]),
         (["timeout=abc"], ["`timeout` must be a number", "Found: 'abc'."]),
-        (["timeout=null"], ["`timeout` must be a number", "Found: None."]),
         (["seed=null"], ["`seed` must be", "Found: None."]),
         (["device=[cpu]"], ["`device`", "cpu"]),
         (["rank=a"], ["`rank`", "Found: rank="]),
-        (["drop_last=no"], ["`drop_last` must be true or false. Found: 'no'."]),
         (["drop_last=maybe"], ["`drop_last` must be true or false. Found: 'maybe'."]),
         (["+augment.ops.jitter.keepdim=no"], ["`augment.ops.jitter.keepdim` must be true or false. Found: 'no'."]),
         (["augment.ops.jitter.p=null"], ["`augment.ops.jitter.p` must be", "None"]),
@@ -462,13 +457,6 @@ def test_null_and_deletion_switch_an_operation_or_view_off():
     assert recipe("augment.normalize=null").normalize is None
 
 
-def test_mix_none_is_nothing(photos):
-    with build(compose("train", [f"source.root='{photos}'", "num_workers=0", "device=cpu"])) as loader:
-        assert loader.mix is None
-    with build(compose("train", [f"source.root='{photos}'", "num_workers=0", "device=cpu", "mix=cutmix"])) as loader:
-        assert loader.mix == gpuaug.Mix(cutmix_alpha=1.0)
-
-
 def test_ready_objects_take_the_place_of_arguments_and_are_not_copied(photos):
     source = gpuaug.FolderSource(photos)
     cfg = compose("train", ["num_workers=0", "device=cpu"])  # its source.root is missing, and not needed
@@ -508,11 +496,6 @@ def test_plain_dictionaries_may_hold_objects():
     for nothing in ({}, None, OmegaConf.create({}), [1], "train"):
         with pytest.raises(ConfigError, match="_target_"):
             build(nothing)
-
-
-def test_a_typo_is_named_though_another_key_is_still_missing():
-    with pytest.raises(ConfigError, match=r"bach_size.*batch_size"):
-        gpuaug.compose("train", ["bach_size=3"])
 
 
 RUNS = """

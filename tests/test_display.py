@@ -24,7 +24,7 @@ from PIL import Image
 import gpuaug
 from gpuaug.display.annotations import Style, color_of
 from gpuaug.display.batches import WRONG, Appearance, label_text
-from gpuaug.display.sheet import DRAWABLE, GAP, PAPER, SWATCH, drawable, fitting, font, wrapped
+from gpuaug.display.sheet import GAP, PAPER, SWATCH, drawable, fitting, font, wrapped
 
 SIZE = 64  # a picture of a batch has cells of at least 64 pixels
 
@@ -461,10 +461,7 @@ def test_a_batch_without_a_picture_shows_text() -> None:
 
 def test_classes_never_look_the_same() -> None:
     face = font(12)
-    box = bytes(face.getmask("\U0010fffd"))
-    shown = {chr(c) for c in range(0x3000) if chr(c).isprintable() and bytes(face.getmask(chr(c))) != box}
-    assert shown == DRAWABLE
-    assert drawable("Z\u00fcrich, \ufb01sh\u2122") == "Zurich, fish\u2122"
+    assert drawable("Z\u00fcrich, \ufb01sh\u2122") == "Zurich, fishTM"
     assert drawable("\u732b cat\n") == "? cat?"
     names = ["\u732b", "\u72d7", "Zu\u0308rich", "Zurich", "cat"]
     texts = [label_text(n, names) for n in range(5)]

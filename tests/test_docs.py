@@ -119,7 +119,6 @@ def test_tensors_have_shapes(name: str) -> None:
 
 UNITS = {
     "timeout": "second",
-    "ahead": "byte",
     "max_bytes": "byte",
     "cache_bytes": "byte",
     "max_pixels": "pixel",

@@ -1,12 +1,10 @@
-"""Files that appear whole or not at all; sizes of memory."""
+"""Files that appear whole or not at all."""
 
 import os
 
 import pytest
 
 from gpuaug import files
-from gpuaug.errors import ConfigError
-from gpuaug.files import parse_bytes
 
 
 def test_a_file_is_replaced_whole_or_stays_and_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -49,15 +47,3 @@ def test_a_tilde_in_xdg_is_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "~/cache")
     assert files.cache_folder() == tmp_path / "cache" / "gpuaug"
-
-
-@pytest.mark.parametrize("value", [("2GiB", 2 << 30), ("1.5 M", 3 << 19), (7, 7), ("10MB", 10_000_000), ("9b", 9),
-                                   ("4096", 4096), (2.0, 2)])  # fmt: skip
-def test_sizes_are_read_as_people_write_them(value):
-    assert parse_bytes(value[0], key="x") == value[1]
-
-
-@pytest.mark.parametrize("value", ["", "GiB", "-1", 0, "2XB", True, None, "1e9", float("inf"), float("nan"), [1]])
-def test_what_is_no_size_is_refused(value):
-    with pytest.raises(ConfigError, match="`cache.max_bytes` must be .*2GiB"):
-        parse_bytes(value, key="cache.max_bytes")

@@ -65,7 +65,7 @@ def test_hydra_instantiates_every_recipe_as_build_does(name: str) -> None:
     [
         [],
         ["shuffle=false"],
-        ["mix=mixup_cutmix", "order=weighted", "cache=ram"],
+        ["mix=mixup_cutmix", "order=weighted"],
         ["order=repeated", "augment=dino"],
         ["augment=efficientnetv2", "faults.policy=blank"],
     ],
@@ -76,7 +76,6 @@ def test_hydra_instantiates_the_loader_that_build_makes(photos: Path, more: list
     with hydra.utils.instantiate(cfg.train_data) as theirs, gpuaug.build(cfg.train_data) as ours:
         assert theirs.fingerprint() == ours.fingerprint()
         assert (theirs.mix, repr(theirs.order)) == (ours.mix, repr(ours.order))
-        assert (theirs.pipeline.cache is None) == (ours.pipeline.cache is None)
         a, b = next(iter(theirs)), next(iter(ours))
         views = [x if isinstance(x, list) else [x] for x in (a.images, b.images)]
         assert all(torch.equal(x, y) for x, y in zip(*views, strict=True))
@@ -168,13 +167,13 @@ def test_a_loader_that_has_samples_is_still_iterated_in_batches(loader: Any) -> 
     assert [len(batch) for batch in loader] == [16, 16, 16, 16, 1]
 
 
-def test_a_sample_of_a_repeated_order_is_its_first_occurrence(loader: Any) -> None:
-    crop = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(16))
-    loader = loader.replace(order=gpuaug.Repeated(repeats=3), augment=crop, batch_size=3)
-    batch = next(iter(loader))
-    (number,) = set(batch.indices.tolist())
-    assert torch.equal(loader[number][0], batch.images[0])
-    assert torch.equal(loader.fetch([number], repeats=[2]).images[0], batch.images[2])
+def test_a_sample_of_a_repeated_order_is_its_first_occurrence(photos: Path) -> None:
+    crop, order = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(16)), gpuaug.Repeated(repeats=3)
+    settings: dict[str, Any] = {"batch_size": 3, "num_workers": 0, "device": "cpu"}
+    with gpuaug.Loader(gpuaug.FolderSource(photos), augment=crop, order=order, **settings) as loader:
+        batch = next(iter(loader))
+        (number,) = set(batch.indices.tolist())
+        assert torch.equal(loader[number][0], batch.images[0])
     assert not torch.equal(batch.images[0], batch.images[2])
 
 
@@ -185,21 +184,6 @@ def test_a_sample_of_a_repeated_order_is_its_first_occurrence(loader: Any) -> No
 def transformers(v2: Any) -> Any:
     """Its import needs torchvision's operators, which the fixture `v2` declares."""
     return pytest.importorskip("transformers")
-
-
-def test_a_batch_as_a_dictionary() -> None:
-    numbers, images = torch.tensor([4, 7]), torch.rand(2, 3, 8, 8)
-    known = {"indices": numbers, "valid": numbers > 0}
-    whole = gpuaug.Batch(images=images, labels=numbers, **known)
-    made = whole.as_dict("pixel_values", "labels")
-    assert made == whole.as_dict()
-    assert list(made) == ["pixel_values", "labels"]
-    assert made["pixel_values"] is images
-    assert made["labels"] is numbers
-    assert list(whole.as_dict("x", "y")) == ["x", "y"]
-    assert list(gpuaug.Batch(images=images, labels=None, **known).as_dict()) == ["pixel_values"]
-    views = gpuaug.Batch(images=[images, images], labels=numbers, **known).as_dict()
-    assert views["pixel_values"][1] is images
 
 
 def test_a_trainer_that_gets_a_loader_as_a_dataset_says_what_to_do(
@@ -519,7 +503,7 @@ def test_jigsaw_says_what_it_cannot_do() -> None:
 
 def test_a_loader_of_bytes_needs_no_configuration() -> None:
     Image.new("RGB", (8, 8)).save(png := io.BytesIO(), "png")
-    with gpuaug.Loader([(png.getvalue(), 1)], augment=gpuaug.Augment(), mix={}, cache={}, targets={}, device="cpu",
+    with gpuaug.Loader([(png.getvalue(), 1)], augment=gpuaug.Augment(), mix={}, targets={}, device="cpu",
                        num_workers=0) as loader:  # fmt: skip
-        assert (loader.mix, loader.targets, loader.pipeline.cache) == (None, None, None)
+        assert (loader.mix, loader.targets) == (None, None)
         assert [labels.tolist() for _, labels in loader] == [[1]]

@@ -110,27 +110,31 @@ class TimmPolicy:
         return 1 if self.pairs else len(self.weights or ())
 
 
+_WHOLE, _COUNT, _DECIMAL = "[0-9]{1,4}", "[1-9][0-9]?|100", r"[0-9]+\.?[0-9]*"
+_STD = {"mstd": _DECIMAL}
+_RAND = {"m": _WHOLE, "n": _COUNT, "p": r"0\.?[0-9]*|1\.?0*", "mmax": "[1-9][0-9]{0,3}", "inc": _WHOLE, "t": "weights"}
+_AUGMIX = {"m": _WHOLE, "w": _COUNT, "d": f"0|{_COUNT}", "a": r"1\.?0*", "b": "0"}
+_PARTS: dict[str, dict[str, str]] = {  # by the first word of a string: keys of its parts, and patterns of their values
+    "rand": _RAND | _STD,
+    "augmix": _AUGMIX | _STD,
+    **dict.fromkeys(("original", "originalr", "v0", "v0r"), _STD),
+}
+
+
 def parse(config: str) -> TimmPolicy:
     """Read a string for timm's option ``--aa``. Raise ConfigError for a part that is not supported."""
     if not isinstance(config, str):
         raise _refused(config, f"a {type(config).__name__}")
     kind, *parts = config.split("-")
-    known = _SECTIONS.get(kind)
-    if known is None:
+    if kind not in _PARTS:
         raise _refused(config, f"{kind!r}", _BLUR if kind == "3a" else "")
-    given: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for part in parts:
-        key = re.match("[a-z]*", part)[0]  # type: ignore[index]  # the pattern matches every text
-        text = part[len(key) :]
-        if part in ("tweights", "t3a", "t3aw"):
-            key, text = "t", part[1:]
-        read, allowed = known.get(key, _UNKNOWN)
-        value = read(text)
-        if value is None or key in given or not allowed(value):
-            reason = _BLUR if key == "t" and text.startswith("3a") else ""
-            reason = " This part occurs twice." if key in given else reason
+        key = next((k for k, pattern in _PARTS[kind].items() if re.fullmatch(f"{k}({pattern})", part)), None)
+        if key is None or key in given:
+            reason = _BLUR if part.startswith("t3a") else " This part occurs twice." if key else ""
             raise _refused(config, f"{part!r} in {config!r}" if part else f"an empty part in {config!r}", reason)
-        given[key] = value
+        given[key] = part.removeprefix(key)
     return _policy_of(kind, given)
 
 
@@ -138,57 +142,26 @@ def _refused(config: Any, found: str, reason: str = "") -> ConfigError:
     return ConfigError(f"`config` must be a string of timm that gpuaug knows: {ALLOWED}. Found: {found:.200}.{reason}")
 
 
-def _digits(text: str) -> int | None:
-    return int(text) if re.fullmatch("[0-9]{1,4}", text) else None
-
-
-def _plain(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"[0-9]+\.?[0-9]*", text) else None
-
-
-_Section = tuple[Callable[[str], Any], Callable[[Any], bool]]
-_UNKNOWN: _Section = (lambda text: None, lambda v: False)
-_STD: dict[str, _Section] = {"mstd": (_plain, lambda v: True)}
-_AUGMIX: dict[str, _Section] = {
-    "m": (_digits, lambda v: True),
-    "w": (_digits, lambda v: 1 <= v <= MOST),
-    "d": (_digits, lambda v: v <= MOST),
-    "a": (_plain, lambda v: v == 1),
-    "b": (_digits, lambda v: v == 0),
-}
-_RAND: dict[str, _Section] = {
-    "m": (_digits, lambda v: True),
-    "n": (_digits, lambda v: 1 <= v <= MOST),
-    "p": (_plain, lambda v: v <= 1),
-    "mmax": (_digits, lambda v: v >= 1),
-    "inc": (_digits, lambda v: True),
-    "t": (str, lambda v: v == "weights"),
-}
-_SECTIONS: dict[str, dict[str, _Section]] = {
-    **{"rand": _RAND | _STD, "augmix": _AUGMIX | _STD},
-    **dict.fromkeys(("original", "originalr", "v0", "v0r"), _STD),
-}
-
-
-def _policy_of(kind: str, given: dict[str, Any]) -> TimmPolicy:
-    std = given.get("mstd", 0.0)
+def _policy_of(kind: str, given: dict[str, str]) -> TimmPolicy:
+    std = float(given.get("mstd", 0))
     if kind == "augmix":
-        chains, depth = given.get("w", 3), given.get("d", 0)
+        chains, depth = int(given.get("w", 3)), int(given.get("d", 0))
         slots = chains * (depth or FREE_DEPTH)
-        noise = {"std": given.get("mstd", math.inf), "magnitude": float(given.get("m", 3)), "p": 1.0}
-        return TimmPolicy(_AUGMIX_NAMES, slots, chains=chains, free=depth == 0, **noise)
+        magnitude, std = float(given.get("m", 3)), float(given.get("mstd", math.inf))
+        return TimmPolicy(_AUGMIX_NAMES, slots, magnitude, std, p=1.0, chains=chains, free=depth == 0)
     if kind == "rand":
         weights = tuple(_WEIGHTS.values()) if "t" in given else None
-        names = _RAND_INCREASING if weights or given.get("inc") else _RAND_NAMES
-        if weights and given.get("n", 2) > len(names):
-            raise ConfigError(f"`config` must have at most -n{len(names)} with -tweights. Found: -n{given['n']}.")
+        names = _RAND_INCREASING if weights or int(given.get("inc", 0)) else _RAND_NAMES
+        slots = int(given.get("n", 2))
+        if weights and slots > len(names):
+            raise ConfigError(f"`config` must have at most -n{len(names)} with -tweights. Found: -n{slots}.")
         return TimmPolicy(
             names,
-            slots=given.get("n", 2),
+            slots=slots,
             magnitude=float(given.get("m", _HIGHEST)),
             std=math.inf if std > 100 else std,
             highest=float(given.get("mmax", _HIGHEST)),
-            p=given.get("p", 0.5),
+            p=float(given.get("p", 0.5)),
             weights=weights,
         )
     pairs = {

@@ -104,8 +104,8 @@ class RandomResizedCrop(Crop):
         interpolation: Interpolation = "bilinear",
     ) -> None:
         self.size = pair("size", size)
-        self.scale = positive_range("scale", scale, high=1.0)
-        self.ratio = positive_range("ratio", ratio, high=math.inf)
+        self.scale = checks.pair("scale", scale, None, 1)
+        self.ratio = checks.pair("ratio", ratio, None)
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
@@ -339,13 +339,3 @@ def color(value: float | Sequence[float]) -> Fill:
             f"`fill` must be a whole number from 0 to 255, or three of them (red, green, blue). Found: {value!r:.99}."
         )
     return values[0] if len(values) == 1 else (values[0], values[1], values[2])
-
-
-def positive_range(name: str, value: Sequence[float], *, high: float) -> tuple[float, float]:
-    """Check that 0 < min <= max <= high."""
-    pair = tuple(value) if isinstance(value, Sequence) else ()
-    numbers = len(pair) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in pair)
-    if not numbers or not 0 < pair[0] <= pair[1] <= high or not math.isfinite(pair[1]):
-        bound = f" <= {high:g}" if high < math.inf else ""
-        raise ConfigError(f"`{name}` must satisfy 0 < min <= max{bound}. Found: {value!r}.")
-    return float(pair[0]), float(pair[1])

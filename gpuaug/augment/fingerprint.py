@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,24 +23,12 @@ from gpuaug.augment.ops.kornia_private import fixed_order, generator_values
 from gpuaug.augment.policy import OneOf
 
 _NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
-_LARGEST_LIST = 1000  # elements; a larger tensor is stored as a hash
+_LARGEST_LIST = 100  # elements; a larger tensor is stored as a hash
 
 
-def named(ops: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List the operations: name, class, short readable settings, and a hash of all settings.
-
-    ``ops``: the :func:`settings` of each operation.
-    """
-    entries = []
-    for name, whole in ops.items():
-        readable = {k: v for k, v in whole.items() if k[0] != "_" and isinstance(v, int | float | str | list)}
-        short = {k: v for k, v in readable.items() if len(json.dumps(v)) <= 100}
-        entries.append({"name": name, **short, "digest": _digest(json.dumps(whole, sort_keys=True).encode())})
-    return entries
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def named(ops: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """List the :func:`settings` of operations, because their order matters. Each entry has the operation's name."""
+    return [{"name": name, **whole} for name, whole in ops.items()]
 
 
 def settings(value: Any) -> Any:
@@ -59,7 +46,6 @@ def settings(value: Any) -> Any:
         return _array(value)
     if isinstance(value, OneOf):
         ops = {k: settings(op) for k, op in value.ops.items() if op is not None}
-        # `named` gives a list, because the order of the operations matters.
         return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}
     if isinstance(value, Mapping):
         return {str(k): settings(v) for k, v in value.items()}
@@ -119,8 +105,8 @@ def _array(value: Tensor | np.ndarray[Any, Any]) -> Any:
     tensor = torch.as_tensor(value, device="cpu").detach()
     if tensor.numel() <= _LARGEST_LIST:
         return settings(tensor.tolist())
-    data = tensor.contiguous().view(torch.uint8).numpy()
-    return [str(tensor.dtype), list(tensor.shape), _digest(data.tobytes())]
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return [str(tensor.dtype), list(tensor.shape), hashlib.blake2b(data, digest_size=8).hexdigest()]
 
 
 def _public_name(value: Any) -> str:

@@ -15,9 +15,10 @@ from gpuaug import checks
 from gpuaug.augment.moves import check_carried
 from gpuaug.augment.parameters import Chosen
 from gpuaug.augment.target_mover import LARGEST_BYTE, TargetMover, TargetView
-from gpuaug.batch import CropWindows, Int64, Objects, Target
+from gpuaug.batch import CropWindows, Int64, Objects
 from gpuaug.errors import ConfigError
-from gpuaug.read.targets import collect
+from gpuaug.read.targets import join
+from gpuaug.source.objects import as_arrays, find_faults
 from gpuaug.targets import masks
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.targets.objects import by_rules
@@ -37,14 +38,17 @@ def augment_targets(
 
     ``drawn``: the random numbers; ``size``: (H, W) of the images; ``indices``: sample numbers.
     """
-    rules = given.rules
+    rules = _rules(given)
     for view in (view for view in recipe.views if view.copy == 0):
         check_carried(view.augment.prepared, rules.names)
         for name in sorted(set(getattr(view.augment.crop, "needs", ())) - set(rules.names)):
             kind = type(view.augment.crop).__name__
             raise ConfigError(f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(rules.names)}. Give `{name}`.")
-    table, decoded = given.encoded(len(indices), size)
+    table = _table(given, rules, len(indices))
     stage = TargetMover(rules, recipe)
+    decoded = None
+    if rules.masks is not None:
+        decoded = _label_maps(given.masks, rules.masks, (len(indices), *size), stage.lookup)
     objects = by_rules(replace(table, ids=np.arange(len(table))), rules)
     sizes = np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
     matrices = np.tile(np.eye(3), (len(indices), 1, 1))
@@ -67,63 +71,66 @@ class Given:
     keypoints: Sequence[Any] | None
     targets: Targets | None
 
-    @property
-    def rules(self) -> Targets:
-        """The caller's rules, or the default rules for what was given."""
-        checks.instance("targets", self.targets, Targets, optional=True)
-        return self.targets or Targets(
-            masks=None if self.masks is None else Masks(),
-            boxes=None if self.boxes is None else Boxes(),
-            keypoints=None if self.keypoints is None else Keypoints(),
+
+def _rules(given: Given) -> Targets:
+    """The caller's rules, or the default rules for what was given."""
+    checks.instance("targets", given.targets, Targets, optional=True)
+    return given.targets or Targets(
+        masks=None if given.masks is None else Masks(),
+        boxes=None if given.boxes is None else Boxes(),
+        keypoints=None if given.keypoints is None else Keypoints(),
+    )
+
+
+def _table(given: Given, rules: Targets, count: int) -> Objects:
+    """The objects of ``count`` images in one table."""
+    columns = dict[str, Any]()  # an array of each image, or one array of all
+    for name in dict.fromkeys([*rules.names, "boxes", "labels", "keypoints"]):
+        value = getattr(given, name)
+        if value is None and name not in rules.names:
+            continue
+        listed = isinstance(value, Tensor | np.ndarray | Sequence) and getattr(value, "ndim", 1) > 0
+        if not listed or len(value) != count:
+            found = f"{len(value)}" if isinstance(value, Sequence) else f"{value!r:.100}"
+            raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
+        if name != "masks":
+            columns[name] = _array(value) if isinstance(value, Tensor) else [_array(each) for each in value]
+    used, rows = {*rules.names, "labels"}, list[dict[str, NDArray[Any]]]()
+    for row in range(count):
+        try:
+            rows.append(as_arrays({name: column[row] for name, column in columns.items() if name in used}))
+        except ValueError as error:
+            raise ConfigError(f"`boxes`, `labels` and `keypoints`: image {row}: {error}.") from error
+    table = join(rows, rules.names)
+    for row, reason in find_faults(table.sample, {name: getattr(table, name) for name in columns}).items():
+        raise ConfigError(f"`boxes`, `labels` and `keypoints`: image {row}: {reason}.")
+    return table
+
+
+def _label_maps(
+    given: Any, rules: Masks, shape: tuple[int, ...], table: masks.Lookup | None
+) -> list[NDArray[Any] | None]:
+    """The masks as uint8 or int32 arrays, with the values that ``table`` gives."""
+    values = _array(given)
+    if values.shape != shape or values.dtype.kind not in "biu":
+        raise ConfigError(
+            f"`masks` must be integers {list(shape)}, like the images. Found: {values.dtype} {list(values.shape)}."
         )
-
-    def encoded(self, count: int, size: tuple[int, int]) -> tuple[Objects, list[NDArray[Any] | None] | None]:
-        """Convert the objects of ``count`` images to one table, and the masks to arrays. Without masks: None."""
-        names = [name for name in self.rules.names if name != "masks"]
-        columns = {name: getattr(self, name) for name in ("boxes", "labels", "keypoints")}
-        for name in dict.fromkeys([*self.rules.names, *columns]):
-            value = getattr(self, name)
-            if value is None and name not in self.rules.names:
-                continue
-            listed = isinstance(value, Tensor | np.ndarray | Sequence) and getattr(value, "ndim", 1) > 0
-            if not listed or len(value) != count:
-                found = f"{len(value)}" if isinstance(value, Sequence) else f"{value!r:.100}"
-                raise ConfigError(f"`{name}` must have one entry per image, {count}. Found: {found}.")
-        samples = []
-        for row in range(count):
-            own: dict[str, Any] = {name: _array(value[row]) for name, value in columns.items() if value is not None}
-            samples.append(Target(**own))
-        table, _, faults = collect(samples, names, skip=(), num_keypoints=None)
-        if faults:
-            raise ConfigError(f"`boxes`, `labels` and `keypoints`: image {faults[0].row}: {faults[0].reason}.")
-        if self.masks is None or self.rules.masks is None:
-            return table, None
-        return table, self._label_maps(self.rules.masks, (count, *size))
-
-    def _label_maps(self, rules: Masks, shape: tuple[int, ...]) -> list[NDArray[Any] | None]:
-        """The masks as uint8 or int32 arrays, with the values that ``rules.map`` gives."""
-        assert self.masks is not None
-        values = _array(self.masks)
-        if values.shape != shape or values.dtype.kind not in "biu":
-            raise ConfigError(
-                f"`masks` must be integers {list(shape)}, like the images. Found: {values.dtype} {list(values.shape)}."
-            )
-        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
-        if not 0 <= low <= high < 2**31:
-            raise ConfigError(f"`masks` must have values from 0 to {2**31 - 1}. Found: {low} .. {high}.")
-        small = values.astype(np.uint8 if values.dtype in (np.bool_, np.uint8) else np.int32, copy=False)
-        if rules.colors is not None:
-            raise ConfigError("`targets.masks.colors` must be null, because `masks` are class numbers.")
-        table = masks.lookup(rules)
-        small = small if table is None else table.apply(small)
-        if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > LARGEST_BYTE:
-            raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
-        return list(small)
+    low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+    if not 0 <= low <= high < 2**31:
+        raise ConfigError(f"`masks` must have values from 0 to {2**31 - 1}. Found: {low} .. {high}.")
+    if rules.colors is not None:
+        raise ConfigError("`targets.masks.colors` must be null, because `masks` are class numbers.")
+    small = values.astype(np.uint8 if values.dtype in (np.bool_, np.uint8) else np.int32, copy=False)
+    small = small if table is None else table.apply(small)
+    if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > LARGEST_BYTE:
+        raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
+    return list(small)
 
 
 def _array(value: Any) -> NDArray[Any]:
     try:
         # numpy may make an array of objects from nested lists; a later check refuses such an array
-        return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
     except (ValueError, TypeError, NotImplementedError) as error:  # also sparse and meta tensors
         raise ConfigError(f"`masks`, `boxes`, `labels` and `keypoints` must be arrays. Found: {error}.") from error

@@ -167,7 +167,9 @@ class Entry:
         """Prepare an operation with one slot. The first uniform is compared with ``op.p``."""
         count, rule = self.parameters(op)
         gate = partial(_gated, p=float(op.p), rule=rule)
-        return Prepared(name, op, ((always_applied(op),),), 1 + count, gate, keyed=self.fields is not None)
+        module = copy.deepcopy(op)
+        module.p = 1.0  # the gate decides
+        return Prepared(name, op, ((module,),), 1 + count, gate, keyed=self.fields is not None)
 
 
 def _gated(u: Float, size: Size, *, p: float, rule: Rule) -> tuple[Int, tuple[Alternatives, ...]]:
@@ -282,13 +284,6 @@ class Chosen:
         params = tuple(tuple({k: v[at] for k, v in a.items()} for a in slot) for slot in self.params)
         keys = None if self.keys is None else self.keys[at]
         return Chosen(self.choice[at], params, keys, None if self.weights is None else self.weights[at])
-
-
-def always_applied(op: nn.Module) -> Any:
-    """Copy a Kornia operation and set ``p = 1``. The caller applies the gate."""
-    module = copy.deepcopy(op)
-    module.p = 1.0  # type: ignore[assignment]
-    return module
 
 
 def tensors(params: Params, rows: Int | None = None) -> Tensors:

@@ -19,12 +19,6 @@ from gpuaug.random.keyed import Float, Int, normal_field, pick
 
 logger = logging.getLogger("gpuaug")
 
-_FASTER = (
-    ". If its output depends only on its input and on random numbers per image, the module can run on whole batches: "
-    "see `uniforms` in docs/guide.md"
-)
-
-
 ENTRIES: dict[str, Entry] = {**geometry.ENTRIES, **color.ENTRIES, **degradation.ENTRIES}
 
 
@@ -94,21 +88,22 @@ def prepare(name: str, op: Any, *, path: str = "augment.ops") -> Prepared:
     if isinstance(op, RecipeOp):
         return op.prepare(name)
     entry = entry_of(op)
-    if entry is not None and entry.check is not None:
-        entry.check(op, key)
-    if entry is not None and entry.prepare is not None and (prepared := entry.prepare(name, op)) is not None:
-        return prepared
-    if entry is None:
-        if (count := getattr(op, "uniforms", None)) is not None:
-            checks.whole_number(f"{key}.uniforms", count, 0)
-            return Prepared(name, op, ((copy.deepcopy(op),),), count, _given)
-        reason = "gpuaug has no rule for its parameters"
-        logger.warning(
-            "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s%s",
-            *(key, type(op).__name__, reason, _FASTER),
-        )
-        return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
-    return entry.gated(name, op)
+    if entry is not None:
+        if entry.check is not None:
+            entry.check(op, key)
+        prepared = None if entry.prepare is None else entry.prepare(name, op)
+        return entry.gated(name, op) if prepared is None else prepared
+    if (count := getattr(op, "uniforms", None)) is not None:
+        checks.whole_number(f"{key}.uniforms", count, 0)
+        return Prepared(name, op, ((copy.deepcopy(op),),), count, _given)
+    reason = "gpuaug has no rule for its parameters"
+    logger.warning(
+        "`%s` (%s) runs one image at a time in the iterating thread, which is slow. Reason: %s. If its output depends "
+        "only on its input and on random numbers per image, the module can run on whole batches: see `uniforms` in "
+        "docs/guide.md",
+        *(key, type(op).__name__, reason),
+    )
+    return Prepared(name, op, ((copy.deepcopy(op),),), 0, _given, keyed=True, seeded=reason)
 
 
 def _prepare_one_of(name: str, op: OneOf, *, key: str) -> Prepared:
@@ -156,45 +151,41 @@ def _one_of(u: Float, size: Size, *, p: float, members: Sequence[Prepared]) -> t
 
 # --- modules that `ops` refuses
 
-# From "package.class" to (requirement, remedy). Of the module's MRO, the first class in this table decides.
-_REFUSED = {
-    name: (required, remedy)
-    for names, required, remedy in (
-        (
-            "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
-            "kornia.RandomResizedCrop kornia.PadTo",
-            "keep the size of the images",
-            "Image sizes are set before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
-        ),
-        (
-            "gpuaug.Augment gpuaug.MultiView gpuaug.Progressive",
-            "be one operation",
-            "It is a whole recipe: make each of its operations an entry of `ops`, or make the recipe a view of "
-            "gpuaug.MultiView.",
-        ),
-        (
-            "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
-            "keep pixels in 0..1 for later operations",
-            "Use `normalize` instead.",
-        ),
-        ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
-        ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
-        ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
-        (
-            "kornia.PolicyAugmentBase",
-            "be a policy that chooses for each sample",
-            "Instead of Kornia's class, use gpuaug.RandAugment, TrivialAugmentWide or AutoAugment, which are "
-            "torchvision's, or gpuaug.TimmAugment.",
-        ),
-        (
-            "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
-            "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
-            "be one operation",
-            "It is a container: make each of its operations a separate entry of `ops`, with its own name.",
-        ),
-    )
-    for name in names.split()
-}
+# (classes as "package.class", requirement, remedy). Of the module's MRO, the first class in this table decides.
+_REFUSED = (
+    (
+        "kornia.Resize kornia.LongestMaxSize kornia.SmallestMaxSize kornia.CenterCrop kornia.RandomCrop "
+        "kornia.RandomResizedCrop kornia.PadTo",
+        "keep the size of the images",
+        "Image sizes are set before decoding: use `crop`, for example gpuaug.RandomResizedCrop(224).",
+    ),
+    (
+        "gpuaug.Augment gpuaug.MultiView gpuaug.Progressive",
+        "be one operation",
+        "It is a whole recipe: make each of its operations an entry of `ops`, or make the recipe a view of "
+        "gpuaug.MultiView.",
+    ),
+    (
+        "kornia.Normalize kornia.Denormalize gpuaug.Normalize",
+        "keep pixels in 0..1 for later operations",
+        "Use `normalize` instead.",
+    ),
+    ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
+    ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
+    ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
+    (
+        "kornia.PolicyAugmentBase",
+        "be a policy that chooses for each sample",
+        "Instead of Kornia's class, use gpuaug.RandAugment, TrivialAugmentWide or AutoAugment, which are "
+        "torchvision's, or gpuaug.TimmAugment.",
+    ),
+    (
+        "torch.Sequential torch.ModuleList torch.ModuleDict kornia.ImageSequentialBase "
+        "kornia.ManyToManyAugmentationDispather kornia.ManyToOneAugmentationDispather",
+        "be one operation",
+        "It is a container: make each of its operations a separate entry of `ops`, with its own name.",
+    ),
+)
 
 
 def _check(key: str, op: Any) -> None:
@@ -203,7 +194,8 @@ def _check(key: str, op: Any) -> None:
             f"`{key}` must be an operation, such as kornia.augmentation.RandomHorizontalFlip(p=0.5). Found: {op!r}."
         )
     names = [f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(op).__mro__]
-    required, remedy = next((_REFUSED[name] for name in names if name in _REFUSED), (None, None))
+    rows = (row for name in names for row in _REFUSED if name in row[0].split())
+    _, required, remedy = next(rows, (None, None, None))
     if required is not None:
         raise ConfigError(f"`{key}` must {required}. Found: {type(op).__name__}. {remedy}")
     for setting, wanted in (("same_on_batch", False), ("keepdim", False), ("p_batch", 1.0)):

@@ -85,13 +85,10 @@ class Progressive(ReadOnly):
         """Whether a stage must run in the iterating thread."""
         return any(stage.main_thread for stage in self.stages.values())
 
-    def check_unchanged(self, *, quick: bool = False) -> None:
-        """Raise ReadOnlyError if a setting was changed after its stage was created. Such a change has no effect.
-
-        ``quick`` skips a view if no attribute was assigned since the last check.
-        """
+    def check_unchanged(self) -> None:
+        """Raise ReadOnlyError if a setting was changed after its stage was created. Such a change has no effect."""
         for first, stage in self.stages.items():
-            stage.check_unchanged(quick=quick, key=f"augment.stages.{first}")
+            stage.check_unchanged(key=f"augment.stages.{first}")
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide random numbers and pixels, as JSON."""

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from operator import is_
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,7 +25,7 @@ from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.erasing import check_place
 from gpuaug.augment.parameters import Chosen, Prepared, Size
-from gpuaug.augment.policy import OneOf, prepare_all
+from gpuaug.augment.policy import prepare_all
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.batch import CropWindows, Objects
 from gpuaug.errors import ConfigError, ReadOnlyError
@@ -105,24 +104,18 @@ class RecipeBase(ReadOnly):
         """Maps the first epoch of each stage to its recipe. Only a :class:`~gpuaug.Progressive` has several stages."""
         return {0: self}
 
-    def check_unchanged(self, *, quick: bool = False, key: str = "augment") -> None:
+    def check_unchanged(self, *, key: str = "augment") -> None:
         """Raise ReadOnlyError if a setting was changed after the recipe was created. Such a change has no effect.
 
-        Args:
-            quick: skip a view if no attribute was assigned since the last check. This misses changes inside tensors.
-            key: the configuration key of this recipe, for messages.
+        ``key``: the configuration key of this recipe, for messages.
         """
         for view in (v for v in self.views if v.copy == 0):
-            augment, values = view.augment, view.augment._values()
-            if quick and len(values) == len(augment._seen) and all(map(is_, values, augment._seen)):
-                continue
             prefix = f"{key}.views.{view.name}" if view.name else key
-            for where, made, now in differences(augment._made, augment.settings()):
+            for where, made, now in differences(view.augment._made, view.augment.settings()):
                 raise ReadOnlyError(
                     f"`{prefix}.{where}` was {made!r} when the recipe was created and is {now!r} now. "
                     f"The change has no effect: {_READ_ONCE}"
                 )
-            augment._seen = values
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
@@ -189,22 +182,20 @@ class RecipeBase(ReadOnly):
             windows.append(crop.windows(u, heights, widths, objects=objects, masks=masks, redraw=redraw))
         return windows
 
-    def apply(  # type: ignore[override]
+    def render(
         self,
         images: Sequence[Tensor],
-        drawn: Drawn | None = None,
+        drawn: Drawn,
         *,
         chosen: Sequence[Sequence[Chosen]] | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> Any:
+    ) -> list[Tensor]:
         """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
 
-        ``drawn``: the batch's random numbers; None: ``images`` is the function for ``nn.Module.apply``. ``chosen``: the
-        result of :meth:`choose`; None: computed here. ``memory_format``: of the result.
+        ``drawn``: the batch's random numbers. ``chosen``: the result of :meth:`choose`; None: computed here.
+        ``memory_format``: of the result.
         """
-        if drawn is None:
-            return super().apply(images)  # type: ignore[arg-type]
         if chosen is None:
             chosen = self.choose(drawn, [(x.shape[1], x.shape[2]) for x in images])
         return [
@@ -271,7 +262,7 @@ class RecipeBase(ReadOnly):
     def _call(
         self, images: Any, given: dict[str, Any], *, seed: int | None, epoch: int, indices: Any, **output: Any
     ) -> Any:
-        self.check_unchanged(quick=True)
+        self.check_unchanged()
         output = {name: checks.torch_constant(name, value) for name, value in output.items()}
         images = _channels_last(images)
         for name, value in (("seed", seed), ("epoch", epoch)):
@@ -299,7 +290,7 @@ class RecipeBase(ReadOnly):
                     raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give one, too.")
             windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T)
         cut = [_cut(images, each) for each in windows]
-        made = self.apply(cut, drawn, chosen=chosen, **output)
+        made: Any = self.render(cut, drawn, chosen=chosen, **output)
         if moved is None:
             return made[0] if len(made) == 1 else made
         return (made[0], moved[0]) if len(made) == 1 else (made, moved)
@@ -348,7 +339,6 @@ class Augment(RecipeBase):
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
-        self._seen: list[Any] = []  # attribute values at the last check
 
     @property
     def ops(self) -> Mapping[str, Any]:
@@ -378,15 +368,6 @@ class Augment(RecipeBase):
             "normalize": None if normalize is None else normalize.values(),
         }
 
-    def _values(self) -> list[Any]:
-        """List the attribute values of crop, operations and normalization, and the values inside dictionaries."""
-        steps = [self.crop, self.normalize, *self.ops.values()]
-        for step in steps:  # the list grows by the members of each OneOf, and by their members
-            steps += step.ops.values() if isinstance(step, OneOf) else ()
-        parts = [part for step in steps for part in (step.modules() if isinstance(step, nn.Module) else [step])]
-        values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
-        return values + [inner for value in values if type(value) is dict for inner in value.values()]
-
     def extra_repr(self) -> str:
         """Crop, operations, copies and backend."""
         ops = (f"{name}={op!r}" for name, op in self.ops.items())
@@ -406,8 +387,7 @@ class Augment(RecipeBase):
         return self._executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copied recipe makes its own executor and checks all settings again
-        return {**self.__dict__, "_executor": None, "_seen": []}
+        return {**self.__dict__, "_executor": None}  # a copied recipe makes its own
 
 
 class MultiView(RecipeBase):
@@ -425,8 +405,7 @@ class MultiView(RecipeBase):
     4
     """
 
-    _of_views = ("crop", "ops", "normalize", "copies")  # settings of the views only
-    _read_once = ("views", "augments", "backend", *_of_views)
+    _read_once = ("views", "augments", "backend", "crop", "ops", "normalize", "copies")
 
     def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
         super().__init__()
@@ -452,11 +431,6 @@ class MultiView(RecipeBase):
         if not self.views:
             raise ConfigError("`augment.views` must have at least one view. Found: none.")
         self._made = True
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._of_views:
-            raise AttributeError(f"a MultiView has no `{name}`. Each view has its own: `recipe.augments[0].{name}`.")
-        return super().__getattr__(name)
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide random numbers and pixels, as JSON."""

@@ -6,7 +6,6 @@ torchvision's formulas are computed in float32, so that the same uniforms give t
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -23,7 +22,6 @@ from gpuaug.augment.crop import (
     color,
     integers,
     pair,
-    positive_range,
     resized_sides,
     stack_rows,
 )
@@ -92,7 +90,7 @@ class RandomScaleCrop(Crop):
         interpolation: Interpolation = "bilinear",
     ) -> None:
         self.size = pair("size", size)
-        self.scale = positive_range("scale", scale, high=LARGEST_SCALE)
+        self.scale = checks.pair("scale", scale, None, LARGEST_SCALE)
         self.base = _base(base, self.scale)
         self.fill = color(fill)
         self.anchor = checks.one_of("anchor", anchor, ("random", "diagonal"))
@@ -318,13 +316,13 @@ class RandomIoUCrop(Crop):
     ) -> None:
         self.size = pair("size", size)
         scales, ratios = (min_scale, max_scale), (min_aspect_ratio, max_aspect_ratio)
-        self.min_scale, self.max_scale = positive_range("min_scale` and `max_scale", scales, high=1.0)
-        self.min_aspect_ratio, self.max_aspect_ratio = positive_range(
-            "min_aspect_ratio` and `max_aspect_ratio", ratios, high=math.inf
+        self.min_scale, self.max_scale = checks.pair("min_scale` and `max_scale", scales, None, 1)
+        self.min_aspect_ratio, self.max_aspect_ratio = checks.pair(
+            "min_aspect_ratio` and `max_aspect_ratio", ratios, None
         )
         self.sampler_options = _options(sampler_options)
         self.trials = checks.whole_number("trials", trials, 1, 1000)
-        self.zoom_out = None if zoom_out is None else positive_range("zoom_out", zoom_out, high=LARGEST_SCALE)
+        self.zoom_out = None if zoom_out is None else checks.pair("zoom_out", zoom_out, None, LARGEST_SCALE)
         if self.zoom_out is not None and self.zoom_out[0] < 1:
             raise ConfigError(f"`zoom_out` must be at least 1, because it enlarges the canvas. Found: {zoom_out!r}.")
         self.zoom_p = float(checks.number("zoom_p", zoom_p, 0, 1))
@@ -349,16 +347,13 @@ class RandomIoUCrop(Crop):
         boxes = np.asarray(objects.boxes, dtype=np.float64)[order] + np.tile(corner[sample, ::-1], 2)
         first = np.searchsorted(sample, np.arange(len(crop) + 1))
         waiting = np.flatnonzero(known & (np.diff(first) > 0) & (draws[:, 0] < np.float32(self.p)))
-        start, rounds = 0, 1 if redraw is None else self.ROUNDS
-        while len(waiting) and start < rounds:
-            numbers = range(start, max(2 * start, 1))  # 1, 1, 2, 4, then 8 rounds at once
-            stack = [draws[waiting] if redraw is None or not n else redraw(n, waiting) for n in numbers]
-            rows = np.tile(waiting, len(stack))
-            done, found = self._rounds(np.concatenate(stack)[:, 5:], canvas[rows], boxes, first[rows], first[rows + 1])
-            done = done.reshape(len(stack), -1)
-            at, any_done = done.argmax(axis=0), done.any(axis=0)  # the first round that is done
-            crop[waiting[any_done]] = found.reshape(len(stack), -1, 4)[at, np.arange(len(at))][any_done]
-            waiting, start = waiting[~any_done], numbers.stop
+        for n in range(1 if redraw is None else self.ROUNDS):
+            if not len(waiting):
+                break
+            own = draws[waiting] if redraw is None or not n else redraw(n, waiting)
+            done, found = self._rounds(own[:, 5:], canvas[waiting], boxes, first[waiting], first[waiting + 1])
+            crop[waiting[done]] = found[done]
+            waiting = waiting[~done]
         return self._placed(crop, corner, sizes)
 
     def _zoomed(self, u: Float, sizes: Int64) -> tuple[Int64, Int64]:

@@ -84,7 +84,7 @@ class TargetMover:
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
         self._orientation_logged = quiet
         self._instances = rules.masks is not None and rules.masks.kind == "instances"
-        self._lookup = None if rules.masks is None else masks.lookup(rules.masks)
+        self.lookup = None if rules.masks is None else masks.lookup(rules.masks)
         self._unnamed_logged = quiet
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
         self._largest = max([self.fill, *(_erasing_values(views, rules.masks) if rules.masks is not None else ())])
@@ -326,7 +326,7 @@ class TargetMover:
         or with a fault gets None; the faults are added to ``faults``.
         """
         most, pixels = decoder.settings.max_bytes // 2, (info.height * info.width).tolist()
-        changed, pairs = self._lookup is not None, zip(encoded.masks, pixels, strict=True)
+        changed, pairs = self.lookup is not None, zip(encoded.masks, pixels, strict=True)
         sizes = np.array([masks.peak_bytes(data, count, changed=changed) for data, count in pairs])
         for row in np.flatnonzero(sizes > most).tolist():
             reason = f"decoding takes {sizes[row]} bytes, more than half of `decode.max_bytes` ({2 * most}). Raise it"
@@ -374,7 +374,7 @@ class TargetMover:
                     exif=exif,
                     as_stored=self._as_stored,
                     max_pixels=decoder.settings.max_pixels,
-                    table=self._lookup,
+                    table=self.lookup,
                     unnamed=None if self._unnamed_logged else unnamed[row],
                 )
                 if self._dtype == torch.uint8 and mask.dtype != np.uint8 and mask.max() > LARGEST_BYTE:
@@ -401,17 +401,16 @@ class TargetMover:
         if row is None or self._unnamed_logged:
             return
         self._unnamed_logged = True
-        counts, index = sum(unnamed, Counter[int]()), int(encoded.indices[row])
-        in_colors = self._lookup is not None and self._lookup.colors
+        counts, index = unnamed[row], int(encoded.indices[row])
+        in_colors = self.lookup is not None and self.lookup.colors
         shown = [
             f"{[value & 255, value >> 8 & 255, value >> 16] if in_colors else value} ({count} pixels)"
             for value, count in counts.most_common(_SHOWN)
-        ]
-        more = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
+        ] + ["..."] * (len(counts) > _SHOWN)
         log.warning(
-            "masks have %d %s without a class: %s%s. Found first in %s. They become %d. %s",
-            len(counts), "colours" if in_colors else "values", ", ".join(shown), more,
-            repr(self._mask_path(index) or f"sample {index}"), self.fill,
+            "the mask of %s has %d %s without a class: %s. They become %d. %s",
+            repr(self._mask_path(index) or f"sample {index}"), len(counts), "colours" if in_colors else "values",
+            ", ".join(shown), self.fill,
             "Name them in `targets.masks.colors`, and in `map` if it is set." if in_colors
             else "Name them in `targets.masks.map`, or list them in `targets.masks.ignore`.",
         )  # fmt: skip

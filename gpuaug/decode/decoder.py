@@ -120,7 +120,6 @@ class Decoder:
     Attributes:
         backend: ``dali`` or ``pillow``.
         rescued: number of samples that DALI refused and Pillow decoded.
-        truncated: number of truncated JPEGs that were accepted.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Decoder:
         if settings.reduced and not self._reduced:
             log.warning("decode.reduced=true has no effect with DALI. To use it, set decode.backend=pillow")
         self.accept_truncated, self._batch_size = accept_truncated, batch_size
-        self.rescued = self.truncated = 0
+        self.rescued = 0
         self._closed = False
         self._pid: int | None = None  # of the process that decodes; None before the first batch
         self._lock = threading.Lock()
@@ -164,7 +163,6 @@ class Decoder:
                 faults.append(decode_fault(row, encoded, str(e)))
                 continue
             repaired[row] = images[row] is not encoded
-            self.truncated += info.codec == "jpeg" and bool(repaired[row])
             codec[row], orientation[row] = info.codec, info.orientation
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned

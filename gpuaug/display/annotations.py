@@ -140,7 +140,7 @@ class Annotated(NamedTuple):
         pen = ImageDraw.Draw(image, "RGBA")
         for corners, color in crops:
             left, top, right, bottom = (round(v * scale) for v in corners)
-            _crop(pen, (left, top, max(left, right - 1), max(top, bottom - 1)), color, dashed=annotations is not None)
+            pen.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=color, width=2)
         if annotations is None:
             return image
         factors = image.width / self.picture.width, image.height / self.picture.height
@@ -178,19 +178,6 @@ def color_of(number: int) -> Color:
 def of_class(value: int) -> Color:
     """The color of a class in a mask; 0 is dark."""
     return BACKGROUND if value == 0 else color_of(value - 1)
-
-
-def _crop(pen: Any, box: Sequence[int], color: Color, *, dashed: bool) -> None:
-    x1, y1, x2, y2 = box
-    if not dashed:
-        pen.rectangle(box, outline=color, width=2)
-        return
-    for x in range(x1, x2 + 1, 10):
-        for y in (y1, y2 - 1):
-            pen.rectangle((x, y, min(x + 5, x2), y + 1), fill=color)
-    for y in range(y1, y2 + 1, 10):
-        for x in (x1, x2 - 1):
-            pen.rectangle((x, y, x + 1, min(y + 5, y2)), fill=color)
 
 
 def _tinted(image: Image.Image, annotations: Annotations, style: Style) -> Image.Image:

@@ -22,10 +22,6 @@ PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
 STRIPED, STRIPE = (232, 232, 232), (120, 120, 120)  # pixels without a class
 MOST_PIXELS = 200_000_000  # 600 MB; viewers cannot show larger pictures
 GAP, MARGIN, NOTES, NARROWEST, LINE, SWATCH = 8, 20, 190, 64, 16, 12  # pixels
-# all characters that Pillow's built-in font has
-DRAWABLE = frozenset(map(chr, range(32, 127))) | frozenset(
-    "\u00a9\u00ab\u00b0\u00b1\u00b4\u00b7\u00bb\u2018\u2019\u201c\u201d\u2026\u2039\u203a\u2044\u2122"
-)
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -189,14 +185,9 @@ def printable(text: str) -> str:
 
 
 def drawable(text: str) -> str:
-    """The text in characters of the font: accents are left out, and "?" replaces other characters."""
-    if DRAWABLE.issuperset(text):
-        return text
-    made = list[str]()
-    for each in text:
-        plain = [c for c in unicodedata.normalize("NFKD", each) if not unicodedata.combining(c)]
-        made += each if each in DRAWABLE else plain if DRAWABLE.issuperset(plain) else "?"
-    return "".join(made)
+    """The text in ASCII, which the font has: accents are left out, and "?" replaces other characters."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    return printable(plain).encode("ascii", "replace").decode()
 
 
 def fitting(text: str, face: Any, width: float, *, middle: bool = False) -> str:

@@ -73,21 +73,6 @@ class Batch:
         """Relative paths or names of the samples."""
         return [self.key_of(i) for i in self.indices.tolist()]
 
-    def as_dict(self, images: str = "pixel_values", labels: str = "labels") -> dict[str, Any]:
-        """Return the two values of the unpacked batch as a dictionary, as models of ``transformers`` take them.
-
-        Args:
-            images: key of the images.
-            labels: key of the second value: labels, masks or targets. A second value of None is left out.
-
-        >>> numbers = torch.tensor([0, 3])
-        >>> batch = Batch(images=torch.zeros(2, 3, 8, 8), labels=numbers, indices=numbers, valid=numbers >= 0)
-        >>> list(batch.as_dict("pixel_values", "labels"))
-        ['pixel_values', 'labels']
-        """
-        values = dict(zip((images, labels), self, strict=True))
-        return {name: value for name, value in values.items() if value is not None}
-
     def show(self, rows: int | None = None, columns: int | None = None, *, size: int | None = None) -> Image:
         """Draw the first samples as one picture, with masks, boxes and keypoints. Normalization is undone.
 

@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import BinaryIO, Literal, get_args
+from typing import Literal, get_args
 
 from gpuaug import checks
 from gpuaug.batch import Fault
@@ -32,9 +32,10 @@ class Faults:
             last ``window`` samples. More bad samples raise :class:`~gpuaug.errors.FaultBudgetError`. None: no limit.
         window: number of samples over which the rate is computed.
         truncated: ``reject`` treats a truncated JPEG as bad. ``accept`` uses the part that is present.
-        file: path of a file that gets one JSON line per bad sample, with the fields ``key``, ``index``, ``epoch``,
-            ``stage``, ``reason``, ``bytes`` and ``head``. Ranks may share the file. ``source.exclude`` accepts the
-            file. If the file can no longer be written, the log says so once, and the run goes on.
+        file: path of a file to which each process appends one JSON line per bad sample, with the fields ``key``,
+            ``index``, ``epoch``, ``stage``, ``reason``, ``bytes`` and ``head``. Ranks and runs may share the file.
+            ``source.exclude`` accepts the file. If it can no longer be written, the log says so once, and the run goes
+            on.
 
     >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
     'blank'
@@ -58,10 +59,8 @@ class Faults:
         self.policy, self.max, self.window, self.file = policy, max, window, _writable(file)
         self.count = 0  # bad samples so far; a sample counts again in each epoch
         self._totals = deque([(0, 0)])  # sums (samples, bad samples) before the window, and after each of its batches
-        self._logged: set[str] = set()  # keys that were logged by this process
-        self._recorded: set[str] = set()  # keys that are in the file
+        self._recorded: set[str] = set()  # keys that this process has logged, and written to the file
         self._incomplete = False  # a bad sample could not be written to the file
-        self._offset = 0  # bytes of the file that were read or written
         self._by_epoch: Counter[int] = Counter()  # bad samples; a pass that was left keeps its count
 
     def handle(
@@ -84,57 +83,27 @@ class Faults:
             raise DataError(key_of(index), index, faults[0].stage, faults[0].reason)
         self._check_budget(samples, len(faults))
 
-    def end_of_epoch(self, epoch: int, rescued: int, truncated: int, *, log: Log = log) -> None:
-        """Log how many samples of ``epoch`` were bad, and how many were decoded at the second attempt.
-
-        Both ``rescued`` and ``truncated`` count samples of this epoch. ``rescued``: one decoder refused the sample, and
-        another decoded it. ``truncated``: the sample was accepted although its end is missing. ``log``: the logger.
-        """
+    def end_of_epoch(self, epoch: int, *, log: Log = log) -> None:
+        """Log how many samples of ``epoch`` were bad. ``log``: the logger."""
         if bad := self._by_epoch.pop(epoch, 0):
             where = f", listed in {self.file}" if self.file else ""
             log.warning("epoch %d: %d bad samples (policy %s)%s", epoch, bad, self.policy, where)
-        if again := rescued + truncated:
-            log.warning("epoch %d: %d samples needed a second attempt (%d of them truncated)", epoch, again, truncated)
 
     def _record(self, fault: Fault, *, index: int, epoch: int, key_of: Callable[[int], str]) -> None:
         key = key_of(index)
-        if key not in self._logged:
-            self._logged.add(key)
-            log.warning("sample %d (%r) failed in %s: %s", index, key, fault.stage, fault.reason)
-        if self.file is None or key in self._recorded:
+        if key in self._recorded:
             return
+        log.warning("sample %d (%r) failed in %s: %s", index, key, fault.stage, fault.reason)
         line = {"key": key, "index": index, "epoch": epoch, "stage": fault.stage, "reason": fault.reason}
         line |= {"bytes": fault.size, "head": fault.head.hex()}
         try:
-            with open(self.file, "a+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # other ranks may write; closing unlocks the file
-                self._read_up(file)
-                if key not in self._recorded:
-                    text = (json.dumps(line) + "\n").encode()
-                    if os.write(file.fileno(), text) < len(text):  # one append per line
-                        file.truncate(self._offset)
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.file)
-                    self._offset += len(text)
-                    self._recorded.add(key)
+            if self.file is not None:
+                _append(self.file, json.dumps(line).encode())
+            self._recorded.add(key)
         except OSError as error:  # for example, the disk is full: this must not end the run
             if not self._incomplete:
                 log.warning("`faults.file` cannot be written (%s). Bad samples may be missing in it from now on", error)
             self._incomplete = True
-
-    def _read_up(self, file: BinaryIO) -> None:
-        """Add the keys that were written since the file was last read, and make its last line whole."""
-        file.seek(self._offset)
-        for line in file:
-            whole = line.endswith(b"\n")
-            try:
-                self._recorded.add(str(json.loads(line)["key"]))
-            except (ValueError, KeyError, TypeError, RecursionError):
-                if not whole and line[:8] == b'{"key": '[: len(line)]:  # a part of our line
-                    file.truncate(self._offset)
-                    return
-            self._offset += len(line)
-            if not whole:
-                self._offset += os.write(file.fileno(), b"\n")
 
     def _check_budget(self, samples: int, bad: int) -> None:
         if isinstance(self.max, float):
@@ -159,6 +128,19 @@ class Faults:
         )
 
 
+def _append(path: str, line: bytes) -> None:
+    """Append a whole line, or nothing. Raises OSError if it cannot be written."""
+    with open(path, "a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # other ranks may write; closing unlocks the file
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        begin = b"\n" if size and file.read() != b"\n" else b""  # a killed run leaves a part of a line
+        text = begin + line + b"\n"
+        if file.write(text) < len(text):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
 def _writable(file: str | os.PathLike[str] | None) -> str | None:
     """Return the absolute path of the file. Raise ConfigError if the file is not writable."""
     if file is None:
@@ -170,7 +152,7 @@ def _writable(file: str | os.PathLike[str] | None) -> str | None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         is_new = not os.path.exists(path)
         if not is_new:
-            check_regular(os.stat(path), path, limit=LARGEST_FILE)  # its content will be read
+            check_regular(os.stat(path), path, limit=LARGEST_FILE)  # `source.exclude` will read it
         with open(path, "ab"):
             if is_new:
                 os.unlink(path)  # the first bad sample creates the file

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
+from torch import Tensor
 
 from gpuaug import checks, machine
 from gpuaug import source as sources
@@ -18,8 +21,7 @@ from gpuaug.augment.progressive import Progressive, Recipe
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
-from gpuaug.files import parse_bytes
-from gpuaug.loader import arguments, augmented, by_number, describe, distributed
+from gpuaug.loader import arguments, augmented, describe, distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.passes import Pass, PassEndedError
@@ -31,7 +33,6 @@ from gpuaug.read.ends import finalize
 from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
 from gpuaug.source.base import checksum
-from gpuaug.source.cache import CachedSource, RamCache
 
 if TYPE_CHECKING:  # runs without targets do not import them
     from gpuaug.targets.rules import Targets
@@ -60,9 +61,6 @@ class Loader:
             images; None: the loader yields only images and labels.
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
         decode: settings of the decoder.
-        cache: a :class:`~gpuaug.RamCache`, which keeps encoded bytes in memory; None: no cache.
-        ahead: size in bytes of an extra buffer for encoded batches, such as 2147483648 or ``"2GiB"``; None: only the
-            workers read ahead.
         faults: a :class:`~gpuaug.Faults`, which decides what happens to samples that cannot be read or decoded.
         device: ``auto``, ``cuda``, ``cpu`` or a torch.device. ``auto`` means CUDA if there is a CUDA device, else the
             CPU. ``cuda`` means ``cuda:$LOCAL_RANK``, or torch's current device if LOCAL_RANK is not set. On CUDA the
@@ -94,7 +92,7 @@ class Loader:
     ``start_at``. To repeat an epoch, use ``set_epoch``. If the loader itself raises an error, the next pass continues
     after the last batch that was handed out.
 
-    Settings cannot be changed. :meth:`replace` makes a loader with other settings.
+    Settings cannot be changed. For other settings, build a new loader, and give it this loader's ``state_dict()``.
 
     >>> import io
     >>> from PIL import Image
@@ -133,8 +131,6 @@ class Loader:
         targets: Targets | None = None,
         mix: Mix | None = None,
         decode: Decode | None = None,
-        cache: RamCache | None = None,
-        ahead: int | str | None = None,
         faults: Faults | None = None,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = torch.float32,
@@ -150,12 +146,12 @@ class Loader:
         limit_batches: int | None = None,
         name: str | None = None,
     ) -> None:
-        self._given = {key: value for key, value in locals().items() if key not in ("self", "source")}
+        self._settings = frozenset(locals()) - {"self"}
         self.name: str | None = checks.text("name", name, optional=True)
         self._log = arguments.NamedLog(log, {"name": name})
         distributed.rank_and_world(rank, world_size)
         last = arguments.choose_last(last, drop_last)
-        mix, targets, cache = map(arguments.none_if_empty, (mix, targets, cache))
+        mix, targets = map(arguments.none_if_empty, (mix, targets))
         self.augment: Recipe = checks.instance("augment", augment, Augment, MultiView, Progressive)
         self.seed: int = checks.whole_number("seed", seed, None)
         self.source = sources.adapt(source)
@@ -166,24 +162,20 @@ class Loader:
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
-        # `replace` passes an opened cache, whose attribute `settings` is the RamCache.
-        checks.instance("cache", getattr(cache, "settings", cache), RamCache, optional=True)
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = checks.torch_constant("dtype", dtype)
         self.memory_format: torch.memory_format = checks.torch_constant("memory_format", memory_format)
         self.num_workers = arguments.choose_workers(num_workers, self.source, self._log)
         self.prefetch: int = checks.whole_number("prefetch", prefetch, 0)
-        self.ahead = None if ahead is None else parse_bytes(ahead, key="ahead")
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self._rank, self._world_size = rank, world_size
-        self.pipeline = self._build(cache, timeout=timeout, start_method=start_method, read_threads=read_threads)
+        self.pipeline = self._build(
+            num_workers=self.num_workers, timeout=timeout, start_method=start_method, read_threads=read_threads
+        )
         finalize(self, self.pipeline.close)
         self.augment.to(self.device)
 
-    def _build(self, cache: Any, **reading: Any) -> Pipeline:
-        encoded: Any = self.source
-        if cache is not None:  # an opened cache keeps what it has already read
-            encoded = cache if isinstance(cache, CachedSource) else cache.open(self.source)
+    def _build(self, **reading: Any) -> Pipeline:
         accepted = self.faults.truncated == "accept"
         opened = partial(self.decode.open, self.device, accept_truncated=accepted, batch_size=self.batch_size)
         targets = None
@@ -192,7 +184,7 @@ class Loader:
 
             targets = TargetMover(self.targets, self.augment, source=self.source)
         return Pipeline(
-            reader=Reader(encoded, num_workers=self.num_workers, targets=getattr(self.targets, "names", ()), **reading),
+            reader=Reader(self.source, targets=getattr(self.targets, "names", ()), **reading),
             lazy_decoder=LazyDecoder(opened),
             recipe=augmented.remaining(self.augment, self.source, self.seed),
             targets=targets,
@@ -209,48 +201,12 @@ class Loader:
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "pipeline" in vars(self) and (name == "source" or name in self._given):
+        if "pipeline" in vars(self) and name in self._settings:
             raise ReadOnlyError(
                 f"`{name}` of a loader cannot be set: the running workers and stages would not see the new value. "
-                f"Use `loader = loader.replace({name}=...)`."
+                "Build a new loader, and give it the position of this one: `new.load_state_dict(old.state_dict())`."
             )
         super().__setattr__(name, value)
-
-    def replace(self, **changes: Any) -> Loader:
-        """Return a new loader with other settings and the same position, and close this loader.
-
-        Example: ``loader = loader.replace(augment=larger, mix=None)`` between two epochs. The new loader takes over the
-        content of ``cache``.
-
-        Args:
-            changes: constructor arguments, except ``source``.
-
-        Raises:
-            ConfigError: if the constructor refuses the arguments; this loader stays unchanged.
-            StateError: if the next pass begins inside an epoch, and the changes alter the samples or pixels.
-        """
-        self.pipeline.check_open()
-        if "source" in changes:
-            raise ConfigError("`replace` keeps the source. Build a new loader for another source.")
-        given = {**self._given, "device": self.device, "num_workers": self.num_workers}
-        for pair in (("order", "shuffle"), ("last", "drop_last")):  # both names of a pair are one setting
-            if changes.keys() & pair:
-                given = {name: value for name, value in given.items() if name not in pair}
-        if (cache := self.pipeline.cache) is not None:
-            given["cache"] = cache
-        made = type(self)(self.source, **{**given, **changes})
-        closed = made
-        try:
-            self.pipeline.stop()
-            self._begin()
-            if self._position:
-                made.load_state_dict(self.state_dict())
-            else:
-                made.set_epoch(self._epoch)
-            closed = self
-        finally:
-            closed.pipeline.close(keep_cache=made.pipeline.cache is cache)  # the other loader owns the cache
-        return made
 
     @property
     def epoch(self) -> int:
@@ -306,10 +262,6 @@ class Loader:
             }
             distributed.agree({**self.fingerprint(), **shared}, device=self.device)
         self._log_last(tasks)
-        cache, first = self.pipeline.cache, self.pipeline.first_row(self._epoch)
-        if cache is not None and cache.settings.fill == "ahead":
-            shown = [indices + first for indices, *_ in self._tasks_from(0)]
-            cache.fill(self.pipeline.reader, torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *shown]))
         return _Epoch(self, tasks)
 
     def set_epoch(self, epoch: int) -> None:
@@ -325,7 +277,7 @@ class Loader:
     def _finish(self) -> None:
         """End a pass whose batches were all handed out. Without `stop`, its iterator would come here again."""
         self.pipeline.stop()
-        self.faults.end_of_epoch(self._epoch, *self.pipeline.lazy_decoder.second_chances(), log=self._log)
+        self.faults.end_of_epoch(self._epoch, log=self._log)
         self._advance()
 
     def start_at(self, epoch: int, position: int) -> None:
@@ -393,24 +345,47 @@ class Loader:
         indices: Sequence[int],
         *,
         epoch: int | None = None,
-        repeats: Sequence[int] | None = None,
         mix: bool = False,
+        faults: Faults | None = None,
     ) -> Batch:
         """Make one batch of chosen samples, with the same stages and the same pixels as in an epoch.
 
         Args:
             indices: sample numbers in the source.
             epoch: the epoch whose random parameters are used; None: the current epoch.
-            repeats: for each index, how often it occurred earlier in the epoch; None: 0. Each repeat has its own random
-                parameters.
             mix: whether to mix the batch.
+            faults: decides what happens to bad samples of this batch; None: the loader's.
+
+        If the order repeats samples, this is the first occurrence of each sample.
 
         Raises:
-            DataError, FaultBudgetError: depending on the loader's ``faults``.
+            DataError, FaultBudgetError: depending on ``faults``.
             GpuaugError: if policy ``drop`` removes all samples.
         """
+        self.pipeline.check_open()
+        self.augment.check_unchanged()
         epoch = self._epoch if epoch is None else _check_epoch(epoch)
-        return by_number.fetch(self, indices, epoch=epoch, repeats=repeats, mix=mix)
+        faults = checks.instance("faults", faults, Faults, optional=True) or self.faults
+        numbers = arguments.whole_numbers("indices", indices)
+        if not len(numbers):
+            raise ConfigError("`indices` must not be empty.")
+        try:
+            for index in numbers.tolist():
+                self.source.key(index)
+                # a packed source also has keys for its rows of other sizes
+                if index >= (self.source.sample_count or math.inf):
+                    raise IndexError("it has fewer samples")
+        except IndexError as error:
+            raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
+        task = numbers, torch.zeros_like(numbers), torch.ones(len(numbers), dtype=torch.bool, device="cpu")
+        reader = Reader(self.source, targets=self.pipeline.reader.targets)
+        pipeline = replace(self.pipeline, reader=reader, faults=faults, mix=self.pipeline.mix if mix else None)
+        (encoded,) = pipeline.read([task], epoch)
+        pipeline.streams.follow_consumer()
+        ready = pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, epoch)), epoch)
+        if ready is None:
+            raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
+        return pipeline.hand_over(ready)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """One augmented sample of the current epoch, with the same pixels as in a batch: ``(image, label)``.
@@ -422,13 +397,30 @@ class Loader:
         Args:
             index: number of the sample in the source; -1 is the last of the samples that the loader uses.
 
-        If the order repeats samples, this is the first occurrence of the sample. :meth:`fetch` makes the others.
+        If the order repeats samples, this is the first occurrence of the sample.
         A bad sample does not count towards ``faults.max``, and is not written to ``faults.file``.
 
         Raises:
             IndexError: there is no such sample.
         """
-        return by_number.sample(self, index)
+        try:
+            number = operator.index(index)
+        except TypeError as error:
+            raise ConfigError(
+                f"`loader[index]` needs the number of one sample. Found: {index!r:.100}. "
+                "For several samples, use `loader.fetch([...])` or `loader.fetch(range(...))`."
+            ) from error
+        source, count = self.source, len(self.source)
+        if not -count <= number < (count if source.indices is None else math.inf):
+            raise IndexError(f"the source has {count} samples. Found: number {number}. Use one from 0 to {count - 1}.")
+        if number < 0:
+            number = count + number if source.indices is None else int(source.indices[number])
+        source.key(number)  # raises IndexError for an unknown number
+        uncounted = Faults(policy=self.faults.policy, truncated=self.faults.truncated)
+        images, second = self.fetch([number], faults=uncounted)
+        if isinstance(second, Tensor) and second.ndim == 1 and not second.is_floating_point():
+            return _first(images), int(second[0])  # a class number
+        return _first(images), _first(second)
 
     __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
 
@@ -522,14 +514,19 @@ def _check_epoch(epoch: Any) -> int:
     return int(checks.whole_number("epoch", epoch, 0, 10**9 - 1))
 
 
+def _first(value: Any) -> Any:
+    """The first row of each tensor in ``value``."""
+    if isinstance(value, list):
+        return [_first(view) for view in value]
+    return value[0] if isinstance(value, Tensor) else value
+
+
 class _Epoch(Pass):
     """A pass that stores its progress in the loader."""
 
     def __init__(self, loader: Loader, tasks: EpochOrder) -> None:
         self._loader, self._tasks = loader, tasks
-        super().__init__(
-            loader.pipeline, iter(tasks), epoch=loader.epoch, prefetch=loader.prefetch, buffer_bytes=loader.ahead
-        )
+        super().__init__(loader.pipeline, iter(tasks), epoch=loader.epoch, prefetch=loader.prefetch)
         loader.waited = 0.0
         loader.pipeline.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
         self.start()
@@ -557,5 +554,3 @@ class _Epoch(Pass):
         loader.waited = self.waited
         loader._position = self._tasks.position(self.done)
         loader._next_pass = "finished" if self.done == len(self._tasks) else "left"
-        if (cache := loader.pipeline.cache) is not None:
-            cache.warn_if_full()

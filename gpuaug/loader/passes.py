@@ -34,32 +34,19 @@ class Pass(Iterator[Batch]):
         tasks: ``(indices, repeats, valid)`` of each batch; may be infinite.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
             is requested.
-        buffer_bytes: size of a buffer for encoded batches; None: only the workers read ahead.
 
     Attributes:
         done: number of tasks whose batch was handed out, or was dropped by the faults policy.
         waited: seconds that the consumer waited for batches.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        tasks: Iterator[Task],
-        *,
-        epoch: int,
-        prefetch: int = 2,
-        buffer_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, tasks: Iterator[Task], *, epoch: int, prefetch: int = 2) -> None:
         self._pipeline, self._epoch = pipeline, epoch
         self.done, self.waited = 0, 0.0
         self._exhausted, self._pid = False, os.getpid()
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        encoded: Any = pipeline.read(tasks, epoch)
-        if buffer_bytes is not None:
-            encoded = Producer(encoded, name="gpuaug-ahead", max_bytes=buffer_bytes)
-            self._producers.append(encoded)
-        headers = _each(encoded, partial(pipeline.read_headers, epoch=epoch))
+        headers = _each(pipeline.read(tasks, epoch), partial(pipeline.read_headers, epoch=epoch))
         if prefetch:
             headers = self._thread(headers, "headers", 0)
         decoded = _each(headers, pipeline.decode)

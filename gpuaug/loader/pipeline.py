@@ -26,7 +26,6 @@ from gpuaug.loader.faults import Faults
 from gpuaug.native.buffers import to_device
 from gpuaug.read.order import Task
 from gpuaug.read.reader import Reader
-from gpuaug.source.cache import CachedSource
 
 if TYPE_CHECKING:  # runs without targets do not import these modules
     from gpuaug.augment.target_mover import TargetMover, TargetView
@@ -78,14 +77,6 @@ class LazyDecoder:
             self._decoder = self._decoder or self._open()
             return self._decoder
 
-    def second_chances(self) -> tuple[int, int]:
-        """Counts since the last call: samples that DALI refused and Pillow decoded, and accepted truncated samples."""
-        if self._decoder is None:
-            return 0, 0
-        counts = self._decoder.rescued, self._decoder.truncated
-        self._decoder.rescued = self._decoder.truncated = 0
-        return counts
-
     def close(self) -> None:
         with self._lock:
             if self._decoder is not None:
@@ -136,11 +127,6 @@ class Pipeline:
     closed: bool = field(default=False, init=False)
 
     @property
-    def cache(self) -> CachedSource | None:
-        source = self.reader.source
-        return source if isinstance(source, CachedSource) else None
-
-    @property
     def decoder(self) -> Decoder:
         return self.lazy_decoder.get()
 
@@ -187,7 +173,7 @@ class Pipeline:
 
     def augment(self, batch: PartialBatch) -> list[Tensor]:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
-        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).apply(
+        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).render(
             batch.images, batch.drawn, chosen=batch.chosen, dtype=self.dtype, memory_format=self.memory_format
         )
         return views
@@ -285,15 +271,13 @@ class Pipeline:
         if running is not None:
             running.close()
 
-    def close(self, *, keep_cache: bool = False) -> None:
-        """Close the running pass, the workers and the decoder, and the cache except if ``keep_cache``."""
+    def close(self) -> None:
+        """Close the running pass, the workers and the decoder."""
         if not self.closed:
             self.closed = True
             self.stop()
             self.reader.close()
             self.lazy_decoder.close()
-            if self.cache is not None and not keep_cache:
-                self.cache.close()
 
 
 def _one(views: list[Any] | None) -> Any:

@@ -22,27 +22,13 @@ class Producer(Iterator[T]):
     Args:
         items: the iterator. At the end the thread calls ``items.close()``, if the iterator has this method.
         name: name of the thread.
-        count: number of items that may wait while the next item is produced; None: no limit.
-        max_bytes: limit of waiting bytes; None: no limit. With a limit, items must be :class:`EncodedBatch`
-            objects, and ``count`` has no effect. A batch larger than the limit waits alone.
+        count: number of items that may wait while the next item is produced.
         device: if this is a CUDA device, the thread uses it.
-
-    Attributes:
-        bytes_waiting: bytes of the waiting items; 0 without ``max_bytes``.
     """
 
-    def __init__(
-        self,
-        items: Iterator[T],
-        *,
-        name: str,
-        count: int | None = None,
-        max_bytes: int | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self._from, self._count, self._max_bytes, self._device = items, count, max_bytes, device
-        self._items: deque[tuple[int, T]] = deque()  # with their bytes
-        self.bytes_waiting = 0
+    def __init__(self, items: Iterator[T], *, name: str, count: int, device: torch.device) -> None:
+        self._from, self._count, self._device = items, count, device
+        self._items: deque[T] = deque()
         self._closed = self._ended = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -62,8 +48,7 @@ class Producer(Iterator[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._ended or self._closed)
             if self._items:
-                size, item = self._items.popleft()
-                self.bytes_waiting -= size
+                item = self._items.popleft()
                 self._changed.notify_all()
                 return item
             error, self._error = self._error, None
@@ -74,7 +59,7 @@ class Producer(Iterator[T]):
     def close(self) -> None:
         """Drop waiting items. The thread ends after its current item."""
         with self._changed:
-            self._closed, self.bytes_waiting = True, 0
+            self._closed = True
             self._items.clear()
             self._changed.notify_all()
 
@@ -88,17 +73,15 @@ class Producer(Iterator[T]):
     def _fill(self) -> None:
         """Produce the items. The thread keeps no reference to a produced item."""
         try:
-            if self._device is not None and self._device.type == "cuda":
+            if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            while self._wait(0):
+            while self._wait():
                 item: Any = next(self._from, END)
                 if item is END:
                     break
-                size = 0 if self._max_bytes is None else item.nbytes
                 with self._changed:
-                    if self._wait(size):
-                        self._items.append((size, item))
-                        self.bytes_waiting += size
+                    if not self._closed:
+                        self._items.append(item)
                         self._changed.notify_all()
                 del item
         except BaseException as error:
@@ -110,13 +93,8 @@ class Producer(Iterator[T]):
             if (close := getattr(self._from, "close", None)) is not None:
                 close()
 
-    def _wait(self, size: int) -> bool:
-        """Wait until there is room for ``size`` bytes and one more item. Returns False if this object was closed."""
+    def _wait(self) -> bool:
+        """Wait until there is room for one more item. Returns False if this object was closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._has_room(size))
+            self._changed.wait_for(lambda: self._closed or len(self._items) <= self._count)
             return not self._closed
-
-    def _has_room(self, size: int) -> bool:
-        if self._max_bytes is not None:
-            return not self._items or self.bytes_waiting + size <= self._max_bytes
-        return self._count is None or len(self._items) <= self._count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import deque
@@ -18,16 +17,15 @@ from gpuaug.batch import Fault, Target
 from gpuaug.errors import GpuaugError, SourceError
 from gpuaug.read.packing import Rest
 from gpuaug.source.adapt import Source
-from gpuaug.source.local import FINAL, LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
+from gpuaug.source.local import LARGE, LARGEST_BATCH, LARGEST_IMAGE, too_large
+from gpuaug.source.remote.ranges import may_pass
 
 THREADS = 16
 SLOW_S = 0.0005  # after a read that waits longer for its storage, threads read; see bench/reading.py
 
 PAUSES = (0.0, 0.05, 0.2)  # seconds before each try of a read; network storage sometimes fails briefly
-FINAL_ERRNO = {errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENAMETOOLONG}
 FAULTS = (OSError, MemoryError, GpuaugError)  # errors of a source that concern one sample
 LONGEST_REASON = 500  # characters
-EXAMPLES = 4  # samples that are read to learn the type of labels, if the first batch has no known label
 
 _MISSING: Any = object()  # an unknown label
 Encoded = tuple[list[memoryview], Rest]  # bytes of the images, then of the masks; and the rest
@@ -48,7 +46,8 @@ class Samples:
         self.source, self.targets = source, targets
         self.threads = threads if source.thread_safe else 1
         self._bounded = not source.mapped
-        self._like: Any = _MISSING  # an array of labels of the same type and shape; None if samples have no label
+        # an array with a label of the same type and shape; None if samples have no label. At first: a class number
+        self._like: NDArray[Any] | None = np.zeros(1, dtype=np.int64)
 
     def batch(self, numbers: list[int], stale: Callable[[], bool] = lambda: False) -> Encoded:
         """Read samples without a copy of their bytes."""
@@ -72,7 +71,7 @@ class Samples:
                 encoded += masks
                 faults += more
             labels = [label if target is None else target.label for label, target in zip(labels, found, strict=True)]
-        return encoded, (self._labels(labels, numbers, stale), tuple(faults), targets, extra)
+        return encoded, (self._labels(labels), tuple(faults), targets, extra)
 
     def _unread(self, number: int) -> Any:
         """Label of a sample that cannot be read; ``_MISSING`` if the source does not know the label."""
@@ -83,18 +82,6 @@ class Samples:
             return _MISSING if self.source.labels is None else int(self.source.labels[number])
         except FAULTS:
             return _MISSING
-
-    def _example(self, failed: list[int], stale: Callable[[], bool]) -> Any:
-        """Return the label of a sample outside ``failed``, to learn the type of labels; 0 if none can be read."""
-        active = self.source.indices
-        numbers = np.arange(len(self.source)) if active is None else active.numpy()
-        others = np.setdiff1d(numbers, failed)
-        some = others[:: max(1, len(others) // EXAMPLES)][:EXAMPLES].tolist()
-        for number, item in zip(some, self._ask(some, stale), strict=True):
-            if not isinstance(item, Exception):
-                label = _checked(item, number)[1]
-                return label.get("label") if isinstance(label, Mapping) else getattr(label, "label", label)
-        return 0
 
     def _read(self, numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
         """Return, for each sample, its bytes, label and extra, or the exception that becomes its fault."""
@@ -111,7 +98,7 @@ class Samples:
                         else:
                             large += size
                 items[row] = item
-            rows = [row for row in rows if _may_pass(items[row])]
+            rows = [row for row in rows if isinstance(items[row], OSError) and may_pass(items[row])]
             if not rows:
                 break
         return items
@@ -176,13 +163,13 @@ class Samples:
         except BaseException as error:
             return error
 
-    def _labels(self, labels: list[Any], numbers: list[int], stale: Callable[[], bool]) -> NDArray[Any] | None:
+    def _labels(self, labels: list[Any]) -> NDArray[Any] | None:
         """Return labels as int64 [B], float32 [B] or [B, K], or None. Unknown labels of failed samples are 0."""
         present = [label is not _MISSING for label in labels]
         known = [label for label in labels if label is not _MISSING]
         values = None
-        if known or self._like is _MISSING:
-            values = _label_array(known or [self._example(numbers, stale)])
+        if known:
+            values = _label_array(known)
             self._like = None if values is None else values[:1]
         if self._like is None or all(present):
             return values
@@ -194,10 +181,6 @@ class Samples:
 
 def _is_large(item: Any) -> bool:
     return isinstance(item, tuple | list) and len(item) > 0 and hasattr(item[0], "__len__") and len(item[0]) > LARGE
-
-
-def _may_pass(item: Any) -> bool:
-    return isinstance(item, OSError) and not isinstance(item, FINAL) and item.errno not in FINAL_ERRNO
 
 
 def _checked(item: Any, number: int) -> tuple[memoryview, Any, Any]:

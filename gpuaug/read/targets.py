@@ -10,11 +10,10 @@ import numpy as np
 
 from gpuaug.batch import Fault, Objects, Target
 from gpuaug.errors import SourceError
-from gpuaug.source.objects import COLUMNS, as_arrays, checked, find_faults
+from gpuaug.source.objects import COLUMNS, as_arrays, find_faults
 
 _FIELDS = {field.name for field in fields(Target) if field.init}
 _NO_MASK = memoryview(b"")
-_NONE = checked(Target())  # of a row with a fault
 
 
 def as_target(label: Any, number: int) -> Target | None:
@@ -39,33 +38,73 @@ def collect(
         The table of all objects, the encoded mask of each sample ([] if ``names`` lacks masks), and one fault for each
         row with bad targets.
     """
-    good, masks, faults = [_NONE] * len(targets), [_NO_MASK] * len(targets), list[Fault]()
+    rows, masks = [dict[str, Any]() for _ in targets], [_NO_MASK] * len(targets)
+    sizes, fractions = np.zeros((len(targets), 2), dtype=np.int32), np.zeros(len(targets), dtype=np.bool_)
+    used = [name for name, _, _, missing in COLUMNS if missing is not None or name in names]
+    needed = [name for name in ("boxes", "keypoints") if name in names]
+    faults, is_checked = dict[int, str](), True
     for row, target in enumerate(targets):
         if row in skip:
             continue
         try:
             if target is None:
                 raise ValueError("the source gave no target for this sample")
+            columns = {name: value for name in used if (value := getattr(target, name)) is not None}
+            size = target.size
             if not target._checked:
-                target = _as_arrays(target, names, num_keypoints)
-            count = _count(target, names)
-            lacking = [name for name in ("boxes", "keypoints") if name in names and getattr(target, name) is None]
-            if lacking and count:
+                size, columns = _size(size), as_arrays(columns, num_keypoints=num_keypoints)
+                is_checked = False
+            count = _count(columns)
+            if count and (lacking := [name for name in needed if name not in columns]):
                 raise ValueError(f"the source gave no {lacking[0]} for its {count} objects")
             if "masks" in names:
                 masks[row] = _mask(target)
-            good[row] = target
+            rows[row], sizes[row], fractions[row] = columns, size or 0, bool(target.fractions)
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch raises RuntimeErrors
-            faults.append(Fault(row, "read", str(error)))
-    table = _joined(good, names, num_keypoints)
-    if unchecked := [row for row, target in enumerate(good) if not target._checked]:
-        new = table.take(np.isin(table.sample, unchecked))
-        found = find_faults(new.sample, {name: getattr(new, name) for name, *_ in COLUMNS})
+            faults[row] = str(error)
+    table = join(rows, names, num_keypoints=num_keypoints)
+    if not is_checked and (found := find_faults(table.sample, {name: getattr(table, name) for name in used})):
         for row in found:
-            good[row], masks[row] = _NONE, _NO_MASK
-        faults += [Fault(row, "read", reason) for row, reason in found.items()]
-        table = _joined(good, names, num_keypoints) if found else table
-    return table, masks if "masks" in names else [], sorted(faults, key=lambda fault: fault.row)
+            rows[row], masks[row], sizes[row], fractions[row] = {}, _NO_MASK, 0, False
+        faults |= found
+        table = join(rows, names, num_keypoints=num_keypoints)
+    table = replace(table, sizes=sizes, fractions=fractions if fractions.any() else None)
+    return table, masks if "masks" in names else [], [Fault(row, "read", faults[row]) for row in sorted(faults)]
+
+
+def join(rows: Sequence[Mapping[str, Any]], names: Sequence[str], *, num_keypoints: int | None = None) -> Objects:
+    """The table of the objects of a batch, without sizes. A column that an image lacks gets its default.
+
+    ``rows``: arrays of any numbers, named as in :data:`COLUMNS`, for each image. ``names``: as for :func:`collect`.
+    """
+    counts = [_count(columns) for columns in rows]
+    table = dict[str, Any]()
+    for name, kind, shape, missing in COLUMNS:
+        if missing is None and name not in names:
+            table[name] = None
+            continue
+        given = [columns[name] for columns in rows if name in columns]
+        parts = [part for part in given if len(part)]
+        numbers = {part.shape[1] for part in parts} if name == "keypoints" else set()
+        if len(numbers) > 1:
+            raise SourceError(f"all objects must have the same number of keypoints. Found: {sorted(numbers)}.")
+        if not parts:
+            points = num_keypoints or max((part.shape[1] for part in given if -1 in shape), default=0)
+            parts = [np.zeros((0, *(points if n < 0 else n for n in shape)))]
+        with np.errstate(over="ignore"):  # `find_faults` refuses infinite coordinates
+            column = np.concatenate(parts, dtype=kind, casting="unsafe")
+        if len(column) < sum(counts):
+            table[name] = np.full((sum(counts), *shape), missing, dtype=kind)
+            table[name][np.repeat([name in columns for columns in rows], counts)] = column
+        else:
+            table[name] = column
+    sizes = np.zeros((len(rows), 2), dtype=np.int32)
+    return Objects(**table, sample=np.repeat(np.arange(len(rows)), counts), sizes=sizes)
+
+
+def _count(columns: Mapping[str, Any]) -> int:
+    """Number of objects."""
+    return len(next(iter(columns.values()), ()))
 
 
 def _mask(target: Target) -> memoryview:
@@ -80,51 +119,10 @@ def _mask(target: Target) -> memoryview:
     return mask
 
 
-def _count(target: Target, names: Sequence[str]) -> int:
-    """Number of objects."""
-    known = (getattr(target, name) for name, _, _, missing in COLUMNS if missing is not None or name in names)
-    return len(next((column for column in known if column is not None), ()))
-
-
-def _as_arrays(target: Target, names: Sequence[str], num_keypoints: int | None) -> Target:
-    """The target with arrays as columns, without columns that ``names`` lacks. ValueError if a shape is wrong."""
-    size = target.size
-    if size is not None:
-        sides = np.asarray(size)
-        if sides.shape != (2,) or sides.dtype.kind not in "iuf" or not ((sides > 0) & (sides < 2**31)).all():
-            raise ValueError(f"size must be (height, width) above 0. Found: {size}")
-        size = int(sides[0]), int(sides[1])
-    given = {name: getattr(target, name) for name, _, _, missing in COLUMNS if missing is not None or name in names}
-    arrays = as_arrays(given, num_keypoints=num_keypoints)
-    columns: dict[str, Any] = {name: arrays.get(name) for name, *_ in COLUMNS}
-    return replace(target, size=size, **columns)
-
-
-def _joined(targets: Sequence[Target], names: Sequence[str], num_keypoints: int | None) -> Objects:
-    """The table of all objects. ``names``: as for :func:`collect`."""
-    counts = [_count(target, names) for target in targets]
-    table = dict[str, Any]()
-    for name, kind, shape, missing in COLUMNS:
-        if missing is None and name not in names:
-            table[name] = None
-            continue
-        given = [getattr(target, name) for target in targets]
-        parts = [
-            np.full((count, *shape), missing, dtype=kind) if column is None else column
-            for column, count in zip(given, counts, strict=True)
-            if count
-        ]
-        numbers = {part.shape[1] for part in parts} if name == "keypoints" else set()
-        if len(numbers) > 1:
-            raise SourceError(f"all objects must have the same number of keypoints. Found: {sorted(numbers)}.")
-        if not parts:
-            points = num_keypoints or max((x.shape[1] for x in given if x is not None and -1 in shape), default=0)
-            parts = [np.zeros((0, *(points if n < 0 else n for n in shape)))]
-        table[name] = np.concatenate(parts, dtype=kind, casting="unsafe")
-    fractions = np.array([bool(target.fractions) for target in targets], dtype=np.bool_)
-    return Objects(
-        **table,
-        sample=np.repeat(np.arange(len(targets)), counts),
-        sizes=np.array([target.size or (0, 0) for target in targets], dtype=np.int32).reshape(-1, 2),
-        fractions=fractions if fractions.any() else None,
-    )
+def _size(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    sides = np.asarray(size).tolist()
+    if not isinstance(sides, list) or [type(side) in (int, float) and 0 < side < 2**31 for side in sides] != [True] * 2:
+        raise ValueError(f"size must be (height, width) above 0. Found: {size}")
+    return int(sides[0]), int(sides[1])

@@ -330,8 +330,7 @@ def _leave_to_parent() -> None:
     _owned.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def remedy(error: Exception) -> str:

@@ -24,12 +24,11 @@ from gpuaug.source.extra import ExtraNames
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, locate, share
-from gpuaug.source.local import read_file
 from gpuaug.source.object_columns import class_names, column_values, read_objects
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.objects import ObjectTable, checked
-from gpuaug.source.paths import is_url, join, redact
-from gpuaug.source.remote.storage import Range, Storage
+from gpuaug.source.paths import is_url, redact
+from gpuaug.source.remote.storage import Range, Remote, Storage
 
 log = logging.getLogger("gpuaug")
 
@@ -53,12 +52,11 @@ class Source:
         labels: int64 ``[N]`` by sample number; None if there are no labels, or if a label is known only after reading.
         classes: class names in the order of their labels. ``class_to_idx`` maps them to labels.
         root: the folder or URL of the samples; None: not known.
+        remote: the :class:`Remote` with which URLs are read; None: the source reads no URLs.
         extra: the names of the extra fields; None: not known.
         label: ``source.label(i)`` returns the label of a sample without reading its bytes. Samples that cannot be read
             get this label. None: they get their value in ``labels``.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
-        same_group: ``source.same_group(i)`` returns the numbers of the samples that were read together with sample
-            ``i`` and are still in memory.
         mapped: True if the bytes are memory-mapped.
         target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``. A sample is then ``(bytes, gpuaug.Target)``.
         num_keypoints: number of keypoints of an object.
@@ -92,7 +90,6 @@ class Source:
     thread_safe: Any = False
     label: Any = None
     read_many: Any = None
-    same_group: Any = None
     mask_path: Any = None
     objects_digest: Any = None
     row_count = sample_count = 0  # 0: equal to the number of samples
@@ -101,6 +98,7 @@ class Source:
     wrapped: Any = None  # the object
     positions: Tensor | None = None
     root: str | None = None
+    remote: Any = None
     extra: ExtraNames | None = None
 
     def __init__(self, samples: Any, *, indices: Tensor | None = None) -> None:
@@ -158,7 +156,7 @@ class Source:
 
 
 # members that a Source takes from its object
-_OWN = ("key", "digest", "wrapped", "positions", "root", "extra")
+_OWN = ("key", "digest", "wrapped", "positions", "root", "remote", "extra")
 OPTIONAL = tuple(name for name in vars(Source) if name[0] != "_" and name not in _OWN)
 
 
@@ -241,6 +239,11 @@ class ListedSource(Source):
         return self._files is not None
 
     @property
+    def remote(self) -> Remote | None:
+        """How the source reads URLs; None if all its files are local."""
+        return self._storage.remote if self._is_remote else None
+
+    @property
     def _is_remote(self) -> bool:
         return is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root))
 
@@ -270,18 +273,10 @@ class ListedSource(Source):
         return None if self._mask_files is None else redact(self._mask_files.range(self._check(index)).path)
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        if self._files is not None and self._mask_files is None and not self._is_remote:
-            return [self._read_local(self._files, i) for i in numbers]  # takes 17 us per image instead of 22 us
         mask_ranges = [] if self._mask_files is None else [self._mask_files.range(i) for i in numbers]
         data = self._storage.read([*map(self._range, numbers), *mask_ranges])
         masks: list[Any] = data[len(numbers) :] or [None] * len(numbers)
         return list(map(self._item, numbers, data, masks))
-
-    def _read_local(self, files: Files, index: int) -> Any:
-        try:
-            return self._item(index, read_file(join(files.root, os.fsdecode(files.names[index])), image=True))
-        except OSError as error:
-            return error
 
     def _range(self, index: int) -> Range:
         """The bytes of image ``index``."""

@@ -82,26 +82,26 @@ def _subset(subset: Any, total: int) -> NDArray[np.int64]:
 
 
 def _excluded(file: str | os.PathLike[str]) -> set[bytes]:
-    """Keys in a file of JSON lines. A killed run may leave an incomplete last line, which is ignored."""
+    """Keys in a file of JSON lines. Lines without a key are ignored: a killed run may leave a part of a line."""
     if not isinstance(file, str | os.PathLike):
         raise SourceError(f"`source.exclude` must be a FILE in the format of `faults.file`. Found: {file!r:.200}.")
     path = os.path.expanduser(os.fspath(file))
-    keys = set()
+    keys, ignored, first = set(), 0, ""
     try:
         with open_text(path) as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
                 try:
-                    keys.add(os.fsencode(json.loads(line)["key"]))
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    if not line.endswith("\n"):
-                        log.warning("source: the last line of %s is incomplete and is ignored", path)
-                        continue
-                    raise ValueError(f"line {number}: {line.strip()[:100]!r}") from error
+                    if line.strip():
+                        keys.add(os.fsencode(json.loads(line)["key"]))
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    ignored, first = ignored + 1, first or f"line {number}: {line.strip()[:100]!r}"
+        if ignored and not keys:
+            raise ValueError(first)
     except (OSError, ValueError) as error:
         raise SourceError(
             f'`source.exclude` must be a FILE of JSON lines with the field "key", such as `faults.file`. '
             f"Found: {path!r} ({error})."
         ) from error
+    if ignored:
+        log.warning("source: lines of %s without a key are ignored: %d, such as %s", path, ignored, first)
     return keys

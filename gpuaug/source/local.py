@@ -13,7 +13,6 @@ from gpuaug.source.paths import redact
 LARGEST_IMAGE = 1 << 29  # bytes; the decoder's limit is 178 million pixels of 3 bytes
 LARGE = 1 << 24  # bytes; a larger image must begin with an image signature
 LARGEST_BATCH = 1 << 31  # bytes of all images above `LARGE` in a batch
-FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)  # reading is not tried again
 SIGNATURE = 16  # bytes that identify an image format
 
 # if a pipe has the name of an image, opening the pipe must not block the worker

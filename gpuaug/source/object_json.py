@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpuaug.source.classes import shortened
 from gpuaug.source.files import LARGEST_TEXT
-from gpuaug.source.objects import array_of, as_arrays, check_points, find_faults
+from gpuaug.source.objects import COLUMNS, array_of, as_arrays, check_points, find_faults
 
 BoxFormat = Literal["xywh", "xyxy"]
 
@@ -64,11 +64,13 @@ def parse(
         points = columns.pop("keypoints", [None] * len(boxes))
         if num_keypoints is not None:
             columns["keypoints"] = _keypoints(points, num_keypoints)
-        target: dict[str, Any] = as_arrays(
+        arrays = as_arrays(
             columns,
             num_keypoints=num_keypoints,
             names={field: f"`{name}`" for field, name in names.items()},
         )
+        with np.errstate(over="ignore"):  # `find_faults` refuses infinite coordinates
+            target: dict[str, Any] = {name: arrays[name].astype(kind) for name, kind, _, _ in COLUMNS if name in arrays}
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     most = None if classes is None else len(classes)

@@ -106,7 +106,7 @@ def array_of(value: Any, name: str, kind: Any, shape: tuple[int, ...]) -> NDArra
 def as_arrays(
     given: Mapping[str, Any], *, num_keypoints: int | None = None, names: Mapping[str, str] | None = None
 ) -> dict[str, NDArray[Any]]:
-    """The columns of one image's objects as arrays; ValueError if a shape or dtype is wrong.
+    """The columns of one image's objects as arrays of their own dtypes; ValueError if a shape or dtype is wrong.
 
     :func:`find_faults` checks the values. ``names``: the columns' names in messages, if they differ from those of a
     :class:`Target`.
@@ -117,8 +117,7 @@ def as_arrays(
             array = array_of(given[name], (names or {}).get(name, name), kind, shape)
             if name == "keypoints" and num_keypoints and len(array) and array.shape[1] != num_keypoints:
                 raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
-            with np.errstate(over="ignore"):  # `find_faults` refuses infinite coordinates
-                columns[name] = array.astype(kind)
+            columns[name] = array
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the columns of the sample's objects differ in length: {lengths}")

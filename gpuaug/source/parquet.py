@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, GpuaugError, ReadError, SourceError
@@ -31,6 +30,7 @@ log = logging.getLogger("gpuaug")
 
 INDEX_THREADS = 8  # files whose footers, labels and objects are read at the same time
 OPEN_FILES = 64  # files whose footers a process keeps
+ROW_GROUPS = 2  # row groups that a process keeps in memory
 WAVE_BYTES = 64 << 20  # remote row groups are collected up to this size, then requested together
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # uncompressed bytes
@@ -40,8 +40,7 @@ class ParquetSource(ListedSource):
     """Rows of Parquet files, in the order of the files. Reading an image reads its whole row group.
 
     In a shuffled order, large row groups are slow: with 100 images per group, reading one sample reads 100 images. A
-    sequential epoch reads each group once. With ``cache=ram``, a shuffled epoch also reads each group only once,
-    because the cache stores whole groups.
+    sequential epoch reads each group once.
 
     With ``mask`` or ``objects``, a sample is ``(bytes, Target)``. The column of objects is a struct of lists or a list
     of structs, as in Hugging Face's COCO. Objects have the same fields as in :class:`ShardSource`. The columns
@@ -62,7 +61,6 @@ class ParquetSource(ListedSource):
             columns, the extra is a dict.
         classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects.
         subset, exclude: as in :class:`FolderSource`.
-        row_groups: number of row groups that each process keeps in memory.
         remote: how to read from URLs.
 
     Raises:
@@ -85,7 +83,6 @@ class ParquetSource(ListedSource):
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
-        row_groups: int = 2,
         remote: Remote | None = None,
     ) -> None:
         import_pyarrow()
@@ -93,7 +90,6 @@ class ParquetSource(ListedSource):
         for key, value in (("mask", mask), ("objects", objects)):
             checks.text(f"source.{key}", value, optional=True)
         checks.one_of("source.box_format", box_format, get_args(BoxFormat))
-        self.row_groups: int = checks.whole_number("source.row_groups", row_groups, 1)
         self._storage = Storage(remote)
         files = self._storage.expand(root, ending=".parquet")
         self.root, names = common_folder([file.path for file in files])
@@ -129,7 +125,7 @@ class ParquetSource(ListedSource):
         if not len(self._names):
             raise SourceError(f"no images in {len(names)} Parquet files of {redact(self.root)!r}: they have no rows.")
         largest = max(n for groups in rows for n in groups)
-        remedy = ". In shuffled order, each image reads a whole group, except with `cache=ram`" if largest > 1 else ""
+        remedy = ". In shuffled order, each image reads a whole group: write small row groups" if largest > 1 else ""
         log.info("source %s: row groups have up to %d images and are read whole%s", redact(self.root), largest, remedy)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,17 +156,6 @@ class ParquetSource(ListedSource):
         # otherwise Arrow's memory pool would keep 90 instead of 20 MiB for groups of 4 MiB
         import_pyarrow().default_memory_pool().release_unused()
         return items
-
-    def same_group(self, index: int) -> NDArray[np.int64]:
-        """Active samples in the row group of sample ``index``, int64 [n]; empty if the group is not in memory."""
-        group, _ = locate(self._starts, index)
-        if group not in self._groups:
-            return np.zeros(0, dtype=np.int64)
-        begin, end = self._starts[group : group + 2].tolist()
-        if self.indices is None:
-            return np.arange(begin, end)
-        active = self.indices.numpy()
-        return active[slice(*np.searchsorted(active, (begin, end)))]
 
     def _read_groups(self, groups: list[int]) -> Iterator[tuple[int, Any]]:
         """Yield each group with its columns or error. Groups in memory come first, because a read may drop them."""
@@ -208,7 +193,7 @@ class ParquetSource(ListedSource):
                 yield group, ReadError(reason)
             else:
                 self._groups[group] = images
-                if len(self._groups) > self.row_groups:
+                if len(self._groups) > ROW_GROUPS:
                     self._groups.popitem(last=False)
                 yield group, images
 

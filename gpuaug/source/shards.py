@@ -188,11 +188,6 @@ class ShardSource(ListedSource):
                     f"Found: {name!r}, which {reason}. {_ADJACENT} Extensions found: {shortened(other)}."
                 )
 
-    def _range(self, index: int) -> Range:
-        shard = self._shards[locate(self._names.bounds, index)[0]]
-        begin, size = int(self._offsets.numpy()[index]), int(self._sizes.numpy()[index])
-        return Range(shard.path, begin, size, shard.version, image=0)
-
     def _places(self, index: int) -> list[tuple[int, int]]:
         """First byte and number of bytes of each member of a sample; (0, 0) for a missing extra."""
         rows = slice(index * self._count, (index + 1) * self._count)
@@ -210,8 +205,6 @@ class ShardSource(ListedSource):
         return joined(ranges, most=LARGE)
 
     def _read(self, numbers: Sequence[int]) -> list[Any]:
-        if self._count == 1:  # the general case below takes 10 us more per sample
-            return super()._read(numbers)
         samples = [self._parts(i) for i in numbers]
         pieces = iter(self._storage.read([part for parts in samples for part in parts]))
         results: list[Any] = []
@@ -377,7 +370,7 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
     entry: dict[str, Any] = {"stamp": version, "dropped": 0, "left_out": [], "keys": [], "offsets": [], "sizes": [],
                              "labels": []}  # fmt: skip
     other: set[str] = set()
-    times: dict[bytes, int] = {}
+    known = set[bytes]()
     for key, sample in _samples(members(read, shard.size, path=place), place):
         image, label = _chosen(sample, rule)
         found = [image, *map(sample.get, rule.members)]
@@ -397,16 +390,14 @@ def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, st
                     f"shard {place!r}: {os.fsdecode(member.name)!r} has {member.size} bytes. Members must have at most "
                     f"{LARGEST_FILE} bytes, and labels at most {PIECE_BYTES}. Write a smaller member, or leave it out."
                 )
-        entry["keys"].append(os.fsdecode(_unique(wanted[0].name, times)))
+        if (name := wanted[0].name) in known:
+            raise SourceError(f"shard {place!r} has two samples of the name {os.fsdecode(name)!r}. Rename one of them.")
+        known.add(name)
+        entry["keys"].append(os.fsdecode(name))
         entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
         entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
         if label is not None:  # the piece with the headers usually has the label, so `read` rarely reads again
             entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
-    if more := [name for name, count in times.items() if count > 1]:
-        log.warning(
-            "shard %r has several samples of the same name: %d names, such as %r. The key of the second sample is %r",
-            place, len(more), os.fsdecode(more[0]), os.fsdecode(more[0] + b"#2"),
-        )  # fmt: skip
     return _parse(json.dumps({**entry, "other": sorted(other)}).encode(), rule)[1]
 
 
@@ -417,16 +408,6 @@ def _chosen(sample: dict[str, Member], rule: _Rule) -> tuple[Member | None, Memb
     ending = "." + rule.label
     others = (sample[x] for x in sample if x.endswith(ending) and x not in rule.extensions)
     return image, sample.get(rule.label) or next(others, None)
-
-
-def _unique(name: bytes, times: dict[bytes, int]) -> bytes:
-    """A key that is new in the shard: ``a.jpg``, ``a.jpg#2``, ... ``times`` counts the keys made from each name."""
-    key = name
-    while key in times:
-        times[name] += 1
-        key = b"%b#%d" % (name, times[name])
-    times[key] = 1
-    return key
 
 
 def _samples(listed: Iterator[Member], path: str) -> Iterator[tuple[bytes, dict[str, Member]]]:

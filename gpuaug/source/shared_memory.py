@@ -1,4 +1,4 @@
-"""Memory that all ranks of a run on one machine share.
+"""Tensors that all ranks of a run on one machine share.
 
 torchrun's ranks inherit nothing from each other. So the first rank creates a file without a path (memfd), and claims a
 name for it with an abstract socket. The other ranks ask the socket for the owner's process id, and open the memfd in
@@ -18,7 +18,6 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,55 +35,14 @@ SUPPORTED = sys.platform == "linux"
 _claims: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def share_once(what: str, make: Callable[[int], None]) -> tuple[int, socket.socket | None]:
-    """Open this run's shared memory named ``what``. The first rank of a machine creates the memory.
-
-    Args:
-        what: a name, the same on all ranks for the same content.
-        make: gets the file descriptor of an empty memory, sets the size of the memory and fills it.
-
-    Returns:
-        The file descriptor of the memory, and the socket that claims the name. Other ranks find the memory while this
-        socket is open. Ranks that do not own the memory get None as the socket.
-    """
-    if machine.local_world_size() == 1:
-        return _new_memory("gpuaug", make), None
-    run = [os.environ.get(name, "") for name in RUN]
-    name = "gpuaug-" + hashlib.blake2b(repr((os.getuid(), run, what)).encode(), digest_size=16).hexdigest()
-    deadline, reason = time.monotonic() + TIMEOUT_S, f"the memory was not ready within {TIMEOUT_S:g} s"
-    while time.monotonic() < deadline:
-        try:
-            claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                claim.bind("\0" + name)
-            except OSError as error:
-                claim.close()
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                return _open_theirs(name), None
-            fd = _new_memory(name, make)
-            claim.listen(4096)
-            _claims.add(claim)
-            return fd, claim
-        except (ConnectionRefusedError, BlockingIOError, ProcessLookupError):  # the owner is not ready, or has ended
-            time.sleep(0.02)
-        except OSError as error:
-            reason = str(error)
-            break
-    log.warning("the ranks of this machine cannot share memory, so this rank keeps its own copy: %s", reason)
-    return _new_memory("gpuaug", make), None
-
-
 def share(tensor: Tensor) -> Tensor:
     """Return the tensor in memory that workers share. All ranks share large tensors, so do not write to the result."""
     try:
         if tensor.nbytes < SHARED_BYTES or machine.local_world_size() == 1 or not SUPPORTED:
             return tensor.share_memory_()
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        fd, claim = share_once(f"{tensor.dtype} {tuple(tensor.shape)} {digest}", lambda fd: write(fd, data))
+        fd, claim = _open_once(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         try:
-            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, data.nbytes)  # type: ignore[attr-defined]
+            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, tensor.nbytes)  # type: ignore[attr-defined]
         finally:
             os.close(fd)  # the storage has its own descriptor
     except (RuntimeError, OSError) as error:  # for example: a container's /dev/shm is full
@@ -97,10 +55,46 @@ def share(tensor: Tensor) -> Tensor:
     return shared
 
 
-def _new_memory(name: str, make: Callable[[int], None]) -> int:
+def _open_once(data: memoryview) -> tuple[int, socket.socket | None]:
+    """Open this run's shared memory that holds ``data``. The first rank of a machine creates the memory.
+
+    Returns:
+        The file descriptor of the memory, and the socket that claims the name. Other ranks find the memory while this
+        socket is open. Ranks that do not own the memory get None as the socket.
+    """
+    run = [os.environ.get(name, "") for name in RUN]
+    identity = repr((os.getuid(), run, hashlib.blake2b(data, digest_size=16).hexdigest()))
+    name = "gpuaug-" + hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    deadline, reason = time.monotonic() + TIMEOUT_S, f"the memory was not ready within {TIMEOUT_S:g} s"
+    while time.monotonic() < deadline:
+        try:
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                claim.bind("\0" + name)
+            except OSError as error:
+                claim.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                return _open_theirs(name), None
+            fd = _new_memory(name, data)
+            claim.listen(4096)
+            _claims.add(claim)
+            return fd, claim
+        except (ConnectionRefusedError, BlockingIOError, ProcessLookupError):  # the owner is not ready, or has ended
+            time.sleep(0.02)
+        except OSError as error:
+            reason = str(error)
+            break
+    log.warning("the ranks of this machine cannot share memory, so this rank keeps its own copy: %s", reason)
+    return _new_memory("gpuaug", data), None
+
+
+def _new_memory(name: str, data: memoryview) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
-        make(fd)
+        # not through a mapping: if memory runs out, a write to a mapping would kill the process
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
     except BaseException:
         os.close(fd)
         raise
@@ -123,13 +117,6 @@ def _open_theirs(name: str) -> int:
                 if os.readlink(f"/proc/{pid}/fd/{number}").startswith(f"/memfd:{name} "):
                     return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     raise ProcessLookupError(f"process {pid} no longer has the memory open")
-
-
-def write(fd: int, data: memoryview | bytes, begin: int = 0) -> None:
-    """Write to the file, not to a mapping: if memory runs out, a write to a mapping would kill the process."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, memoryview(data)[done:], begin + done)
 
 
 def _close_claims() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +14,14 @@ Color = tuple[int, int, int]  # red, green, blue; 0..255
 
 _LARGEST_CLASS = 2**31 - 1
 _HEADS = (("r", "g", "b"), ("red", "green", "blue"))
-_NUMBERS = re.compile(r"(?<![^\s,;:])\d+(?:[\s,;]+\d+)*(?![^\s,;:])")  # whole numbers without a word between them
 
 
 def color_table(given: Any, *, key: str = "targets.masks.colors") -> dict[int, Color]:
     """The colour of each class, from the value of the configuration key ``key``. Raises ConfigError.
 
-    ``given``: a mapping from class numbers to (red, green, blue), or the path of a text file with one class per line.
-    A line has three whole numbers and perhaps a name: ``Sky,128,128,128`` or ``128 128 128 Sky``. If the first line
-    names the columns, such as ``name,r,g,b``, their order is free. The column ``id`` numbers the classes; without it,
-    the first class is 0.
+    ``given``: a mapping from class numbers to (red, green, blue), or the path of a CSV file with one class per line.
+    Its first line names the columns r, g, b or red, green, blue. The column ``id`` numbers the classes; without it, the
+    first class is 0. Other columns are ignored.
     """
     if isinstance(given, str | os.PathLike):
         place = f" in {os.fspath(given)!r}"
@@ -33,7 +30,7 @@ def color_table(given: Any, *, key: str = "targets.masks.colors") -> dict[int, C
             pairs: list[tuple[Any, Any]] = list(_parsed(lines))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"`{key}` must be a mapping, or a FILE with lines such as Sky,128,128,128. "
+                f"`{key}` must be a mapping, or a CSV FILE with the columns r, g, b. "
                 f"Found: {os.fspath(given)!r} ({error})."
             ) from error
     elif isinstance(given, Mapping):
@@ -65,16 +62,10 @@ def _parsed(lines: Sequence[str]) -> Iterator[tuple[int, list[int]]]:
     """Class number and colour of each line. Raises ValueError."""
     head = [cell.strip().lower() for cell in lines[0].split(",")] if lines else []
     names = next((names for names in _HEADS if {*names} <= {*head}), None)
-    if names is not None:
-        for number, row in enumerate(csv.DictReader(lines[1:], fieldnames=head)):
-            cells = [row.get("id", str(number)), *(row[name] for name in names)]
-            if not all(cell and cell.strip().isdecimal() for cell in cells):
-                raise ValueError(f"{', '.join(names)} of line {number + 2} must be whole numbers: {cells}")
-            yield int(cells[0]), [int(cell) for cell in cells[1:]]
-        return
-    for number, line in enumerate(lines):
-        runs = _NUMBERS.findall(line)
-        if len(runs) != 1 or len(color := re.findall(r"\d+", runs[0])) != 3:
-            hint = "a first line such as id,name,r,g,b can name the columns"
-            raise ValueError(f"line {number + 1} must have three numbers: {line.strip()!r:.100}; {hint}")
-        yield number, [int(part) for part in color]
+    if names is None:
+        raise ValueError(f"line 1 must name the columns, such as id,name,r,g,b: {','.join(head)!r:.100}")
+    for number, row in enumerate(csv.DictReader(lines[1:], fieldnames=head)):
+        cells = [row.get("id", str(number)), *(row[name] for name in names)]
+        if not all(cell and cell.strip().isdecimal() for cell in cells):
+            raise ValueError(f"{', '.join(names)} of line {number + 2} must be whole numbers: {cells}")
+        yield int(cells[0]), [int(cell) for cell in cells[1:]]

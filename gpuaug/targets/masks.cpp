@@ -116,62 +116,26 @@ struct Worker {
     }
 
     // Writes the canvas pixel of each output of row `i`. A pixel outside is H * W.
+    template <bool affine>
     void locate(const double* m, int64_t i, int32_t* __restrict pixels) const {
         const double v = static_cast<double>(i) + 0.5, x_of_row = m[1] * v, y_of_row = m[4] * v, w_of_row = m[7] * v;
-        const double h = static_cast<double>(H), w = static_cast<double>(W), outside = h * w;
+        const double h = static_cast<double>(H), w = static_cast<double>(W);
+        const int32_t width = static_cast<int32_t>(W), outside = static_cast<int32_t>(H * W);
         const double *__restrict a = xs.data(), *__restrict b = ys.data(), *__restrict c = ws.data();
         for (int64_t j = 0; j < W; ++j) {
-            const double z = (c[j] + w_of_row) + m[8];
+            const double z = affine ? 1.0 : (c[j] + w_of_row) + m[8];
             const double x = ((a[j] + x_of_row) + m[2]) / z, y = ((b[j] + y_of_row) + m[5]) / z;
             const bool inside = (z > 0.0) & (x >= 0.0) & (x < w) & (y >= 0.0) & (y < h);
-            const double pixel = std::floor(y) * w + std::floor(x);
-            pixels[j] = static_cast<int32_t>(inside ? pixel : outside);
+            const int32_t row = static_cast<int32_t>(inside ? y : 0.0), column = static_cast<int32_t>(inside ? x : 0.0);
+            pixels[j] = inside ? row * width + column : outside;
         }
     }
 
-    void perspective(const double* m, Out* __restrict out) {
+    template <bool affine>
+    void warp(const double* m, Out* __restrict out) {
         for (int64_t i = 0; i < H; ++i, out += W) {
-            locate(m, i, sources.data());
+            locate<affine>(m, i, sources.data());
             take(canvas.data(), sources.data(), W, out);
-        }
-    }
-
-    // Narrows `first` and `last` to the outputs whose canvas position (table[j] + of_row) + shift is in 0..size. These
-    // outputs are neighbours, because the position is monotonic in j, also after rounding.
-    void clip(const double* table, double slope, double of_row, double shift, int64_t size, int64_t* first, int64_t* last) const {
-        const auto at = [&](int64_t j) { return (table[j] + of_row) + shift; };
-        const auto from = [&](auto passed, double bound) {  // the first output that passed the bound, close to a guess
-            const double guess = (bound - shift - of_row) / slope;
-            int64_t j = guess > 0.0 ? (guess < static_cast<double>(W) ? static_cast<int64_t>(guess) : W) : 0;
-            while (j > 0 && passed(j - 1)) --j;
-            while (j < W && !passed(j)) ++j;
-            return j;
-        };
-        const double end = static_cast<double>(size);
-        const bool grows = slope >= 0.0;
-        const int64_t begin = grows ? from([&](int64_t j) { return at(j) >= 0.0; }, 0.0) : from([&](int64_t j) { return at(j) < end; }, end);
-        const int64_t stop = grows ? from([&](int64_t j) { return at(j) >= end; }, end) : from([&](int64_t j) { return at(j) < 0.0; }, 0.0);
-        *first = std::max(*first, begin);
-        *last = std::min(*last, stop);
-    }
-
-    void affine(const double* m, Out* __restrict out) {
-        const double *__restrict a = xs.data(), *__restrict b = ys.data();
-        const int32_t width = static_cast<int32_t>(W);
-        for (int64_t i = 0; i < H; ++i, out += W) {
-            const double v = static_cast<double>(i) + 0.5, x_of_row = m[1] * v, y_of_row = m[4] * v;
-            int64_t first = 0, last = W;
-            clip(a, m[0], x_of_row, m[2], W, &first, &last);
-            clip(b, m[3], y_of_row, m[5], H, &first, &last);
-            last = std::max(first, last);
-            int32_t* __restrict const pixel = sources.data();
-            for (int64_t j = first; j < last; ++j) {
-                const int32_t x = static_cast<int32_t>((a[j] + x_of_row) + m[2]), y = static_cast<int32_t>((b[j] + y_of_row) + m[5]);
-                pixel[j] = y * width + x;
-            }
-            std::fill_n(out, first, static_cast<Out>(fill));
-            take(canvas.data(), pixel + first, last - first, out + first);
-            std::fill_n(out + last, W - last, static_cast<Out>(fill));
         }
     }
 
@@ -219,10 +183,8 @@ struct Worker {
             const double u = static_cast<double>(j) + 0.5;
             xs[j] = m[0] * u, ys[j] = m[3] * u, ws[j] = m[6] * u;
         }
-        // in `clip`, there must be no NaN and no overflow
-        const bool ordered = std::all_of(m, m + 9, [](double x) { return std::abs(x) < 1e100; });
-        if (is_affine && ordered) affine(m, out);
-        else perspective(m, out);
+        if (is_affine) warp<true>(m, out);
+        else warp<false>(m, out);
     }
 };
 

@@ -87,14 +87,16 @@ class Lookup:
         pairs: maps old values to new values. All other old values become ``fill``, and are counted.
         fill: a new value.
         colors: whether old values are colours, R + 256 G + 65536 B, instead of class numbers.
+        keep: True: other old values stay, and are not counted. ``pairs`` then has all of 0..255.
     """
 
-    def __init__(self, pairs: Mapping[int, int], fill: int, *, colors: bool = False) -> None:
-        self.fill, self.colors = fill, colors
+    def __init__(self, pairs: Mapping[int, int], fill: int, *, colors: bool = False, keep: bool = False) -> None:
+        self.fill, self.colors, self._keep = fill, colors, keep
         small = {} if colors else {key: value for key, value in pairs.items() if key < 256}
         self._of_bytes = _table(small, fill, 256)
         # colours never exceed the table; of other values, the last entry stands for all larger ones
-        self._of_words = _table(pairs, fill, _LARGEST_KEY + 1 if colors else max(256, max(pairs) + 1) + 1)
+        size = _LARGEST_KEY + 1 if colors else max(256, max(pairs) + 1) + 1
+        self._of_words = _table(pairs, fill, size, wide=keep)
 
     def apply(self, mask: Mask, *, unnamed: Counter[int] | None = None) -> Mask:
         """Replace the values of a mask, none of which is negative. The new mask is uint8 if its table permits.
@@ -105,46 +107,31 @@ class Lookup:
         made = np.take(table, mask, mode="clip")
         missing = made == other
         if missing.any():
-            if unnamed is not None:
+            if unnamed is not None and not self._keep:
                 values, counts = np.unique(mask[missing], return_counts=True)
                 unnamed.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-            made[missing] = self.fill
+            made[missing] = mask[missing] if self._keep else self.fill
         return made
 
 
-class Ignored:
-    """Replaces the values of masks that are in ``values`` by ``fill``. All other values stay."""
-
-    colors = False
-
-    def __init__(self, values: Iterable[int], fill: int) -> None:
-        self.values, self.fill = [*values], fill
-
-    def apply(self, mask: Mask, *, unnamed: Counter[int] | None = None) -> Mask:
-        """Return a new mask: uint8 if the mask and ``fill`` are, else int32. ``unnamed`` gets nothing."""
-        kind = np.promote_types(mask.dtype, np.min_scalar_type(self.fill))
-        made = mask.astype(np.uint8 if kind == np.uint8 else np.int32)
-        made[np.isin(mask, self.values)] = self.fill
-        return made
-
-
-def _table(pairs: Mapping[int, int], fill: int, size: int) -> tuple[Mask, int]:
-    """An array of new values, and the value that stands for old values not in ``pairs``."""
+def _table(pairs: Mapping[int, int], fill: int, size: int, *, wide: bool = False) -> tuple[Mask, int]:
+    """An array of new values, int32 if ``wide``, and the value that stands for old values not in ``pairs``."""
     used = {*pairs.values(), fill}
     other = next((value for value in range(256) if value not in used), -1)
-    is_small = max(used) <= 255 and (other >= 0 or len(pairs) == size)
+    is_small = not wide and max(used) <= 255 and (other >= 0 or len(pairs) == size)
     table = np.full(size, other if is_small else -1, dtype=np.int32)
     table[list(pairs)] = list(pairs.values())
     return (table.astype(np.uint8), other) if is_small else (table, -1)
 
 
-def lookup(rules: Masks) -> Lookup | Ignored | None:
+def lookup(rules: Masks) -> Lookup | None:
     """The new values of masks; None: all values stay. Keys of ``rules.map`` may be text, as in YAML."""
     map, fill, colors = rules.map, rules.fill, rules.colors
     known: Iterable[int] = ()  # values that a shipped table leaves out on purpose
     if map is None:
         if colors is None:
-            return Ignored(rules.ignore, fill) if rules.ignore else None
+            same = dict(zip(range(256), range(256), strict=True))
+            return Lookup(same | dict.fromkeys(rules.ignore, fill), fill, keep=True) if rules.ignore else None
         pairs: dict[int, Any] = {k: k for k in colors}
     elif isinstance(map, str) and map in _TABLES:
         pairs, known = dict(_TABLES[map]), _LEFT_OUT[map]
@@ -190,7 +177,7 @@ def decode(
     exif: int,
     as_stored: bool = False,
     max_pixels: int,
-    table: Lookup | Ignored | None = None,
+    table: Lookup | None = None,
     unnamed: Counter[int] | None = None,
 ) -> Mask:
     """Decode the mask of one image.

@@ -34,7 +34,7 @@ class Masks:
             {7: 0, 8: 1}. Values that ``map`` does not name become ``fill``, and the log warns once. None: values stay.
         ignore: values that become ``fill``, whatever ``map`` says about them.
         colors: the colour of each class, such as {0: [128, 64, 128]}, for masks in RGB, RGBA or palette colours. Or the
-            path of a text file with one class per line, such as CamVid's class_dict.csv or label_colors.txt. Other
+            path of a CSV file with one class per line and the columns r, g, b, such as CamVid's class_dict.csv. Other
             colours become ``fill``, and the log warns once. ``map`` and ``ignore`` then refer to these classes. None:
             masks hold class numbers.
         dtype: int64 (which cross_entropy takes), int32 or uint8.

@@ -26,7 +26,7 @@ class Usage:
     main: int = 0  # anonymous pages of this process, including those shared with forked workers
     workers: int = 0  # anonymous pages that only workers have
     encoded: int = 0  # the ring of encoded batches
-    files: int = 0  # other shared memory, such as the cache and the list of samples
+    files: int = 0  # other shared memory, such as the list of samples
 
     @property
     def host(self) -> int:

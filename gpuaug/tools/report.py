@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +37,10 @@ class Report:
 
 def save(file: Path, key: str, data: bytes | str) -> None:
     """Write a result file, completely or not at all. A symbolic link stays a link."""
-    with written(file, key):
-        files.write(file.resolve(), data)
-
-
-@contextlib.contextmanager
-def written(file: Path, key: str) -> Iterator[None]:
-    """Turn an OSError into a GpuaugError that names the key and the file."""
     try:
-        yield
+        files.write(file.resolve(), data)
     except OSError as error:
         raise GpuaugError(f"the file of `{key}`, {str(file)!r}, could not be written: {error}.") from error
-
-
-def png(file: str, key: str, *, also: Sequence[str] = ()) -> Path:
-    """Like :func:`output`. The ending of the file must be .png, one of ``also``, or missing."""
-    endings = (".png", *also)
-    if Path(file).suffix.lower() not in ("", *endings):
-        raise ConfigError(f"`{key}` must end in {' or '.join(endings)}. Found: {file!r}.")
-    return output(file, key)
 
 
 def output(file: str, key: str) -> Path:

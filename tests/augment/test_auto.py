@@ -176,19 +176,6 @@ def test_both_backends_give_the_same_pixels(name, photo_batch) -> None:
     assert not torch.equal(ours, photo_batch.permute(0, 3, 1, 2) / 255)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_samples_pixels_depend_on_its_own_number_only(name, photo_batch) -> None:
-    recipe = gpuaug.Augment(ops={"policy": POLICIES[name]()}, copies=2)
-    whole = recipe(photo_batch, seed=4, epoch=2, indices=range(10, 18))
-    assert not torch.equal(*whole)
-    order = [5, 0, 7]
-    some = recipe(photo_batch[order], seed=4, epoch=2, indices=[10 + k for k in order])
-    one = recipe(photo_batch[3:4], seed=4, epoch=2, indices=[13])
-    for copy in range(2):
-        assert torch.equal(some[copy], whole[copy][order])
-        assert torch.equal(one[copy], whole[copy][3:4])
-
-
 # --- distributions
 
 

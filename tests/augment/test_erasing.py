@@ -197,20 +197,14 @@ def test_a_direct_call_is_refused() -> None:
         gpuaug.RandomErasing()(torch.zeros(1, 3, 4, 4))
 
 
-def test_noise_that_would_not_be_standard_normal_is_refused() -> None:
-    erase, flip = gpuaug.RandomErasing(), K.RandomHorizontalFlip()
-    with pytest.raises(ConfigError, match="`augment.ops.e` must have the mean and std.*0.5.*Set `augment.ops.e.mean`"):
-        gpuaug.Augment(ops={"e": erase}, normalize=gpuaug.Normalize((0.5,) * 3, (0.5,) * 3))
-    with pytest.raises(ConfigError, match="last entry.*Found: entry 1 of 2"):
-        gpuaug.Augment(ops={"e": erase, "flip": flip}, normalize=NORMALIZE)
-    gpuaug.Augment(ops={"e": gpuaug.RandomErasing(mode="const"), "flip": flip, "more": erase}, normalize=NORMALIZE)
-
-
-def test_erasing_inside_a_choice_has_the_same_rules() -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_noise_that_would_not_be_standard_normal_is_refused(inside: bool) -> None:
     erase, flip = gpuaug.RandomErasing(), K.RandomHorizontalFlip()
     choice = gpuaug.OneOf(ops={"inner": gpuaug.OneOf(ops={"e": erase, "none": flip})})
-    with pytest.raises(ConfigError, match=r"`augment.ops.c.ops.inner.ops.e` must have the mean and std.*0.5"):
-        gpuaug.Augment(ops={"c": choice}, normalize=gpuaug.Normalize((0.5,) * 3, (0.5,) * 3))
-    with pytest.raises(ConfigError, match=r"`augment.ops.c.ops.inner.ops.e` must be in the last entry.*entry 1 of 2"):
-        gpuaug.Augment(ops={"c": choice, "flip": flip}, normalize=NORMALIZE)
-    gpuaug.Augment(ops={"flip": flip, "c": choice, "more": erase}, normalize=NORMALIZE)
+    op, key = (choice, r"augment\.ops\.c\.ops\.inner\.ops\.e") if inside else (erase, r"augment\.ops\.c")
+    with pytest.raises(ConfigError, match=rf"`{key}` must have the mean and std.*0\.5.*Set `{key}\.mean`"):
+        gpuaug.Augment(ops={"c": op}, normalize=gpuaug.Normalize((0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(ConfigError, match=rf"`{key}` must be in the last entry.*Found: entry 1 of 2"):
+        gpuaug.Augment(ops={"c": op, "flip": flip}, normalize=NORMALIZE)
+    const = gpuaug.RandomErasing(mode="const")
+    gpuaug.Augment(ops={"const": const, "flip": flip, "c": op, "more": erase}, normalize=NORMALIZE)

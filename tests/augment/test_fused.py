@@ -290,11 +290,11 @@ def test_no_shipped_recipe_falls_back_and_all_equal_kornia(recipe: str) -> None:
     augment = gpuaug.build(gpuaug.compose("train", [f"augment={recipe}", "source.root=."]).augment).at(1)
     drawn = augment.draw(seed=3, epoch=1, indices=np.arange(6))
     images = [photographs(40)] * len(augment.views)
-    found = augment.apply(images, drawn)
+    found = augment.render(images, drawn)
     for one in {id(view.augment): view.augment for view in augment.views}.values():  # copies share theirs
         assert all(part.columns is not None for part in one._executor._parts)
         one._executor = ReferenceBackend(one.prepared, one.normalize)
-    for x, y in zip(found, augment.apply(images, drawn), strict=True):
+    for x, y in zip(found, augment.render(images, drawn), strict=True):
         assert ((x - y).abs() > SPACE).float().mean() <= 1e-4
 
 

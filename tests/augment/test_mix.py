@@ -236,10 +236,7 @@ def test_labels_that_cannot_be_mixed_are_refused():
 def test_settings_are_checked(name, value):
     with pytest.raises(ConfigError, match=rf"`{name}` must be.*Found"):
         Mix(**{name: value})
-
-
-def test_whole_numbers_are_the_same_setting():
-    assert repr(Mix(mixup_alpha=1, p=1)) == repr(Mix(mixup_alpha=1.0, p=1.0))
+    assert repr(Mix(mixup_alpha=1, p=1)) == repr(Mix(mixup_alpha=1.0, p=1.0))  # one setting, one text
 
 
 @pytest.mark.gpu

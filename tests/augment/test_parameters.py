@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
-import pickle
 
 import kornia.augmentation as K
 import numpy as np
@@ -221,18 +219,6 @@ def test_extreme_uniforms_give_finite_parameters_of_full_shape(name: str, size: 
                 assert np.isfinite(v).all(), k
 
 
-@pytest.mark.parametrize("name", OPS | OWN)
-def test_a_sample_draws_the_same_in_any_batch(name: str) -> None:
-    prepared = prepare(name, (OPS | OWN)[name]())
-    u = np.random.default_rng(0).random((20, prepared.count), dtype=np.float32)
-    whole = prepared.draw(u, SIZE)
-    part = prepared.draw(u[[3, 17]], SIZE)
-    np.testing.assert_array_equal(part.choice, whole.choice[[3, 17]])
-    for a, b in zip(itertools.chain(*part.params), itertools.chain(*whole.params), strict=True):
-        for k in a:
-            np.testing.assert_array_equal(a[k], b[k][[3, 17]])
-
-
 def test_noise_has_kornias_distribution_and_belongs_to_the_sample() -> None:
     _, chosen = ours(K.RandomGaussianNoise(0.05, 0.1, p=1.0), 6)
     keys = torch.from_numpy(chosen.keys)
@@ -259,19 +245,6 @@ def test_settings_are_read_once_and_the_given_module_is_never_changed() -> None:
     before = prepared.draw(u, SIZE)
     op.p = 1.0
     np.testing.assert_array_equal(prepared.draw(u, SIZE).choice, before.choice)
-
-
-@pytest.mark.parametrize("name", OPS | OWN)
-def test_prepared_operations_travel(name: str) -> None:
-    prepared = prepare(name, (OPS | OWN)[name]())
-    u = np.random.default_rng(0).random((5, prepared.count), dtype=np.float32)
-    want = prepared.draw(u, SIZE)
-    for other in (pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)):
-        got = other.draw(u, SIZE)
-        np.testing.assert_array_equal(got.choice, want.choice)
-        for a, b in zip(itertools.chain(*got.params), itertools.chain(*want.params), strict=True):
-            for k in a:
-                np.testing.assert_array_equal(a[k], b[k])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import colorsys
-import json
 from types import ModuleType
 from typing import Any
 
@@ -138,16 +137,6 @@ def test_defaults_are_those_of_the_cited_work(v2: ModuleType) -> None:
     assert (mm.contrast, mm.saturation, mm.channels, mm.p) == ((0.5, 1.5), (0.5, 1.5), 0, 0.5)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_samples_pixels_do_not_depend_on_its_batch(images: Tensor, style: str, backend: str) -> None:
-    recipe = gpuaug.Augment(ops={"distort": gpuaug.PhotometricDistort(style=style)}, backend=backend)
-    made = recipe(images, seed=1, indices=range(len(images)))
-    for k in range(0, len(images), 7):
-        assert torch.equal(recipe(images[k : k + 1], seed=1, indices=[k])[0], made[k])
-    assert torch.equal(recipe(images.flip(0), seed=1, indices=range(len(images))[::-1]).flip(0), made)
-
-
 def test_backends_agree_also_in_one_of_and_on_one_pixel(images: Tensor) -> None:
     members = {style: gpuaug.PhotometricDistort(style=style, p=0.8) for style in STYLES}
     recipe = gpuaug.Augment(ops={"one": gpuaug.OneOf(ops=members), "again": gpuaug.PhotometricDistort()})
@@ -155,32 +144,15 @@ def test_backends_agree_also_in_one_of_and_on_one_pixel(images: Tensor) -> None:
         assert (recipe(x, seed=0) - recipe.replace(backend="kornia")(x, seed=0)).abs().max() < 2e-5
 
 
-def test_yaml_makes_it_and_the_fingerprint_has_every_setting() -> None:
-    changes: dict[str, Any] = {
-        "style": "mmseg", "brightness": [0.5, 1.0], "contrast": [0.5, 1.4], "saturation": [0.4, 1.5],
-        "hue": [-0.1, 0.05], "channels": 0.25, "p": 0.4,
-    }  # fmt: skip
-
-    def text(**settings: Any) -> str:
-        op = {"_target_": "gpuaug.PhotometricDistort", **settings}
-        recipe = gpuaug.build({"_target_": "gpuaug.Augment", "ops": {"distort": op}})
-        assert not recipe.main_thread
-        return json.dumps(recipe.fingerprint(), sort_keys=True)
-
-    texts = [text(), *(text(**{key: value}) for key, value in changes.items())]
-    assert len(set(texts)) == len(texts)
-    assert text(style="torchvision", brightness=[0.875, 1.125], hue=[-0.05, 0.05], channels=0.5) == texts[0]
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         ({"style": "ssd"}, "`style` must be one of torchvision, mmseg. Found: 'ssd'"),
-        ({"brightness": (-0.1, 1)}, r"`brightness` must be a number in \[0, inf\]. Found: -0.1"),
-        ({"brightness": (-1.1, 1), "style": "mmseg"}, r"`brightness` must be a number in \[-1, 1\]. Found: -1.1"),
-        ({"contrast": 0.5}, r"`contrast` must be two numbers \(min, max\). Found: 0.5"),
+        ({"brightness": (-0.1, 1)}, r"`brightness` must satisfy 0 <= min <= max. Found: \(-0.1, 1\)"),
+        ({"brightness": (-1.1, 1), "style": "mmseg"}, r"`brightness` must satisfy -1 <= min <= max <= 1. Found"),
+        ({"contrast": 0.5}, "`contrast` must satisfy 0 <= min <= max. Found: 0.5"),
         ({"saturation": (1.5, 0.5)}, r"`saturation` must satisfy 0 <= min <= max.*Found: \(1.5, 0.5\)"),
-        ({"hue": (-0.6, 0)}, r"`hue` must be a number in \[-0.5, 0.5\]. Found: -0.6"),
+        ({"hue": (-0.6, 0)}, r"`hue` must satisfy -0.5 <= min <= max <= 0.5. Found: \(-0.6"),
         ({"channels": 2}, r"`channels` must be a number in \[0, 1\]. Found: 2"),
         ({"p": -1}, r"`p` must be a number in \[0, 1\]. Found: -1"),
     ],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +106,6 @@ def test_views_and_backends(photo_batch: Tensor) -> None:
     assert fused.fingerprint() == made.fingerprint()
     for a, b in zip(fused(photo_batch, epoch=2, seed=1), made(photo_batch, epoch=2, seed=1), strict=True):
         assert (a - b).abs().max() < 2e-5
-
-
-@pytest.mark.parametrize("travelled", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
-def test_it_travels(photo_batch: Tensor, travelled: Any) -> None:
-    made = recipe()
-    other = travelled(made)
-    assert other.fingerprint() == made.fingerprint()
-    assert torch.equal(other(photo_batch, seed=1, epoch=1), made(photo_batch, seed=1, epoch=1))
 
 
 def test_changes_are_noticed() -> None:

@@ -198,7 +198,7 @@ def test_pixels_are_those_of_the_authors_pipeline(
         bare = gpuaug.MultiView(views={view.name: view.augment.replace(crop=None, normalize=None, copies=1)})
         drawn = bare.draw(seed=number, epoch=0, indices=range(len(images)))
         (chosen,) = bare.choose(drawn, [(64, 48)])
-        (made,) = bare.apply([images], drawn, chosen=[chosen])
+        (made,) = bare.render([images], drawn, chosen=[chosen])
         ops, levels = view.augment.prepared, []
         for row, ours in enumerate(made):
             want = np.asarray(theirs(Image.fromarray(images[row].numpy()), row, ops, chosen, v2, size))

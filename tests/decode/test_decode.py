@@ -687,7 +687,6 @@ def test_texts_and_profiles_are_not_inflated(decoder, kind):
     oriented = encode(photograph(), "PNG", exif=exif(6))
     data = oriented[:33] + chunk(b"iTXt", b"k\0\0\0\0\0" + b"history " * 20_000) + oriented[33:]
     assert (whole(decoder, data) == by_pillow(data)).all()
-    assert decoder.truncated == 0
 
 
 @pytest.mark.parametrize("backend", ["pillow", "dali"])

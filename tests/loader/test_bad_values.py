@@ -158,7 +158,6 @@ MADE: dict[str, Attack] = {
     "Boxes": (lambda p: {}, lambda p, made: boxes(p, targets=gpuaug.Targets(boxes=made))),
     "Keypoints": (lambda p: {}, lambda p, made: repr(gpuaug.Targets(keypoints=made))),
     "Targets": (lambda p: {"masks": gpuaug.Masks()}, lambda p, made: pairs(p, targets=made)),
-    "RamCache": (lambda p: {}, lambda p, made: one_batch(p, cache=made)),
     "Repeated": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
 }
@@ -239,7 +238,7 @@ def test_loader(place: Path) -> None:
 CALLS: dict[str, Callable[[gpuaug.Loader, Any], Any]] = {
     "fetch(indices)": lambda made, value: made.fetch(value),
     "fetch(epoch)": lambda made, value: made.fetch([0], epoch=value),
-    "fetch(repeats)": lambda made, value: made.fetch([0], repeats=value),
+    "fetch(faults)": lambda made, value: made.fetch([0], faults=value),
     "set_epoch": lambda made, value: made.set_epoch(value),
     "start_at(epoch)": lambda made, value: made.start_at(value, 0),
     "start_at(position)": lambda made, value: made.start_at(0, value),
@@ -265,7 +264,7 @@ def test_methods(name: str, place: Path) -> None:
 
 
 WORDS: list[tuple[str, ...]] = [
-    ("augment=standard", "mix=mixup_cutmix", "cache=ram", "order=weighted"),
+    ("augment=standard", "mix=mixup_cutmix", "order=weighted"),
     ("augment=dino", "order=repeated", "last=drop"),
     ("augment=eval", "source=packed"),
 ]

@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -71,17 +69,6 @@ def test_uniform():
     assert abs(np.corrcoef(u[:, 0], u[:, 1])[0, 1]) < 0.05
 
 
-def test_global_generators_are_left_alone():
-    import random
-
-    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    draw.uniforms(STREAMS, seed=0, epoch=0, indices=np.arange(8))
-    draw.normal_field(torch.tensor(draw.sample_keys(STREAMS[0], seed=0, epoch=0, indices=np.arange(2))), 10)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.array_equal(np.random.get_state()[1], before[1])
-    assert random.getstate() == before[2]
-
-
 def test_field_is_the_same_philox():
     keys = draw.sample_keys(Stream("", 0, "noise", 1), seed=7, epoch=1, indices=np.arange(3))
     values = draw.field(torch.from_numpy(keys), 10)
@@ -107,17 +94,6 @@ def test_integers_have_no_seams():
     whole = draw.integers("order", seed=4, epoch=2, count=100)
     assert np.array_equal(whole[30:], draw.integers("order", seed=4, epoch=2, count=70, start=30))
     assert len(set(whole.tolist())) == 100
-
-
-if __name__ == "__main__":  # how long one batch of `standard` takes: one call, B = 256
-    streams = [Stream("", 0, n, c) for n, c in [("crop", 22), ("vflip", 1), ("flip", 1), ("jitter", 6), ("gray", 1)]]
-    best = min(
-        (lambda t: (draw.uniforms(streams, seed=0, epoch=0, indices=np.arange(256)), time.perf_counter() - t)[1])(
-            time.perf_counter()
-        )
-        for _ in range(50)
-    )
-    print(f"{best * 1e6:.0f} us")
 
 
 @settings(max_examples=100, deadline=None)

@@ -20,7 +20,6 @@ from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, DataError, ReadError, SourceError
 from gpuaug.read.reader import Reader
 from gpuaug.source import DatasetSource, ParquetSource, ShardSource, TableSource, adapt
-from gpuaug.source.cache import RamCache
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
 
@@ -314,20 +313,6 @@ def test_arrays_arrive_unchanged():
         np.testing.assert_array_equal(value, tokens + i)
 
 
-@pytest.mark.parametrize("name", ["parquet", "plain"])
-def test_the_cache_keeps_them(name, tmp_path):
-    source = MAKERS[name](tmp_path / "data")
-    cached = RamCache(max_bytes="1MiB").open(source)
-    for _ in range(2):
-        for i in range(N):
-            data, label, extra = cached[i]
-            assert (bytes(data), label, extra) == (IMAGES[i], i % 3, CAPTIONS[i])
-    assert cached.samples == N
-    with loader(source, decode=PILLOW, cache=RamCache(max_bytes="1MiB", fill="ahead")) as batches:
-        for batch in batches:
-            assert batch.extra == [CAPTIONS[i] for i in batch.indices.tolist()]
-
-
 def test_bad_samples(tmp_path):
     def act(i, item):
         if i == 2:
@@ -350,7 +335,7 @@ def test_bad_samples(tmp_path):
 
 
 def test_extras_stay_with_their_sample(tmp_path):
-    """Views, mix, ranks with padding, subsets, a resume, `ahead`, `fetch` and `to`."""
+    """Views, mix, ranks with padding, subsets, a resume, `fetch` and `to`."""
     source = ShardSource(shards(tmp_path / "data"), extra="txt")
     views = gpuaug.MultiView(views={"a": recipe(), "b": recipe()})
     mix = gpuaug.Mix(mixup_alpha=1.0)
@@ -363,7 +348,7 @@ def test_extras_stay_with_their_sample(tmp_path):
             seen.append(batch)
         return seen
 
-    for settings in ({"augment": views}, {"mix": mix}, {"ahead": "1MiB"}, {"last": "pad", "rank": 1, "world_size": 2}):
+    for settings in ({"augment": views}, {"mix": mix}, {"last": "pad", "rank": 1, "world_size": 2}):
         with loader(source, **usual, **settings) as batches:
             seen = check(batches)
             assert len(seen) > 1

@@ -277,10 +277,9 @@ def test_remote_images_and_masks_are_one_read_if_they_are_adjacent(tmp_path):
         assert read(source, num_workers=1) == (wanted(12), {})
 
 
-@pytest.mark.parametrize("settings", [{"num_workers": 1}, {"cache": gpuaug.RamCache(max_bytes="8MiB")}])
-def test_batches_are_those_of_a_list(tmp_path, settings):
+def test_batches_are_those_of_a_list(tmp_path):
     pq.write_table(table(12), tmp_path / "x.parquet", row_group_size=5)
-    same_batches(ParquetSource(tmp_path / "x.parquet", **ALL), 12, **settings)
+    same_batches(ParquetSource(tmp_path / "x.parquet", **ALL), 12, num_workers=1)
 
 
 def test_configuration(tmp_path):

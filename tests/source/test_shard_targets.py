@@ -433,7 +433,7 @@ def same_batches(source, count: int, **settings) -> None:
         assert total > 5
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}, {"cache": gpuaug.RamCache(max_bytes="8MiB")}])
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}])
 def test_batches_are_those_of_a_list(shards, settings):
     same_batches(ShardSource(shards, **ALL), 12, **settings)
 

@@ -308,28 +308,10 @@ def test_an_index_with_wrong_fields_is_made_again(shards, caplog):
     assert looked_at(caplog, shards)[0] == 3  # labels for none of its samples
 
 
-def test_samples_of_one_name_have_keys_of_their_own(tmp_path, caplog):
-    entries = []
-    for label, name in enumerate(["a", "b", "a", "./a", "c", "a"]):
-        entries += [(f"{name}.jpg", b"%d" % (label + 1)), (f"{name}.cls", b"%d" % label)]
-    entries[6:8] = [("x.txt", b""), *entries[6:8]]  # members between: else it would be the same sample
-    path = write(tmp_path / "x.tar", entries)
-    with caplog.at_level(logging.INFO, "gpuaug"):
-        source = ShardSource(path)
-    assert re.search(r"1 names, such as 'a\.jpg'.*'a\.jpg#2'", caplog.text)
-    assert keys(source) == [f"x.tar/{name}" for name in ("a.jpg", "b.jpg", "a.jpg#2", "a.jpg#3", "c.jpg", "a.jpg#4")]
-    assert list(source) == [(b"%d" % (i + 1), i) for i in range(6)]
-    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": "x.tar/a.jpg"}) + "\n")
-    assert ShardSource(path, exclude=tmp_path / "bad.jsonl").indices.tolist() == [1, 2, 3, 4, 5]
-    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": "x.tar/a.jpg#3"}) + "\n")
-    assert ShardSource(path, exclude=tmp_path / "bad.jsonl").indices.tolist() == [0, 1, 2, 4, 5]
-
-
-def test_a_suffix_never_makes_the_name_of_another_sample(tmp_path):
-    names = ["a.jpg", "b.jpg", "a.jpg#2", "b.jpg", "a.jpg", "c.jpg", "a.jpg#2"]
-    path = write(tmp_path / "x.tar", [(name, b"%d" % i) for i, name in enumerate(names)])
-    found = keys(ShardSource(path, labels="none", extensions=["jpg", "jpg#2"]))
-    assert len(set(found)) == len(found) == 7
+def test_two_samples_of_one_name_are_refused(tmp_path):
+    path = write(tmp_path / "x.tar", [("a.jpg", b"1"), ("b.jpg", b"2"), ("./a.jpg", b"3")])
+    with pytest.raises(SourceError, match=r"two samples of the name 'a\.jpg'"):
+        ShardSource(path, labels="none")
 
 
 def test_index_of_a_read_only_folder_goes_to_the_cache(shards, caplog, home, monkeypatch):
@@ -558,7 +540,7 @@ def test_remote_shards_cost_one_range_for_each_sample(shards, kind, tmp_path, ca
         assert len(proxy.gets) == 30
         assert proxy.most == 8
         assert all(item[2] is not None for item in proxy.gets)
-        proxy.latency, proxy.cut = 0.0, ("000", source._range(7).begin)
+        proxy.latency, proxy.cut = 0.0, ("000", source._parts(7)[0].begin)
         _, _, faults = read_all(source)
         assert list(faults) == [7]
         if kind == "s3":

@@ -376,13 +376,13 @@ def test_exclude_takes_a_record_of_faults(tree, tmp_path, caplog):
     whole = FolderSource(tree)
     file = tmp_path / "bad.jsonl"
     lines = [{"key": whole.key(2), "index": 99}, {"key": "gone/away.jpg", "index": 0}, {"key": whole.key(4)}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '\n{"key": "cut o')
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '\n{"key": "cut o\n{"key": "cut')
     with caplog.at_level(logging.INFO, "gpuaug"):
         source = FolderSource(tree, exclude=file)
     assert source.indices.tolist() == [0, 1, 3, 5, 6]
     assert source.digest() == whole.digest()
     assert "1 of 3 keys" in caplog.text
-    assert "incomplete" in caplog.text
+    assert """without a key are ignored: 2, such as line 5: '{"key": "cut o'""" in caplog.text
     assert FolderSource(tree, exclude=file, subset=[2, 3]).indices.tolist() == [3]
     with pytest.raises(SourceError, match="`source.exclude` must leave samples"):
         FolderSource(tree, exclude=file, subset=[2, 4])

@@ -220,14 +220,6 @@ def test_coordinates_that_the_run_does_not_ask_for_are_left_out() -> None:
     assert (no_points.boxes, no_points.keypoints) == (None, None)
 
 
-@pytest.mark.parametrize("crowd", ["drop", "keep"])
-def test_crowds(crowd: Any) -> None:
-    encoded = replace(random_targets(np.random.default_rng(0), [2, 2]), crowd=np.array([True, False, False, True]))
-    objects = by_rules(encoded, Targets(boxes=Boxes(crowd=crowd)))
-    assert objects.labels.tolist() == ([1, 2] if crowd == "drop" else [0, 1, 2, 3])
-    assert objects.sample.tolist() == ([0, 1] if crowd == "drop" else [0, 0, 1, 1])
-
-
 def test_without_rules_of_boxes_crowds_are_dropped() -> None:
     encoded = replace(random_targets(np.random.default_rng(0), [2]), crowd=np.array([True, False]))
     assert by_rules(encoded, Targets(keypoints=Keypoints())).labels.tolist() == [1]
@@ -264,11 +256,6 @@ def test_no_object_keeps_shapes_and_types(counts: list[int]) -> None:
         assert (empty.boxes.shape, empty.keypoints.shape) == ((0, 4), (0, 5, 3))
         assert empty.counts.tolist() == counts
         assert len(empty.rows(np.arange(rows))) == 0
-
-
-def test_objects_that_are_all_dropped_leave_empty_arrays() -> None:
-    gone = moved(of([[-50, -50, -10, -10], [500, 0, 600, 10]], keypoints=np.ones((2, 5, 3))))
-    assert (gone.boxes.shape, gone.boxes.dtype, gone.keypoints.shape) == ((0, 4), np.float64, (0, 5, 3))
 
 
 # -- one table --
@@ -315,42 +302,6 @@ def test_an_image_does_not_depend_on_the_others(seed: int) -> None:
 
 
 # -- moving --
-
-
-@pytest.mark.parametrize("pixel_centers", [True, False])
-@given(seed=SEEDS)
-def test_flip_twice_is_the_identity(seed: int, pixel_centers: bool) -> None:
-    rng = np.random.default_rng(seed)
-    rules = Targets(boxes=Boxes(crowd="keep"), keypoints=Keypoints(pixel_centers=pixel_centers))
-    start = moved(by_rules(random_targets(rng, [7]), rules), rules=rules)
-    vertical = np.array([[1, 0, 0], [0, -1, H], [0, 0, 1.0]])
-    for flip in (MIRROR, vertical):
-        once = moved(start, flip, rules=rules, flip=FLIP)
-        twice = moved(once, flip, rules=rules, flip=FLIP)
-        np.testing.assert_allclose(twice.boxes, start.boxes, atol=1e-12)
-        np.testing.assert_allclose(twice.keypoints, start.keypoints, atol=1e-12)
-        # a point and its mirror image have changed places
-        np.testing.assert_array_equal(once.keypoints[:, FLIP, 2], start.keypoints[..., 2])
-
-
-def test_boxes_are_clipped_after_the_crop_and_at_the_end() -> None:
-    c = np.sqrt(0.5)
-    middle, back = np.array([[1, 0, 40], [0, 1, 30], [0, 0, 1.0]]), np.array([[1, 0, -40], [0, 1, -30], [0, 0, 1.0]])
-    turn = middle @ np.array([[c, -c, 0], [c, c, 0], [0, 0, 1]]) @ back
-    box = [70, 20, 170, 40]  # 90 pixels of it are right of the canvas
-    first = geometry.hulls(turn[None], np.array([[70.0, 20, 80, 40]]))
-    both = moved(of([box]), turn)
-    np.testing.assert_allclose(both.boxes, first.clip(0, [W, H, W, H]), atol=1e-12)
-    only_at_the_end = geometry.hulls(turn[None], np.array([box], dtype=float)).clip(0, [W, H, W, H])
-    assert (both.boxes[0, 2:] - both.boxes[0, :2]).prod() < (only_at_the_end[0, 2:] - only_at_the_end[0, :2]).prod()
-
-
-def test_what_the_crop_removed_does_not_come_back() -> None:
-    left = np.array([[1, 0, -50], [0, 1, 0], [0, 0, 1.0]])
-    found = moved(of([[90, 0, 110, 20], [60, 0, 79, 20]], keypoints=[[[95, 5, 2]], [[65, 5, 2]]]), left)
-    assert found.boxes.tolist() == [[10, 0, 29, 20]]
-    only_points = replace(of([[0, 0, 1, 1]], keypoints=[[[95, 5, 2], [65, 5, 2]]]), boxes=None)
-    assert moved(only_points, left).keypoints.tolist() == [[[0, 0, 0], [15, 5, 2]]]
 
 
 def test_keypoints_are_never_moved_to_the_border() -> None:
@@ -428,22 +379,6 @@ def test_centres_on_the_border_of_the_crop_are_outside() -> None:
     found = moved(of(boxes), crop=geometry.crop(window), windows=window, centres=True)
     assert found.labels.tolist() == [1, 3, 5, 7]
     assert len(moved(of(boxes), crop=geometry.crop(window), windows=window)) == 8
-
-
-def test_windows_clip_to_the_part_that_the_image_covers() -> None:
-    """A letterbox: the image is 80 x 30 in the middle of 80 x 60. A box that leaves the image ends at its border."""
-    window = CropWindows(np.array([[0, 0, 30, 80]]), np.array([[30, 80]]), np.array([[15, 0]]), (H, W))
-    objects = of([[5, -10, 10, 40], [5, -9, 10, -2]], keypoints=[[[6, 5, 2], [6, -5, 2]]] * 2)
-    found = moved(objects, crop=geometry.crop(window), windows=window)
-    assert found.boxes.tolist() == [[5, 15, 10, 45]]
-    assert found.keypoints.tolist() == [[[6, 20, 2], [0, 0, 0]]]
-    assert len(moved(objects, crop=geometry.crop(window))) == 2
-
-
-def test_a_window_beside_the_canvas_leaves_nothing() -> None:
-    window = CropWindows(np.array([[0, 0, 1, 1]]), np.array([[1, 1]]), np.array([[-5, 0]]), (H, W))
-    found = moved(of([[0, 0, 80, 60]], keypoints=[[[0.5, 0.5, 2]]]), crop=geometry.crop(window), windows=window)
-    assert len(found) == 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])

@@ -94,6 +94,21 @@ def resized(pixels: np.ndarray, size: int, interpolation: str = "bicubic") -> np
     return F.interpolate(data, to, mode=interpolation, antialias=True)[0].permute(1, 2, 0).numpy()
 
 
+class Labelled:
+    """The first JPEGs of a folder, with any labels. ``known``: the source gives labels without reading samples."""
+
+    def __init__(self, folder: Path, labels: list, *, known: bool = False) -> None:
+        self.folder, self.values = folder, labels
+        if known:
+            self.label = labels.__getitem__
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, i: int) -> tuple[bytes, object]:
+        return (self.folder / "jpeg" / f"{i}.jpg").read_bytes(), self.values[i]
+
+
 def content(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file()}
 
@@ -207,19 +222,9 @@ def test_tars_are_webdataset(folder: Path, tars: Path) -> None:
 
 
 def test_labels_of_other_kinds(folder: Path, tmp_path: Path) -> None:
-    class Several:
-        def __init__(self, labels: list) -> None:
-            self.values = labels
-
-        def __len__(self) -> int:
-            return len(self.values)
-
-        def __getitem__(self, i: int) -> tuple[bytes, object]:
-            return (folder / "jpeg" / f"{i}.jpg").read_bytes(), self.values[i]
-
     for k, labels in enumerate(([[0.0, 1.0], [0.5, 0.25], [1.0, 0.0]], [0.5, 1.5, -2.0], [None] * 3, [7, 2, 2])):
         out = tmp_path / str(k)
-        run(Several(labels), out, sizes=30)
+        run(Labelled(folder, labels), out, sizes=30)
         packed = PackedSource(out)
         assert [packed[i][1] for i in range(3)] == labels
         assert packed.key(1) == "1"
@@ -227,7 +232,7 @@ def test_labels_of_other_kinds(folder: Path, tmp_path: Path) -> None:
         shards = ShardSource(str(out / "30"), labels=want)
         assert [shards[i][1] for i in range(3)] == labels
     with pytest.raises(SourceError, match="labels must be finite. Found: nan of '1'"):
-        run(Several([0.5, float("nan"), 1.0]), tmp_path / "nan", sizes=30)
+        run(Labelled(folder, [0.5, float("nan"), 1.0]), tmp_path / "nan", sizes=30)
 
 
 def test_a_side_too_long_for_jpeg_is_a_fault(tmp_path: Path) -> None:
@@ -443,20 +448,11 @@ def test_a_finished_folder_is_left_and_another_job_is_refused(folder: Path, tmp_
 
 @pytest.mark.parametrize("labels", [[0.5, 1.5, 2.5], [[0, 1], [1, 0], [1, 1]], [3, 4, 5]])
 def test_other_labels_of_any_kind_are_another_job(folder: Path, tmp_path: Path, labels: list) -> None:
-    class Labelled:
-        def __init__(self, labels: list) -> None:
-            self.label = labels.__getitem__
-
-        def __len__(self) -> int:
-            return len(labels)
-
-        def __getitem__(self, i: int) -> tuple[bytes, object]:
-            return (folder / "jpeg" / f"{i}.jpg").read_bytes(), self.label(i)
-
-    first = run(Labelled(labels), tmp_path / "out", sizes=30)
-    assert run(Labelled(labels), tmp_path / "out", sizes=30) == first
+    source = Labelled(folder, labels, known=True)
+    first = run(source, tmp_path / "out", sizes=30)
+    assert run(source, tmp_path / "out", sizes=30) == first
     with pytest.raises(ConfigError, match=r"holds another job.*labels"):
-        run(Labelled(labels[::-1]), tmp_path / "out", sizes=30)
+        run(Labelled(folder, labels[::-1], known=True), tmp_path / "out", sizes=30)
 
 
 def test_two_runs_at_once_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -97,7 +97,6 @@ def test_what_cannot_be_compared_is_said(op: torch.nn.Module, kind: str, photos:
 
 POLICIES = {
     "torchvision": gpuaug.RandAugment(),
-    "trivial": gpuaug.TrivialAugmentWide(),
     "autoaugment": gpuaug.AutoAugment(),
     "timm": gpuaug.TimmAugment("rand-m9-mstd0.5-inc1"),
     "timm's AutoAugment": gpuaug.TimmAugment("original-mstd0.5"),

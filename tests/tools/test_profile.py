@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ import planted
 import pytest
 import torch
 from common import threads
+from servers import files, proxied
 
 import gpuaug
 from gpuaug.errors import GpuaugError
@@ -125,10 +127,9 @@ def test_cpu_time_of_another_process_is_seen() -> None:
 # -- planted ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_slow_storage(workers: int, small: list[bytes]) -> None:
+def test_slow_storage(small: list[bytes]) -> None:
     slow = planted.Source(small, wait=0.02, count=64)
-    plant(slow, "batch_size=4", f"num_workers={workers}", named="storage", helps="num_workers=16")
+    plant(slow, "batch_size=4", "num_workers=0", named="storage", helps="num_workers=16")
 
 
 def test_a_slow_operation_has_no_remedy(small: list[bytes]) -> None:
@@ -186,6 +187,32 @@ def test_large_images(photos: Path, tmp_path: Path) -> None:
     packed = next(remedy for remedy in verdict.tried if "source=packed" in remedy.overrides)
     assert "gpuaug pack sizes=[37] out=DIR" in packed.text
     assert not packed.same
+    assert tempfile.gettempdir() not in str(packed)  # the folder of the trial is gone
+
+
+def test_slow_urls(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "TRIED", 1)
+    with files(photos) as port, proxied(port, latency=0.2) as (_, url):
+        plant(photos, f"source.root={url}/", "batch_size=16", named="storage", helps="source.remote.cache=DIR")
+
+
+def test_a_slow_dataset_may_be_packed(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "gpuaug/source").mkdir(parents=True)
+    text = f"_target_: planted.Files\nfolder: {photos}\ncount: 32\nwork: 0.02\n"
+    (tmp_path / "gpuaug/source/slow.yaml").write_text(text)
+
+    def made(more: tuple[str, ...] = ()) -> Loader:
+        config = gpuaug.compose(
+            "train", [*BASE, FEW, "augment.crop.size=160", "source=slow", *more], config_dir=str(tmp_path)
+        )
+        loader: Loader = gpuaug.build(config, trust=["planted."])
+        return loader
+
+    with made() as loader:
+        verdict = diagnose(loader, None, made, repeats=1, seconds=0.05)
+    assert verdict.bottleneck == "workers", verdict
+    packed = next(remedy for remedy in verdict.helping if "source=packed" in remedy.overrides)
+    assert "gpuaug pack out=DIR" in packed.text
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -203,10 +230,7 @@ def test_large_copies_between_processes() -> None:
 def test_overrides_name_the_place_of_the_loader(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults:\n  - gpuaug@train_data: train\n  - _self_\n")
     packed = [advice._group("train_data.", "source", "packed"), f"train_data.source.root={photos}"]
-    groups = [advice._group("train_data.", group, choice) for group, choice in (("cache", "ram"), ("mix", "none"))]
-    composed = gpuaug.compose("app", [*packed, *groups], config_dir=str(tmp_path)).train_data
-    assert composed.cache._target_ == "gpuaug.RamCache"
-    assert composed.mix == {}
+    composed = gpuaug.compose("app", packed, config_dir=str(tmp_path)).train_data
     assert composed.source._target_ == "gpuaug.PackedSource"
 
 
@@ -228,7 +252,7 @@ def sensible(verdict: Verdict) -> None:
     [
         ("num_workers=0", "prefetch=0"),
         ("batch_size=1000", "num_workers=0"),  # more than there are
-        ("cache=ram", "ahead=1MiB", "num_workers=2"),
+        ("num_workers=2",),
         ("augment=dino", "batch_size=4", "num_workers=0"),
         ("mix=mixup_cutmix", "last=pad", "num_workers=0", "dtype=bfloat16", "memory_format=channels_last"),
     ],
@@ -262,7 +286,7 @@ def test_a_packed_source_is_not_packed_again(photos: Path, tmp_path: Path) -> No
     with made(()) as loader:
         verdict = diagnose(loader, None, made, repeats=1, seconds=0.02)
     sensible(verdict)
-    assert not any("packed" in str(remedy) or "cache" in str(remedy.overrides) for remedy in verdict.tried)
+    assert not any("packed" in str(remedy) for remedy in verdict.tried)
 
 
 def test_bad_samples_end_nothing_and_are_not_recorded(small: list[bytes], tmp_path: Path) -> None:

@@ -57,14 +57,14 @@ def build(scenes: Path, *more: str) -> gpuaug.Loader:
 
 
 def test_slow_masks_are_the_bottleneck(scenes: Path, tmp_path: Path) -> None:
-    """Small images with masks of 4,000 x 4,000 pixels."""
+    """Images that DALI or Pillow decodes quickly, with masks that compress badly."""
     big = tmp_path / "big"
     for k, file in enumerate(sorted((scenes / "images").iterdir())[:4]):
         for name in ("images", "masks"):
             (big / name).mkdir(parents=True, exist_ok=True)
         with Image.open(file) as image:
-            image.resize((3000, 3000)).save(big / "images" / f"{k}.jpg", quality=20)
-        Image.fromarray(np.random.default_rng(k).integers(0, 5, (3000, 3000), np.uint8)).save(
+            image.resize((1200, 1200)).save(big / "images" / f"{k}.jpg", quality=20)
+        Image.fromarray(np.random.default_rng(k).integers(0, 5, (1200, 1200), np.uint8)).save(
             big / "masks" / f"{k}.png"
         )
     with build(big, "batch_size=2", "num_workers=1") as loader:
@@ -74,7 +74,7 @@ def test_slow_masks_are_the_bottleneck(scenes: Path, tmp_path: Path) -> None:
     assert bottleneck(loader, replace(found, busy=busy))[0] == "masks"
 
 
-@pytest.mark.parametrize("more", [("num_workers=1",), ("num_workers=0", "prefetch=0"), ("cache=ram", "num_workers=1")])
+@pytest.mark.parametrize("more", [("num_workers=1",), ("num_workers=0", "prefetch=0")])
 def test_a_loader_with_targets_is_traced_and_stays_the_same(scenes: Path, more: tuple[str, ...]) -> None:
     def pixels(loader: gpuaug.Loader) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(batch.images.clone(), batch.targets.masks.clone()) for batch in loader]

@@ -239,6 +239,21 @@ def test_the_schedule_is_torchs(warmup: float) -> None:
         schedule.step()
 
 
+def test_held_out_accuracy_is_the_share_of_right_predictions(nets: Path, photos: Path, tmp_path: Path) -> None:
+    held_out = [f"val.source.root={photos}", "val.augment=none", "val.augment.crop.size=[32,32]"]
+    arguments = words(photos, tmp_path, "train_nets.Flat", *held_out)
+    assert main(arguments) == 0
+    found, right = checkpoint(tmp_path), 0
+    request = Request(command="train", overrides=tuple(word for word in arguments[1:] if "=" in word))
+    part = request.held_out(request.loader())
+    assert part is not None
+    with request.build(part) as loader:
+        for images, labels in loader:
+            logits = images.flatten(1) @ found["model"]["1.weight"].T + found["model"]["1.bias"]
+            right += int((logits.argmax(dim=1) == labels).sum())
+    assert found["history"][0]["held_out_accuracy"] == right / 65
+
+
 # --- stop, resume, ranks
 
 

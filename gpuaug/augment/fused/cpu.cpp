@@ -340,9 +340,6 @@ void pointwise(const Op& op, const Statistic& stat, float* const* planes, int n,
             return;
         case REPLACE:  // where the table is not negative
             return map_values(planes, n, [=](float x, int, int i) { return table[i] < 0.0f ? x : table[i]; });
-        case FIELD:
-            if (f == 0.0f) return map_values(planes, n, [=](float x, int c, int i) { return unit(x + table[c * pixels + i]); });
-            return map_values(planes, n, [=](float x, int c, int i) { return unit((x - 0.5f) * table[c * pixels + i] + 0.5f); });
         case FILL:
             for (int c = 0; c < 3; ++c)
                 if (a[1 + c] != 0.0f) std::fill(planes[c], planes[c] + n, f);

@@ -179,9 +179,6 @@ def run_step(
         y = _rain(y, own, table, int(group.static[1]))
     elif group.code is Code.REPLACE:
         y = torch.where(table < 0, y, table)
-    elif group.code is Code.FIELD:
-        y = y.clamp(0, 1)
-        y = torch.where(own[:, 0, None, None, None] > 0, (y - 0.5) * table + 0.5, y + table).clamp_(0, 1)
     elif group.code is Code.FILL:
         y = torch.where(own[:, 1:4, None, None] > 0, own[:, 0, None, None, None], y)
     elif group.code is Code.SNOW:

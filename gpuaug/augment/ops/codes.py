@@ -93,14 +93,12 @@ class Code(IntEnum):
     RAIN = 26, OUTSIDE
     # (); with a table: values >= 0 replace pixels
     REPLACE = 27, POINTWISE | OUTSIDE
-    # (0: add a table, 1: multiply the distance from 0.5 by a table); clamps the result
-    FIELD = 28, POINTWISE
     # (value, then for each of r, g, b: 1 if this channel is filled)
-    FILL = 29, POINTWISE | ANYWHERE | OUTSIDE
+    FILL = 28, POINTWISE | ANYWHERE | OUTSIDE
     # (threshold, brightness)
-    SNOW = 30, POINTWISE | ANYWHERE | JUMPS
+    SNOW = 29, POINTWISE | ANYWHERE | JUMPS
     # (quality); with a table of 64 divisors for luma and 64 for chroma
-    JPEG = 31, JUMPS
+    JPEG = 30, JUMPS
 
 
 def having(trait: Trait) -> frozenset[Code]:

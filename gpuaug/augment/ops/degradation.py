@@ -148,9 +148,6 @@ def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
     return {"gradient": generated(op, torch.from_numpy(u.copy()), size, samplers)["gradient"].numpy()}
 
 
-_ADD_LIGHT = step(Code.FIELD, table=lambda values: values["gradient"])
-
-
 def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
     u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
     amount, ratio = (
@@ -185,24 +182,6 @@ def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, *, 
     return {"plasma": plasma[:count]}
 
 
-def _per_image(values: Tensors, name: str) -> Tensor:
-    return values[name].to(values["plasma"].device, non_blocking=True).view(-1, 1, 1, 1)
-
-
-def _brightness(values: Tensors) -> Tensor:
-    return (2 * values["plasma"] - 1) * _per_image(values, "intensity")
-
-
-def _shadow(values: Tensors) -> Tensor:
-    shade = (values["plasma"] < _per_image(values, "shade_quantity")).float() * _per_image(values, "shade_intensity")
-    return shade.expand(-1, 3, -1, -1)
-
-
-def _whole(u: Float, limits: tuple[Any, Any]) -> Int:
-    """Integers, all equally likely, from the lower limit to just below the upper limit."""
-    return np.minimum(np.floor(scale(u, *limits)), limits[1] - np.float32(1)).astype(np.int64)
-
-
 _RAIN = ("number_of_drops", "drop_height", "drop_width")
 
 
@@ -211,7 +190,9 @@ def _rain(op: Any) -> tuple[int, Rule]:
 
 
 def _drops(u: Float, size: Size, *, limits: list[tuple[Any, Any]]) -> Params:
-    return {f"{name}_factor": _whole(u[:, k], limits[k]) for k, name in enumerate(_RAIN)}
+    """Draw integers, all equally likely, from the lower limit to just below the upper limit."""
+    values = [np.minimum(np.floor(scale(u[:, k], *each)), each[1] - np.float32(1)) for k, each in enumerate(limits)]
+    return {f"{name}_factor": value.astype(np.int64) for name, value in zip(_RAIN, values, strict=True)}
 
 
 def _rain_steps(op: Any) -> Steps:
@@ -280,14 +261,12 @@ ENTRIES = {
         uniform_from("amount_factor", "salt_and_pepper_factor"),
         fields=_specks,
     ),
-    "RandomGaussianIllumination": Entry("pixels", _ADD_LIGHT, _light(6, "gain", "sigma", "center", "sign")),
-    "RandomLinearIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
-    "RandomLinearCornerIllumination": Entry("pixels", _ADD_LIGHT, _light(3, "gain", "sign", "directions")),
-    "RandomPlasmaBrightness": Entry("pixels", step(Code.FIELD, table=_brightness), fields=_plasma),
-    "RandomPlasmaContrast": Entry(
-        "pixels", step(Code.FIELD, 1, table=lambda values: 4 * values["plasma"]), fields=_plasma
-    ),
-    "RandomPlasmaShadow": Entry("pixels", step(Code.FIELD, table=_shadow), fields=partial(_plasma, channels=1)),
+    "RandomGaussianIllumination": Entry("pixels", parameters=_light(6, "gain", "sigma", "center", "sign")),
+    "RandomLinearIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
+    "RandomLinearCornerIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
+    "RandomPlasmaBrightness": Entry("pixels", fields=_plasma),
+    "RandomPlasmaContrast": Entry("pixels", fields=_plasma),
+    "RandomPlasmaShadow": Entry("pixels", fields=partial(_plasma, channels=1)),
     "RandomRain": Entry("pixels", _rain_steps, _rain, check=_check_rain, fields=_coordinates),
     "RandomSnow": Entry("pixels", step(Code.SNOW, "snow_coefficient", "brightness")),
 }

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug import checks
-from gpuaug.augment.crop import positive_range
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.parameters import Entry, Params, Prepared, RecipeOp, Size, Steps, Tensors, steps_of
@@ -62,8 +61,8 @@ class RandomErasing(RecipeOp):
     ) -> None:
         super().__init__()
         self.p = float(checks.number("p", p, 0, 1))
-        self.scale = positive_range("scale", scale, high=1.0)
-        self.ratio = positive_range("ratio", ratio, high=math.inf)
+        self.scale = checks.pair("scale", scale, None, 1)
+        self.ratio = checks.pair("ratio", ratio, None)
         self.mode = checks.one_of("mode", mode, ("const", "rand", "pixel"))
         self.count: int = checks.whole_number("count", count, 1, 100)
         try:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from torch import nn
 
 from gpuaug import checks
 from gpuaug.augment.parameters import Alternatives, Prepared, RecipeOp, Size
-from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, scale
 
 _GATES = 6  # uniforms: five for the gates of the changes, one for whether contrast precedes saturation
@@ -62,10 +59,10 @@ class PhotometricDistort(RecipeOp):
         self.style = checks.one_of("style", style, ("torchvision", "mmseg"))
         added = style == "mmseg"
         brightness = ((-32 / 255, 32 / 255) if added else (0.875, 1.125)) if brightness is None else brightness
-        self.brightness = _pair("brightness", brightness, *((-1, 1) if added else (0, math.inf)))
-        self.contrast = _pair("contrast", contrast, 0, math.inf)
-        self.saturation = _pair("saturation", saturation, 0, math.inf)
-        self.hue = _pair("hue", ((-0.1, 0.1) if added else (-0.05, 0.05)) if hue is None else hue, -0.5, 0.5)
+        self.brightness = checks.pair("brightness", brightness, *((-1, 1) if added else (0,)))
+        self.contrast = checks.pair("contrast", contrast, 0)
+        self.saturation = checks.pair("saturation", saturation, 0)
+        self.hue = checks.pair("hue", ((-0.1, 0.1) if added else (-0.05, 0.05)) if hue is None else hue, -0.5, 0.5)
         self.p = float(checks.number("p", p, 0, 1))
         self.channels = float(checks.number("channels", (0 if added else p) if channels is None else channels, 0, 1))
 
@@ -86,16 +83,6 @@ class PhotometricDistort(RecipeOp):
             shift=np.float32(self.style == "mmseg"),  # because Kornia's RandomBrightness adds `factor - 1`
         )
         return Prepared(name, self, tuple((module,) for module in modules), _GATES + 7, rule)
-
-
-def _pair(name: str, value: Any, low: float, high: float) -> tuple[float, float]:
-    pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
-    if len(pair) != 2:
-        raise ConfigError(f"`{name}` must be two numbers (min, max). Found: {value!r:.200}.")
-    first, last = (float(checks.number(name, v, low, high)) for v in pair)
-    if first > last or last > 1e30:
-        raise ConfigError(f"`{name}` must satisfy {low:g} <= min <= max <= {min(high, 1e30):g}. Found: {value!r}.")
-    return first, last
 
 
 def _drawn(

@@ -110,9 +110,9 @@ class Disk:
 
 
 @contextmanager
-def locked(path: str, *, follow: bool = False) -> Iterator[int]:
-    """Lock a file against other processes and threads, and yield its descriptor. ``follow``: path may be a link."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), 0o666)
+def locked(path: str) -> Iterator[int]:
+    """Lock a file, which must not be a link, against other processes and threads, and yield its descriptor."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock when the process ends
         try:

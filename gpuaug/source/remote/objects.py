@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,7 +35,6 @@ LOGINS["a"] = {"login.microsoftonline.com", "login.microsoftonline.us", "login.m
 LOGINS["a"] |= {"login.chinacloudapi.cn", "169.254.169.254"}
 METADATA = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
 NOWHERE = "127.0.0.1:0"  # nothing can listen there
-LOGIN_PAUSE_S = 10.0  # after a failure, credentials are requested again only after this time
 
 _AMAZON = re.compile(r"https://s3[.-](?:[a-z0-9-]+\.)?amazonaws\.com(?:\.cn)?")
 _REQUEST = re.compile(r"Error performing [A-Z]+ \S+ in \S+ - |^Generic \w+ error: (?!.*Error performing)")
@@ -52,8 +50,7 @@ def _after_fork() -> None:
     _lock, _forked = threading.Lock(), "obstore._obstore" in sys.modules
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _load() -> Any:
@@ -248,27 +245,15 @@ def _reason(error: Exception, part: Range) -> Exception:
 
 
 def _login(session: Any) -> Callable[[], Any]:
-    """Returns a function that returns the credentials that botocore finds, and renews when they expire."""
+    """A function that returns the credentials that botocore finds, and renews them when they expire."""
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:
-        find = Boto3CredentialProvider(session, ttl=timedelta(minutes=1))  # obstore calls it at most every 100 ms
+        return Boto3CredentialProvider(session, ttl=timedelta(minutes=1))  # obstore calls it at most every 100 ms
     except ValueError as error:
         raise SourceError(
             "no AWS credentials were found. For a public bucket, set `source.remote.options.anon=true`."
         ) from error
-    failed: list[Any] = [0.0, None]  # until when, and why
-
-    def login() -> Any:
-        if time.monotonic() < failed[0]:
-            raise failed[1]
-        try:
-            return find()
-        except Exception as error:
-            failed[:] = time.monotonic() + LOGIN_PAUSE_S, error
-            raise
-
-    return login
 
 
 def _size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:

@@ -13,6 +13,8 @@ from gpuaug.source import local
 from gpuaug.source.paths import redact
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
+FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, GpuaugError)
+FINAL_ERRNO = {errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG}
 BUGS = (TypeError, AttributeError, NotImplementedError, ImportError, AssertionError)
 
 
@@ -87,8 +89,7 @@ def version_of(size: Any, marks: Sequence[Any]) -> str:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether another try may succeed after ``error``."""
+    """Whether another try of a read may succeed after ``error``."""
     if status := getattr(error, "status", None):
         return status in RETRIED_STATUS
-    final = isinstance(error, (*local.FINAL, GpuaugError))
-    return not final and getattr(error, "errno", None) not in (errno.EFBIG, errno.EINVAL, errno.ENAMETOOLONG)
+    return not isinstance(error, FINAL) and getattr(error, "errno", None) not in FINAL_ERRNO

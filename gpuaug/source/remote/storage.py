@@ -32,8 +32,6 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # first and longest pause between tries; pa
 GAP_BYTES = 1 << 16  # two ranges with at most this gap are requested together, because two requests take longer
 OPEN_FILES = 32  # local files that a process keeps open
 DEEPEST = 32  # limit for levels of folders, because a server may list a folder in itself
-PACKAGES = {"hdfs": "pyarrow", "webhdfs": "requests", "sftp": "paramiko", "hf": "huggingface_hub"}  # by protocol
-HDFS = " It needs Java and Hadoop's libhdfs. Set JAVA_HOME, HADOOP_HOME and CLASSPATH, or use webhdfs://."
 
 _ABANDONED: list[Any] = []  # the parent's clients; closing them after a fork would wait for threads that do not exist
 
@@ -260,31 +258,45 @@ class Storage:
         except GpuaugError:
             raise
         except ImportError as error:
-            package = PACKAGES.get(scheme, "gpuaug[remote]")
-            raise SourceError(f"{scheme}:// needs another package: {error}. Run `pip install {package}`.") from error
+            raise SourceError(
+                f"{scheme}:// needs another package: {error}. Run `pip install gpuaug[remote]` for s3, gs, az, https."
+            ) from error
         except OSError as error:
-            text = f"{scheme}:// cannot be opened: {clean(str(error).partition(chr(10))[0] or repr(error))}."
-            raise SourceError(text + (HDFS if scheme == "hdfs" else "")) from error
+            text = clean(str(error).partition("\n")[0] or repr(error))
+            raise SourceError(f"{scheme}:// cannot be opened: {text}.") from error
         except (TypeError, ValueError) as error:
             text = clean(str(error).partition("\n")[0])
             raise ConfigError(f"`source.remote.options` are not valid for {scheme}://. {text}.") from error
 
     def _ask(self, parts: Iterable[Range], call: str) -> dict[Range, Any]:
         """The answer of ``call`` for each range, or the exception of its last try."""
-        parts = list(dict.fromkeys(parts))
-        calls = [getattr(self._system(_bucket(part.path)), call) for part in parts]
+        groups: dict[Any, list[Range]] = {}  # by client
+        for part in dict.fromkeys(parts):
+            groups.setdefault(self._system(_bucket(part.path)), []).append(part)
+        begun = {x: x.begin(group) for x, group in groups.items() if call == "read" and hasattr(x, "begin")}
         try:
-            return dict(zip(parts, self._threads.map(self._try, calls, parts), strict=True))
+            first = {part: answer for x in begun for part, answer in zip(groups[x], begun[x].result(), strict=True)}
+            answers = {part: answer for part, answer in first.items() if not isinstance(answer, BaseException)}
+            left = [(getattr(x, call), part) for x, group in groups.items() for part in group if part not in answers]
+            tried = self._threads.map(lambda job: self._try(*job, first=first.get(job[1])), left)
+            return answers | {part: answer for (_, part), answer in zip(left, tried, strict=True)}
         except BaseException:  # for example Ctrl-C; `map` cancels what has not begun
             self._stop.set()
             self._stop = threading.Event()
+            for future in begun.values():
+                future.cancel()
             raise
 
-    def _try(self, call: Callable[[Range], Any], part: Range) -> Any:
-        """The answer of ``call``, or its exception: for a temporary error a ReadError, which no caller retries."""
+    def _try(self, call: Callable[[Range], Any], part: Range, *, first: BaseException | None) -> Any:
+        """The answer of ``call``, or its exception: for a temporary error a ReadError, which no caller retries.
+
+        ``first``: the error of the first try, if it was already made.
+        """
         stop = self._stop
         for attempt in range(1, self.remote.tries + 1):
             try:
+                if first is not None and attempt == 1:
+                    raise first
                 return call(part)
             except BUGS:
                 raise

@@ -233,7 +233,7 @@ def _write_missing_shards(job: Job, faults: Faults, *, num_workers: int | None, 
             except DataError as error:
                 remedy = "To leave out such samples, set `faults.policy=drop`."
                 raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
-    faults.end_of_epoch(0, rescued=0, truncated=0)
+    faults.end_of_epoch(0)
 
 
 def _write_index(job: Job) -> None:

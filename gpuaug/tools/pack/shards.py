@@ -252,7 +252,7 @@ class Versions:
         views, versions = len(self._places), []
         for epoch in range(self._count):
             drawn = self._recipe.draw(seed=self._seed, epoch=epoch, indices=batch.indices)
-            made = self._recipe.apply(images[epoch * views : (epoch + 1) * views], drawn)
+            made = self._recipe.render(images[epoch * views : (epoch + 1) * views], drawn)
             canvas = np.zeros((len(batch), *self._size, 3), dtype=np.uint8)
             for place, view in zip(self._places, made, strict=True):
                 (top, left), (height, width) = place.corner, place.size

@@ -1,7 +1,6 @@
 """`gpuaug plan`: runs a loader in a child process for a short time, and reports the memory that each stage needed.
 
-:class:`gpuaug.tools.memory.Usage` says which memory counts. The rehearsal has no cache and no buffer ``ahead``: their
-sizes are computed.
+:class:`gpuaug.tools.memory.Usage` says which memory counts.
 """
 
 from __future__ import annotations
@@ -118,14 +117,11 @@ def _say(report: Report, loader: Loader, peak: Peak, left: Left, *, prefix: str)
 
 def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
     """The memory of a run by stage: what a rehearsal measured, and what grows later."""
-    workers, prefetch, cache = loader.num_workers, loader.prefetch, loader.pipeline.cache
+    workers, prefetch = loader.num_workers, loader.prefetch
     there: Place = "host" if loader.device.type == "cpu" else "device"
     made = min(len(loader), prefetch + 2)
     waiting = max(0, made - min(peak.batches, peak.ready + 2))  # batches that did not wait at the same time
     work = peak.most.main + peak.most.files - peak.base.main - peak.base.files
-    rest = max(0, len(loader) - made) * loader.batch_size * peak.image
-    kept, ahead = 0 if cache is None else cache.capacity, loader.ahead or 0
-    samples = len(loader.source)
     every = [
         StageMemory("start", "host", peak.base.host, "this process before its first batch: Python, torch, the source"),
         StageMemory("read: workers", "host", peak.most.workers, f"processes: {workers}", "num_workers"),
@@ -136,10 +132,6 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
                     "prefetch"),
         StageMemory("prefetch", there, waiting * peak.batch,
                     f"{waiting} more batches of {format_bytes(peak.batch)}, if the model is the limit", "prefetch"),
-        StageMemory("ahead", "host", int(min(ahead, rest)),
-                    f"min(ahead {format_bytes(ahead)}, rest of an epoch {format_bytes(rest)})", "ahead"),
-        StageMemory("cache", "host", int(min(kept, samples * (peak.image + 24))),
-                    f"min(max_bytes {format_bytes(kept)}, {samples} samples x {peak.image:.0f} B)", "cache.max_bytes"),
         StageMemory("device", "device", peak.device, "without the CUDA context", "batch_size"),
     ]  # fmt: skip
     return [each for each in every if each.bytes]
@@ -153,14 +145,12 @@ def total(listed: Sequence[StageMemory], place: Place) -> int:
 def shortage(listed: Sequence[StageMemory], left: Left, *, prefix: str = "") -> str:
     """A message if a run with these stages needs more than 90 % of the memory left, else an empty string.
 
-    All ranks of the machine are assumed to need the same memory, and to share one cache. ``prefix`` is the start of
-    the loader's keys.
+    All ranks of the machine are assumed to need the same memory. ``prefix`` is the start of the loader's keys.
     """
     ranks, lacks = machine.local_world_size(), list[str]()
     needed = [each for each in listed if each.stage != "start"]
     for place, (available, by) in left.items():
-        once = total([each for each in needed if each.stage == "cache"], place)
-        need = total(needed, place) * (1 if place == "device" else ranks) - once * (ranks - 1)
+        need = total(needed, place) * (1 if place == "device" else ranks)
         if need > (1 - SPARE) * available:
             kind = "" if place == "host" else f"{place} "
             lacks.append(f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(available)} left")
@@ -285,8 +275,7 @@ def rehearsal() -> None:
 
     config, left = job["config"], job["left"]
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
-    # a buffer `ahead` of 1 byte still holds one batch
-    config |= {"cache": None, "ahead": config.get("ahead") and 1, "faults": faults}
+    config |= {"faults": faults}
     try:
         with Request(command="plan", trust=tuple(job["trust"])).build(config) as loader:
             image, sampled = set_largest_epoch(loader)

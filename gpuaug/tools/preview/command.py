@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+from pathlib import Path
 
 from gpuaug.display.sheet import page, sheet
+from gpuaug.errors import ConfigError
 from gpuaug.tools.preview.drawing import Settings, drawing
-from gpuaug.tools.report import Report, png, save
+from gpuaug.tools.report import Report, output, save
 from gpuaug.tools.request import Request
 
 log = logging.getLogger("gpuaug")
@@ -21,7 +23,9 @@ def main(request: Request) -> int:
         from gpuaug.tools.preview import server
 
         return server.main(request, settings)
-    out = png(settings.out, "out", also=PAGES)
+    if Path(settings.out).suffix.lower() not in ("", ".png", *PAGES):
+        raise ConfigError(f"`out` must end in .png or {' or '.join(PAGES)}. Found: {settings.out!r}.")
+    out = output(settings.out, "out")
     report = Report(file=settings.json)
     config = request.loader()
     if (mix := config.get("mix")) is not None and (mix.get("mixup_alpha") or mix.get("cutmix_alpha")):

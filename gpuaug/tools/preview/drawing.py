@@ -17,7 +17,7 @@ from gpuaug.display.batches import contents, cross, name_of
 from gpuaug.display.sheet import Legend, SheetRow, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
-from gpuaug.loader.by_number import fetch, uncounted
+from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import active_numbers
 from gpuaug.tools.preview import operations
@@ -77,9 +77,7 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         legend: Legend = ()
         if settings.show == "operations":
-            shown = originals(loader, indices, epoch=settings.epoch)
-            indices = [sample.index for sample in shown]
-            rows, values = _operations(loader, shown, settings)
+            rows, values = _operations(loader, originals(loader, indices, epoch=settings.epoch), settings)
         else:
             epochs, cell = _epochs(loader, settings), None if is_page else settings.cell or cell_of(loader)
             rows, legend = draw(loader, indices, epochs=epochs, cell=cell)
@@ -225,9 +223,9 @@ def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
 def samples_of(loader: Loader, indices: Sequence[int], *, epochs: Sequence[int]) -> list[Sample]:
     """Load the samples ``indices``: the original images, and the images that training sees in ``epochs``."""
     samples = originals(loader, indices, epoch=epochs[0], cropped=epochs)
-    faults = uncounted(loader.faults, "blank")
+    faults = Faults(policy="blank", truncated=loader.faults.truncated)
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
-        batch = fetch(loader, indices, epoch=epoch, faults=faults)
+        batch = loader.fetch(indices, epoch=epoch, faults=faults)
         for sample, views, valid in zip(samples, contents(batch, batch.look), batch.valid.tolist(), strict=True):
             sample.augmented += views
             if not valid:

@@ -24,7 +24,7 @@ class Live:
         self.request, self.settings = request, settings
         config = request.loader()
         self.controls = controls(config.get("augment"))
-        with request.build(config, mix=None, cache=None, num_workers=0, prefetch=0) as loader:
+        with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:
             self.source = loader.source
         self.indices = chosen(self.source, settings.indices, count=settings.samples or SHOWN[settings.show])
 
@@ -38,7 +38,7 @@ class Live:
         request, stream = self._changed(asked), io.BytesIO()
         given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}
         settings = replace(self.settings, **given)
-        rows, above, _ = drawing(request, request.loader(), settings, source=self.source, cache=None)
+        rows, above, _ = drawing(request, request.loader(), settings, source=self.source)
         sheet(rows, **above).save(stream, "PNG", compress_level=1)  # fast, and large files do not matter here
         return stream.getvalue()
 

@@ -25,7 +25,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import adapt
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
-from gpuaug.tools.profile.trace import THREADS, Step, Trace, read_cpu, trace
+from gpuaug.tools.profile.trace import STAGES, THREADS, Step, Trace, read_cpu, trace
 
 log = logging.getLogger("gpuaug")
 
@@ -50,7 +50,7 @@ TITLES = {  # bottleneck: its stage, and title
 class Remedy:
     """A change of the configuration that may help, and keeps the recipe."""
 
-    overrides: tuple[str, ...]  # a trial replaces DIR by a folder with a packed copy
+    overrides: tuple[str, ...]  # a trial replaces DIR by a temporary folder
     text: str  # what the change does
     same: bool = True  # whether all pixels stay the same; otherwise they change a little
     rate: float = 0.0  # measured images per second; 0: not tried yet
@@ -144,7 +144,7 @@ def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
     wait for it. Without prefetching there is one thread, and its longest stage limits the pass.
     """
     if loader.prefetch == 0:
-        stages = [stage for each in THREADS.values() for stage in each]
+        stages = STAGES
         making = 1 - found.share("step")
         if min(making, found.share("step")) > 0.25:
             return "host overhead", (
@@ -160,9 +160,9 @@ def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
         return _reading(loader, found, share)
     if stage == "step":
         return "model", f"The training step takes {share}."
-    if stage in ("headers", "targets", "mix"):
-        name = {"headers": "Headers, random values and crops", "targets": "Converting targets", "mix": "Mixing"}[stage]
-        return "host overhead", f"{name}: {share}."
+    on_host = {"headers": "Headers, random values and crops", "targets": "Converting targets", "mix": "Mixing"}
+    if stage in on_host:
+        return "host overhead", f"{on_host[stage]}: {share}."
     return stage, f"`{stage}` works {share}."
 
 
@@ -183,17 +183,17 @@ def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
 
 
 def remedies(loader: Loader, found: Trace, name: str, prefix: str, folder: str) -> Iterator[Remedy]:
-    """Remedies for a bottleneck, the most likely first. ``folder`` gets a packed copy, if a remedy needs one."""
+    """Remedies for a bottleneck, the most likely first. ``folder`` gets what trials write."""
     workers, cores, decoder = loader.num_workers, machine.usable_cpus(), loader.pipeline.decoder
     key = partial("{}{}".format, prefix)
     if loader.prefetch == 0:
         yield Remedy((key("prefetch=2"),), "stages work at the same time, and while the model works")
+    if name in ("storage", "workers") and (remote := loader.source.remote) is not None and remote.cache is None:
+        text = "a local disk keeps the bytes; helps from the second epoch on, which is what was measured"
+        yield Remedy((key("source.remote.cache=DIR/cache"),), text)
     if name == "storage":
         for count in dict.fromkeys((max(16, 2 * workers), max(2, 4 * workers))):
             yield Remedy((key(f"num_workers={count}"),), f"{count} workers wait for the storage instead of {workers}")
-    if name in ("storage", "workers") and loader.pipeline.cache is None and not loader.source.mapped:
-        text = "bytes stay in memory; helps from the second epoch on, which is what was measured"
-        yield Remedy((_group(prefix, "cache", "ram"),), text)
     if name == "workers" and workers < cores:
         yield Remedy((key(f"num_workers={cores}"),), f"{cores} workers instead of {workers}")
     if name == "inter-process copy":
@@ -207,28 +207,30 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, folder: str) 
         if not loader.decode.reduced:
             text = "large JPEGs are decoded at a part of their size"
             yield Remedy((key("decode.reduced=true"),), text, same=False)
-    if name in ("decode", "masks", "inter-process copy", "storage"):
-        yield from _packing(loader, found, prefix, folder)
+    if name in ("decode", "masks", "inter-process copy", "storage", "workers"):
+        yield from _packing(loader, found, name, prefix, folder)
     if name == "augment" and any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
         yield Remedy((key("augment.backend=fused"),), "the fused backend gives the same result in one pass")
 
 
-def _packing(loader: Loader, found: Trace, prefix: str, folder: str) -> Iterator[Remedy]:
-    """A packed copy of the first images with smaller sides. It is written and read for the trial."""
-    side = round(found.largest * 256 / 224)
-    if not 0 < side < 0.67 * found.shorter:
+def _packing(loader: Loader, found: Trace, name: str, prefix: str, folder: str) -> Iterator[Remedy]:
+    """A packed copy of the first images, with smaller sides if that helps. It is written and read for the trial."""
+    side, text = round(found.largest * 256 / 224), "files of gpuaug are read, and JPEGs keep their bytes"
+    settings: dict[str, Any] = {}
+    if 0 < side < 0.67 * found.shorter:
+        settings, text = {"sizes": [side]}, f"shorter side {side} instead of {found.shorter:.0f}"
+    elif name not in ("storage", "workers") or loader.source.wrapped is None:  # files may be as slow when packed
         return
-    has_masks = loader.targets is not None and loader.targets.masks is not None
-    masks: dict[str, Any] = {"format": "uint8"} if has_masks else {}
+    if loader.targets is not None and loader.targets.masks is not None:
+        settings = {"format": "uint8", **settings}
     source: Any = loader.source
     numbers = range(min(PACKED, len(source))) if source.indices is None else source.indices[:PACKED].tolist()
     with contextlib.suppress(GpuaugError):
         few: Any = adapt(Subset(source, list(numbers)))
-        pack(few, folder, what=Pack(sizes=[side], **masks), decode=loader.decode, num_workers=0)
+        pack(few, f"{folder}/packed", what=Pack(**settings), decode=loader.decode, num_workers=0)
         use = _group(prefix, "source", "packed")
-        words = " ".join(["gpuaug pack", *(f"{name}={value}" for name, value in masks.items()), f"sizes=[{side}]"])
-        text = f"after `{words} out=DIR`: shorter side {side} instead of {found.shorter:.0f}"
-        yield Remedy((use, f"{prefix}source.root=DIR"), text, same=False)
+        words = " ".join(["gpuaug pack", *(f"{key}={value}" for key, value in settings.items()), "out=DIR/packed"])
+        yield Remedy((use, f"{prefix}source.root=DIR/packed"), f"after `{words}`: {text}", same=False)
 
 
 def _group(prefix: str, group: str, choice: str) -> str:

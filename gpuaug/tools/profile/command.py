@@ -11,7 +11,7 @@ from gpuaug import checks, machine
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.epoch import count_batches
-from gpuaug.tools.profile.advice import TITLES, WORTH, Remedy, Verdict, diagnose
+from gpuaug.tools.profile.advice import TITLES, WORTH, Verdict, diagnose
 from gpuaug.tools.profile.trace import STAGES, Step
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
@@ -112,7 +112,9 @@ def _say(report: Report, verdict: Verdict) -> None:
     report.add("bottleneck", verdict.bottleneck, verdict.text)
     report.add("because", verdict.evidence, verdict.evidence)
     for number, remedy in enumerate(verdict.tried, start=1):
-        report.add(f"tried_{number}", asdict(remedy), advice(remedy))
+        pixels = "" if remedy.same else "; pixels change a little"
+        words, rate = " ".join(remedy.overrides), f"{remedy.gain:.2f} x, {remedy.rate:,.0f} images/s"
+        report.add(f"tried_{number}", asdict(remedy), f"{words}   {rate} ({remedy.text}{pixels})")
     report.values["tried"] = [asdict(remedy) for remedy in verdict.tried]
     report.values["overrides"] = next((list(remedy.overrides) for remedy in verdict.helping if remedy.same), [])
     if verdict.ideal_gain is not None:
@@ -122,10 +124,3 @@ def _say(report: Report, verdict: Verdict) -> None:
     if found.faults:
         text = f"{found.faults} of {found.tried} images could not be read or decoded; to list them, "
         report.add("faults", found.faults, f"{text}train with `faults.policy=blank faults.file=FILE`")
-
-
-def advice(remedy: Remedy) -> str:
-    """One line about a remedy that was tried."""
-    pixels = "" if remedy.same else "; pixels change a little"
-    words = " ".join(remedy.overrides)
-    return f"{words}   {remedy.gain:.2f} x, {remedy.rate:,.0f} images/s ({remedy.text}{pixels})"

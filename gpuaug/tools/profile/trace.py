@@ -38,7 +38,7 @@ THREADS = {
 STAGES = [stage for stages in THREADS.values() for stage in stages]
 WARMUP = 2  # batches before the first measured one: they start workers, and compile kernels
 FEWEST = 3  # batches that are measured, even if they take longer than asked
-REPEATED = 64  # images that a pass repeats if the loader has a cache, so that the cache is full
+REPEATED = 64  # images that a pass repeats if the source has a disk cache, so that it holds them
 LONGEST_S = 20.0  # a pass ends after this time, even before FEWEST batches
 
 
@@ -194,9 +194,9 @@ class _Faults(Faults):
 
 
 def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep: bool = False) -> Trace:
-    """Run a pass of ``loader``, with a training step per batch, and trace its stages. The loader does not change.
+    """Run a pass of ``loader``, with a training step per batch, and trace its stages.
 
-    Do not iterate the loader at the same time.
+    The loader does not change. Do not iterate it at the same time.
 
     Args:
         loader: the loader. Its workers stay for the next trace.
@@ -211,11 +211,11 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
     faults = _Faults(policy="drop" if loader.faults.policy == "drop" else "blank", truncated=loader.faults.truncated)
     pipeline = _Traced.of(loader.pipeline, clock, faults)
     tasks, skip = endless(loader), max(WARMUP, loader.num_workers)
-    if pipeline.cache is not None:
+    if loader.source.remote is not None and loader.source.remote.cache is not None:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)
     prefetch = 0 if lockstep else loader.prefetch
-    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch, buffer_bytes=loader.ahead)
+    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch)
     fewest = skip + max(FEWEST, loader.num_workers)
     images, done, began = 0, 0, time.perf_counter()
     with contextlib.closing(run):
@@ -238,17 +238,15 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
         took = clock.stop()
     cpu = {name: (clock.cpu if lockstep else clock.thread)[name] / images for name in clock.busy}
     cpu["read"] += spent / images
+    used, unqueued = clock.thread["read"], clock.busy["read"] - clock.queued["read"]
     if loader.num_workers:
-        reading = spent / max(spent, took * loader.num_workers - queued, 1e-9)
-    else:
-        own = clock.thread["read"]
-        reading = own / max(own, clock.busy["read"] - clock.queued["read"], 1e-9)
+        used, unqueued = spent, took * loader.num_workers - queued
     return Trace(
         images=images,
         seconds=took,
         busy=dict(clock.busy),
         cpu=cpu,
-        reading=reading,
+        reading=used / max(used, unqueued, 1e-9),
         encoded=pipeline.encoded / max(1, pipeline.images),
         shorter=pipeline.shorter,
         largest=pipeline.largest,
@@ -264,10 +262,10 @@ def endless(loader: Loader) -> Iterator[Task]:
         yield from (task for task in loader.epoch_order if len(task[0]) == whole)
 
 
-def read_cpu(loader: Loader, *, count: int = 32) -> float:
+def read_cpu(loader: Loader) -> float:
     """CPU seconds to read one sample in this thread, without handing its bytes over. Errors do not count."""
     source: Any = loader.pipeline.reader.source
-    numbers = next(iter(loader.epoch_order))[0][:count].tolist()
+    numbers = next(iter(loader.epoch_order))[0][:32].tolist()
     many = source.read_many
     began = time.thread_time()
     for part in numbers if many is None else [numbers]:
