@@ -390,16 +390,6 @@ def test_the_advice_can_be_followed() -> None:
     assert "`+augment.ops.invert.p=...` adds it." in added
 
 
-def test_several_views_have_several_crops() -> None:
-    recipe = gpuaug.build(gpuaug.compose("train", ["augment=dino"]).augment)
-    with pytest.raises(AttributeError, match=r"Each view has its own: `recipe\.augments\[0\]\.crop`"):
-        _ = recipe.crop
-    with pytest.raises(ReadOnlyError, match=r"`MultiView\.crop` cannot be assigned"):
-        recipe.crop = gpuaug.RandomResizedCrop(96)
-    assert recipe.augments[0].crop.size == (224, 224)
-    assert not hasattr(recipe, "nothing")
-
-
 @pytest.mark.parametrize(
     ("target", "full"),
     [
