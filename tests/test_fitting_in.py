@@ -24,7 +24,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import gpuaug
-from gpuaug.errors import ConfigError, ReadOnlyError
+from gpuaug.errors import ConfigError
 
 SMALL = ["num_workers=0", "device=cpu", "batch_size=16", "augment=flip", "augment.crop.size=32"]
 PATHS = os.pathsep.join(map(str, (ROOT, *filter(None, [os.environ.get("PYTHONPATH")]))))
