@@ -195,7 +195,7 @@ def webp_canvas(width: int, height: int) -> bytes:
 
 
 def corpus(share: float = 1.0, seed: int = 0) -> Iterator[tuple[str, bytes, str]]:
-    """(file name, bytes, expectation) of more than 200 files; ``share`` of the repeated kinds."""
+    """(file name, bytes, expectation) of more than 300 files; ``share`` of the repeated kinds."""
     rng = random.Random(seed)
     photo = window()
     bases = {
