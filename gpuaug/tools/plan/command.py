@@ -35,9 +35,6 @@ from gpuaug.tools.request import Keys, Request, count_batches
 Place = Literal["host", "device"]
 Left = dict[Place, tuple[int, str]]  # bytes left in each known place, and what limits them
 PLACES: tuple[Place, ...] = ("host", "device")
-SPARE = 0.1  # a plan leaves this share of the free memory for other processes and wrong estimates
-FILLED = 64  # batches that a rehearsal tries to run, because malloc's heaps grow until then
-START_S = 60.0  # timeout for imports and opening the source in the child
 # for `python -c`: with `python -m`, spawned workers would run this file again
 CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"
 
@@ -145,7 +142,7 @@ def shortage(listed: Sequence[StageMemory], left: Left, *, prefix: str = "") -> 
     needed = [each for each in listed if each.stage != "start"]
     for place, (available, by) in left.items():
         need = total(needed, place) * (1 if place == "device" else ranks)
-        if need > (1 - SPARE) * available:
+        if need > 0.9 * available:  # the rest is for other processes and wrong estimates
             kind = "" if place == "host" else f"{place} "
             lacks.append(f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(available)} left")
     if not lacks:
@@ -199,7 +196,7 @@ def measure(loader: Loader, *, seconds: float, limit: float = math.inf) -> Peak:
     sampler = threading.Thread(target=sample, name="gpuaug-memory", daemon=True)
     sampler.start()
     filled, end = 3 * (loader.prefetch + 2) + 2, math.inf
-    wanted = max(filled + 2, FILLED)
+    wanted = max(filled + 2, 64)  # malloc's heaps grow until the 64th batch
 
     def pause(batches_left: int) -> None:
         """Let the queues fill up: at most 30 % of the time, and on a quick machine 10 %."""
@@ -231,8 +228,8 @@ def measure(loader: Loader, *, seconds: float, limit: float = math.inf) -> Peak:
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
     """Run a job of :func:`rehearsal` in a child process; None if the job needed more memory than is left."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # the child is not a rank
-    command = (sys.executable, "-c", CODE)
-    ended = child.run(command, timeout=2 * job["seconds"] + START_S, job=job, environment=environment)
+    timeout = 60.0 + 2 * job["seconds"]  # 60 s for imports and opening the source
+    ended = child.run((sys.executable, "-c", CODE), timeout=timeout, job=job, environment=environment)
     answer = ended.answer or {}
     if ended.status is None:
         raise GpuaugError("the rehearsal of this run gave no answer in time. Is the source slow to open?")
