@@ -258,42 +258,40 @@ class TargetMover:
         rows to keep; None: all.
         """
         rows = np.arange(len(indices)) if keep is None else keep.numpy()
-        return [self._finish(view, indices, bad=bad, rows=rows, device=device) for view in views]
-
-    def _finish(
-        self, view: TargetView, indices: Tensor, *, bad: Sequence[int], rows: Int64, device: torch.device
-    ) -> BatchTargets:
-        objects = view.objects
-        if len(bad):
-            objects = objects.take(~np.isin(objects.sample, bad))
-        if len(rows) < len(indices):
-            objects = objects.rows(rows)
-        corners = None if objects.boxes is None else objects.boxes.astype(np.float32)
-        columns = (corners, objects.labels, output_keypoints(objects, self.rules), objects.sample)
-        boxes, labels, keypoints, sample = upload(columns, device)
-        assert labels is not None
-        assert sample is not None
-        windows = view.windows
-        covered = np.concatenate([windows.offset, windows.offset + windows.resized], axis=1)
-        covered = np.clip(covered, 0, [*windows.size, *windows.size])
-        return BatchTargets(
-            masks=self._finished_masks(view, bad=bad, rows=rows, device=device),
-            boxes=boxes,
-            labels=labels,
-            keypoints=keypoints,
-            sample=sample,
-            counts=torch.from_numpy(objects.counts),
-            ids=torch.from_numpy(view.table.ids[objects.ids]),
-            crowd=torch.from_numpy(objects.crowd),
-            area=torch.from_numpy(objects.area),
-            indices=indices[rows],
-            image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
-            sizes=torch.from_numpy(view.sizes[rows]),
-            covered=torch.from_numpy(covered[rows].astype(np.int64)),
-            matrices=torch.from_numpy(view.matrices[rows]),
-            size=windows.size,
-            instances=self._instances,
-        )
+        made = []
+        for view in views:
+            objects = view.objects
+            if len(bad):
+                objects = objects.take(~np.isin(objects.sample, bad))
+            if len(rows) < len(indices):
+                objects = objects.rows(rows)
+            corners = None if objects.boxes is None else objects.boxes.astype(np.float32)
+            columns = (corners, objects.labels, output_keypoints(objects, self.rules), objects.sample)
+            boxes, labels, keypoints, sample = upload(columns, device)
+            windows = view.windows
+            covered = np.concatenate([windows.offset, windows.offset + windows.resized], axis=1)
+            covered = np.clip(covered, 0, [*windows.size, *windows.size])
+            made.append(
+                BatchTargets(
+                    masks=self._finished_masks(view, bad=bad, rows=rows, device=device),
+                    boxes=boxes,
+                    labels=labels,
+                    keypoints=keypoints,
+                    sample=sample,
+                    counts=torch.from_numpy(objects.counts),
+                    ids=torch.from_numpy(view.table.ids[objects.ids]),
+                    crowd=torch.from_numpy(objects.crowd),
+                    area=torch.from_numpy(objects.area),
+                    indices=indices[rows],
+                    image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
+                    sizes=torch.from_numpy(view.sizes[rows]),
+                    covered=torch.from_numpy(covered[rows].astype(np.int64)),
+                    matrices=torch.from_numpy(view.matrices[rows]),
+                    size=windows.size,
+                    instances=self._instances,
+                )
+            )
+        return made
 
     def _finished_masks(
         self, view: TargetView, *, bad: Sequence[int], rows: Int64, device: torch.device

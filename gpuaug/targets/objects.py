@@ -81,9 +81,11 @@ def carry(
     if objects.boxes is not None:
         part, paths = covered[objects.sample], accumulate(ops, lambda path, op: op @ path)
         cut = geometry.hulls(crop[objects.sample], objects.boxes)
-        boxes, keep = _clip(cut, part)
-        if centres:
-            keep &= _centre_inside(cut, part)
+        start, stop = np.maximum(cut[:, :2], part[:, :2]), np.minimum(cut[:, 2:], part[:, 2:])
+        boxes, keep = np.concatenate([start, stop], axis=1), both(start <= stop)  # NaN is not kept
+        if centres:  # on the border is outside, as in torchvision's RandomIoUCrop
+            centre = (cut[:, :2] + cut[:, 2:]) / 2
+            keep &= both((centre > part[:, :2] + _ROUNDING) & (centre < part[:, 2:] - _ROUNDING))
         boxes, left = geometry.visible([path[objects.sample] for path in paths], boxes, size)
         keep &= (left >= 0) & _large_enough(boxes, left, cut, rules)  # NaN: nothing is left
         objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
@@ -105,18 +107,6 @@ def carry(
 def _half(rules: Targets) -> float:
     """0.5 if whole-number keypoint coordinates are pixel centres in the source, else 0."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
-
-
-def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
-    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. Also return which boxes overlap ``area``; NaN does not overlap."""
-    start, stop = np.maximum(boxes[:, :2], area[:, :2]), np.minimum(boxes[:, 2:], area[:, 2:])
-    return np.concatenate([start, stop], axis=1), both(start <= stop)
-
-
-def _centre_inside(boxes: Float64, area: Float64) -> Bool:
-    """Whether the centres of boxes are inside ``area``, not on its border, as in torchvision's RandomIoUCrop."""
-    centre = (boxes[:, :2] + boxes[:, 2:]) / 2
-    return both((centre > area[:, :2] + _ROUNDING) & (centre < area[:, 2:] - _ROUNDING))
 
 
 def _large_enough(boxes: Float64, left: Float64, cut: Float64, rules: Targets) -> Bool:
