@@ -27,13 +27,13 @@ from gpuaug.native import buffers
 from gpuaug.source.base import Source
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
+from gpuaug.targets.geometry import Float64
 from gpuaug.targets.masks import Erased, Warp
 from gpuaug.targets.objects import by_rules, carry, output_keypoints
 from gpuaug.targets.rules import Masks, Targets
 
 log = logging.getLogger("gpuaug")
 
-Float64 = NDArray[np.float64]
 LARGEST_BYTE = 255
 _SHOWN = 8  # values in a warning
 
@@ -153,7 +153,6 @@ class TargetMover:
                 upright.objects,
                 crop=crop,
                 ops=ops,
-                size=window.size,
                 rules=self.rules,
                 flip=self.flip,
                 centres=bool(getattr(view.augment.crop, "centres", False)),
@@ -211,14 +210,8 @@ class TargetMover:
                 warps = self._begin(views, count, device, small=small and self._largest <= LARGEST_BYTE)
             for view, warp in zip(views, warps, strict=True):
                 assert view.masks is not None
-                masks.place(
-                    decoded,
-                    view.windows.take(rows),
-                    view.masks.numpy()[rows[0] : rows[-1] + 1],
-                    warp=None if warp is None else warp.rows(rows),
-                    fill=self.fill,
-                    threads=threads,
-                )
+                out, own = view.masks.numpy()[rows[0] : rows[-1] + 1], None if warp is None else warp.rows(rows)
+                masks.place(decoded, view.windows.take(rows), out, warp=own, fill=self.fill, threads=threads)
             first += len(decoded)
             del decoded
         for view in views if self._instances else ():
@@ -273,7 +266,7 @@ class TargetMover:
             covered = np.clip(covered, 0, [*windows.size, *windows.size])
             made.append(
                 BatchTargets(
-                    masks=self._finished_masks(view, bad=bad, rows=rows, device=device),
+                    masks=self._finished_masks(view, bad, rows, device),
                     boxes=boxes,
                     labels=labels,
                     keypoints=keypoints,
@@ -293,9 +286,7 @@ class TargetMover:
             )
         return made
 
-    def _finished_masks(
-        self, view: TargetView, *, bad: Sequence[int], rows: Int64, device: torch.device
-    ) -> Tensor | None:
+    def _finished_masks(self, view: TargetView, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
         if view.masks is None:
             return None
         made = buffers.to_device(view.masks, device)
@@ -303,7 +294,8 @@ class TargetMover:
             if isinstance(move, Elastic):
                 made = move.apply(made, self.fill)
                 continue
-            moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | (move.counts > 0))
+            loses = np.isfinite(move.areas[:, :, 9]).any(axis=1)
+            moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | loses)
             if len(moved):
                 at = buffers.to_device(torch.from_numpy(moved), device)
                 made = made.index_copy(0, at, masks.gather(made.index_select(0, at), move.rows(moved), self.fill))

@@ -50,7 +50,6 @@ def carry(
     *,
     crop: Float64,
     ops: Sequence[Float64],
-    size: tuple[int, int],
     rules: Targets,
     flip: tuple[int, ...] | None,
     windows: CropWindows,
@@ -67,14 +66,13 @@ def carry(
         crop: matrices [B, 3, 3] from the annotated image to the first canvas. A crop can only scale, move, mirror and
             transpose.
         ops: matrices [B, 3, 3] from each canvas to the next. The last canvas is the output.
-        size: (H, W) of every canvas.
         rules: limits of boxes.
         flip: for each keypoint, the index of its mirror image. If the crop and the operations together mirror the
             image, the keypoints of each pair are exchanged.
-        windows: the crop's windows.
+        windows: the crop's windows. Their ``size`` is that of every canvas.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
     """
-    canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
+    size, canvas = windows.size, np.array([[0, 0, *windows.size[::-1]]], dtype=np.float64)
     # the part of the first canvas that the image covers; empty if x2 <= x1 or y2 <= y1
     start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
     covered = np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
