@@ -12,9 +12,6 @@
 #include <cstring>
 #include <memory>
 #include <vector>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define FAST 1
 #include <immintrin.h>
@@ -286,8 +283,8 @@ struct Worker {
 
 extern "C" int gpuaug_resize_fast() { return FAST; }
 
-// `memory` holds the canvases of all tasks. Returns 1 if memory runs out.
-extern "C" int gpuaug_resize(const Task* tasks, int64_t count, uint8_t* memory, int64_t bytes, int32_t threads) {
+// Returns 1 if memory runs out.
+extern "C" int gpuaug_resize(const Task* tasks, int64_t count, int32_t threads) {
 #if FAST
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{0};
@@ -299,12 +296,6 @@ extern "C" int gpuaug_resize(const Task* tasks, int64_t count, uint8_t* memory, 
             failed = 1;
         }
     };
-#if defined(MADV_HUGEPAGE)
-    // Huge pages: mapping a new batch in pages of 4 KB takes as long as the resizing itself.
-    const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(memory) + page - 1) & ~(page - 1);
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) & ~(page - 1);
-    if (end > start + (4u << 20)) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#endif
     on_threads(std::min<int64_t>(threads, count), work);
     return failed;
 #else

@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL | None:
     if built is None or not built.gpuaug_resize_fast():
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    built.gpuaug_resize.argtypes = [pointer, number, pointer, number, ctypes.c_int32]
+    built.gpuaug_resize.argtypes = [pointer, number, ctypes.c_int32]
     return built
 
 
@@ -82,8 +82,7 @@ def views(
     tasks["top"], tasks["left"] = windows.offset.T
     tasks["H"], tasks["W"], tasks["cubic"] = H, W, windows.interpolation == "bicubic"
     tasks["fill"] = np.broadcast_to(windows.fill, 3) @ (1, 1 << 8, 1 << 16)
-    arguments = tasks.ctypes.data, len(tasks), canvases.ctypes.data, canvases.nbytes, threads
-    if compiled.gpuaug_resize(*arguments):  # releases the GIL
+    if compiled.gpuaug_resize(tasks.ctypes.data, len(tasks), threads):  # releases the GIL
         raise MemoryError(f"out of memory while resizing {len(parts)} images")
 
 

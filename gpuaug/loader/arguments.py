@@ -127,7 +127,8 @@ def choose_workers(num_workers: int | None, source: Any, log: NamedLog) -> int:
         log.info("num_workers 0: the source is memory-mapped, and workers would only add a copy")
         return 0
     cores, ranks = machine.usable_cpus(), machine.local_world_size()
-    # Workers only read bytes, so one worker keeps several decoding threads busy.
-    workers = max(1, min(4, cores // (2 * ranks)))
+    # Workers only read bytes, so one worker keeps several decoding threads busy. While one waits for a server, the
+    # other sends requests.
+    workers = min(4, max(1 if source.read_many is None else 2, cores // (2 * ranks)))
     log.info("num_workers %d (CPUs: %d, ranks on this machine: %d)", workers, cores, ranks)
     return workers

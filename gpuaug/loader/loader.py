@@ -69,7 +69,7 @@ class Loader:
         dtype: float32, bfloat16 or float16.
         memory_format: contiguous_format or channels_last.
         num_workers: number of processes that read bytes. 0: this process reads. None: 0 for memory-mapped sources, else
-            half of this rank's share of the cores, limited to 1..4.
+            half of this rank's share of the cores, limited to 1..4, or to 2..4 for URLs.
         read_threads: maximum number of reads at a time in each of these processes. Threads are used only if the source
             is ``thread_safe`` (see :class:`gpuaug.source.base.Source`), from a read on that waits for its storage.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it

@@ -9,12 +9,14 @@ import threading
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 _SMALL = 1 << 20  # bytes; for smaller tensors malloc is good enough
+_HUGE = 4 << 20  # bytes; larger mappings have huge pages
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of glibc's settings for `mallopt`
 
 
@@ -64,10 +66,15 @@ class Outputs:
 def mapped(size: int) -> Tensor:
     """A uint8 tensor [size] in its own memory mapping. Freeing the tensor returns the memory to the system.
 
-    malloc may take blocks below 32 MiB from the heap of the calling thread, and a heap keeps freed memory.
+    malloc may take blocks below 32 MiB from the heap of the calling thread, and a heap keeps freed memory. Large
+    tensors have huge pages, because mapping them in pages of 4 KB takes longer than augmenting or resizing.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size, **flags), dtype=np.uint8))
+    memory = mmap.mmap(-1, size, **flags)
+    if size > _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # some kernels have no huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
 def return_freed_memory(pool: ThreadPoolExecutor, num_threads: int, keep: int) -> None:

@@ -8,6 +8,21 @@ constexpr int LANES = 16;  // counters per iteration, so that the compiler can v
 
 constexpr uint32_t M0 = 0xD2511F53u, M1 = 0xCD9E8D57u, W0 = 0x9E3779B9u, W1 = 0xBB67AE85u;
 
+// Ten rounds of Philox: replaces the counters of each lane by four random words. The keys change too.
+inline void rounds(uint32_t* c0, uint32_t* c1, uint32_t* c2, uint32_t* c3, uint32_t* k0, uint32_t* k1) {
+    for (int round = 0; round < 10; ++round) {
+        for (int lane = 0; lane < LANES; ++lane) {
+            const uint64_t p0 = static_cast<uint64_t>(c0[lane]) * M0, p1 = static_cast<uint64_t>(c2[lane]) * M1;
+            c0[lane] = static_cast<uint32_t>(p1 >> 32) ^ c1[lane] ^ k0[lane];
+            c1[lane] = static_cast<uint32_t>(p1);
+            c2[lane] = static_cast<uint32_t>(p0 >> 32) ^ c3[lane] ^ k1[lane];
+            c3[lane] = static_cast<uint32_t>(p0);
+            k0[lane] += W0;
+            k1[lane] += W1;
+        }
+    }
+}
+
 }  // namespace
 
 // Four uniforms in [0, 1) for every block of every sample, multiples of 2**-24.
@@ -32,17 +47,7 @@ extern "C" void gpuaug_uniforms(const uint32_t* keys, int64_t blocks, const int6
             if (lane + 1 < count && ++block == blocks) block = 0, ++sample;
         }
         if (++block == blocks) block = 0, ++sample;
-        for (int round = 0; round < 10; ++round) {
-            for (int lane = 0; lane < LANES; ++lane) {
-                const uint64_t p0 = static_cast<uint64_t>(c0[lane]) * M0, p1 = static_cast<uint64_t>(c2[lane]) * M1;
-                c0[lane] = static_cast<uint32_t>(p1 >> 32) ^ c1[lane] ^ k0[lane];
-                c1[lane] = static_cast<uint32_t>(p1);
-                c2[lane] = static_cast<uint32_t>(p0 >> 32) ^ c3[lane] ^ k1[lane];
-                c3[lane] = static_cast<uint32_t>(p0);
-                k0[lane] += W0;
-                k1[lane] += W1;
-            }
-        }
+        rounds(c0, c1, c2, c3, k0, k1);
         for (int64_t lane = 0; lane < count; ++lane) {
             float* to = out + 4 * (start + lane);
             to[0] = static_cast<float>(c0[lane] >> 8) * 0x1p-24f;  // 24 bits are exact in float32
@@ -64,20 +69,14 @@ extern "C" void gpuaug_field(const int64_t* keys, int64_t batch, int64_t count, 
         for (int64_t item = next++; item < batch * parts; item = next++) {
             const int64_t sample = item / parts, first = item % parts * PART, last = first + PART < count ? first + PART : count;
             for (int64_t start = first; start < last; start += 4 * LANES) {
-                uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES];
-                uint32_t k0 = static_cast<uint32_t>(keys[2 * sample]), k1 = static_cast<uint32_t>(keys[2 * sample + 1]);
+                uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES], k0[LANES], k1[LANES];
                 for (int lane = 0; lane < LANES; ++lane) {
                     c0[lane] = static_cast<uint32_t>(start / 4 + lane);
                     c1[lane] = c2[lane] = c3[lane] = 0;
+                    k0[lane] = static_cast<uint32_t>(keys[2 * sample]);
+                    k1[lane] = static_cast<uint32_t>(keys[2 * sample + 1]);
                 }
-                for (int round = 0; round < 10; ++round, k0 += W0, k1 += W1)
-                    for (int lane = 0; lane < LANES; ++lane) {
-                        const uint64_t p0 = static_cast<uint64_t>(c0[lane]) * M0, p1 = static_cast<uint64_t>(c2[lane]) * M1;
-                        c0[lane] = static_cast<uint32_t>(p1 >> 32) ^ c1[lane] ^ k0;
-                        c1[lane] = static_cast<uint32_t>(p1);
-                        c2[lane] = static_cast<uint32_t>(p0 >> 32) ^ c3[lane] ^ k1;
-                        c3[lane] = static_cast<uint32_t>(p0);
-                    }
+                rounds(c0, c1, c2, c3, k0, k1);
                 float values[4 * LANES];
                 for (int lane = 0; lane < LANES; ++lane) {
                     const uint32_t words[4] = {c0[lane], c1[lane], c2[lane], c3[lane]};

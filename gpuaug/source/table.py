@@ -1,4 +1,4 @@
-"""A table of image files and labels: CSV, TSV or Parquet."""
+"""A table of image files and labels: CSV or TSV."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,11 +20,9 @@ from gpuaug.source.extra import Extra, ExtraValues, fields_of
 from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names
-from gpuaug.source.object_columns import column_values, import_pyarrow
 from gpuaug.source.paths import absolute, is_safe, is_url, redact, split
 from gpuaug.source.remote.storage import Remote, Storage
 
-_LIMIT = threading.Lock()  # held while the csv module accepts longer values than usual
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 _WHOLE_NUMBER = re.compile(r"\s*[+-]?\d{1,18}\s*")
 
@@ -34,16 +31,16 @@ class TableSource(ListedSource):
     """Image files that a table lists, in the order of its rows.
 
     Whole numbers in the label column are class numbers. Other numbers stay unchanged. Without ``classes``, class names
-    are numbered in sorted order. A Parquet column may also hold lists of class names, or lists of numbers that all have
-    the same length. With K label columns, the label is float32 [K], and the column names are the class names.
+    are numbered in sorted order. With K label columns, the label is float32 [K], and the column names are the class
+    names.
 
     Args:
-        root: path or URL of the table: .csv, .tsv or .parquet. The first line of a CSV or TSV file names its columns.
+        root: path or URL of the table: .csv or .tsv. The first line names the columns.
         path: column of the image paths. Paths are relative to the table's folder and must stay inside this folder.
         label: column of the labels, or a list of columns; ``none`` or None: no labels.
         mask: column of the masks' paths, in the same form as image paths. With masks, a sample is ``(bytes, Target)``.
         extra: column of extras, such as ``caption``. A list of columns gives each sample a dict. With extras, a sample
-            is ``(bytes, label, extra)``. Values from CSV and TSV are text.
+            is ``(bytes, label, extra)``. The values are text.
         classes, subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
 
@@ -100,7 +97,7 @@ class TableSource(ListedSource):
         if masks:
             self.target_kinds = frozenset({"masks"})
             self._mask_files = Files(self.root, _names(columns[masks[0]], place), self._storage)
-        self._extras = ExtraValues(map(_list, map(columns.get, extras)))
+        self._extras = ExtraValues(columns[name] for name in extras)
         places = [f"the column {name!r} of {place!r}" for name in labels]
         values = [_numbers(columns[name], where) for name, where in zip(labels, places, strict=True)]
         if several:
@@ -116,67 +113,41 @@ class TableSource(ListedSource):
 
 def _read(
     table: str, names: list[str], extras: list[str], storage: Storage, check: Callable[[Sequence[str]], None]
-) -> dict[str, Any]:
-    """The columns ``names`` and ``extras``: tuples of text, or Arrow arrays. ``check`` first gets the table's names."""
-    kind = os.path.splitext(table.split("?", 1)[0])[1].lower()
-    if kind not in (".csv", ".tsv", ".parquet"):
-        raise ConfigError(f"`source.root` must end in .csv, .tsv or .parquet. Found: {redact(table)!r}.")
+) -> dict[str, tuple[str, ...]]:
+    """The columns ``names`` and ``extras``. ``check`` first gets the names of all columns."""
+    kind, place = os.path.splitext(table.split("?", 1)[0])[1].lower(), redact(table)
+    if kind not in (".csv", ".tsv"):
+        raise ConfigError(f"`source.root` must end in .csv or .tsv. Found: {place!r}.")
     if not is_url(table) and not os.path.exists(table):
         raise SourceError(f"`source.root` does not exist: {table!r}.")
-    table_error = import_pyarrow().ArrowException if kind == ".parquet" else csv.Error
     try:
-        data = storage.read_file(table)
-        if kind != ".parquet":
-            delimiter = "\t" if kind == ".tsv" else ","
-            return _csv(data, names, extras, delimiter=delimiter, place=redact(table), check=check)
-        pyarrow = import_pyarrow()
-        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
-        check(file.schema_arrow.names)
-        known = [*dict.fromkeys([*names, *extras])]
-        return dict(zip(known, file.read(known, use_threads=False).select(known).columns, strict=True))
-    except (OSError, ReadError, table_error) as error:
-        raise SourceError(f"the table {redact(table)!r} cannot be read: {error}.") from error
-
-
-def _csv(
-    data: bytes,
-    names: list[str],
-    extras: list[str],
-    *,
-    delimiter: str,
-    place: str,
-    check: Callable[[Sequence[str]], None],
-) -> dict[str, Any]:
-    text = data.decode("utf-8-sig", errors="surrogateescape")
+        text = storage.read_file(table).decode("utf-8-sig", errors="surrogateescape")
+    except (OSError, ReadError) as error:
+        raise SourceError(f"the table {place!r} cannot be read: {error}.") from error
+    delimiter = "\t" if kind == ".tsv" else ","
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    begin = 1  # first line of the row that is read
-    with _LIMIT:
-        usual = csv.field_size_limit()
-        csv.field_size_limit(max(len(text), usual))
-        try:
-            head = [name.strip() for name in next(lines, [])]
-            other = len(head) == 1 and head[0] not in names and re.search(r"[,;|\t]", head[0])
-            if not head or other or "\0" in head[0]:
-                raise SourceError(
-                    f"the first line of {place!r} must name the columns, in UTF-8 and with {delimiter!r} between them. "
-                    f"Found: {','.join(head)!r:.200}. Save the table in this form."
-                )
-            check(head)
-            known = {name: head.index(name) for name in (*names, *extras)}
-            rows = []
-            begin = lines.line_num + 1
-            for row in lines:
-                if row:
-                    _check_row(row, head, extras, begin, place)
-                    rows.append([row[at] for at in known.values()])
-                begin = lines.line_num + 1
-        except csv.Error as error:
+    begin, rows = 1, []  # begin: first line of the row that is read
+    try:
+        head = [name.strip() for name in next(lines, [])]
+        other = len(head) == 1 and head[0] not in names and re.search(r"[,;|\t]", head[0])
+        if not head or other or "\0" in head[0]:
             raise SourceError(
-                f"the table {place!r} cannot be read: line {begin}: {error}. If a value begins with a quote, enclose "
-                'the value in quotes and double those inside ("""Hi"" said"), or use Parquet.'
-            ) from error
-        finally:
-            csv.field_size_limit(usual)
+                f"the first line of {place!r} must name the columns, in UTF-8 and with {delimiter!r} between them. "
+                f"Found: {','.join(head)!r:.200}. Save the table in this form."
+            )
+        check(head)
+        known = {name: head.index(name) for name in (*names, *extras)}
+        begin = lines.line_num + 1
+        for row in lines:
+            if row:
+                _check_row(row, head, extras, begin, place)
+                rows.append([row[at] for at in known.values()])
+            begin = lines.line_num + 1
+    except csv.Error as error:
+        raise SourceError(
+            f"the table {place!r} cannot be read: line {begin}: {error}. If a value begins with a quote, enclose "
+            'the value in quotes and double those inside ("""Hi"" said"), or use `source=parquet`.'
+        ) from error
     return dict(zip(known, zip(*rows, strict=True) if rows else [()] * len(known), strict=True))
 
 
@@ -192,14 +163,8 @@ def _check_row(row: list[str], head: list[str], extras: list[str], line: int, pl
             )
 
 
-def _list(column: Any) -> Sequence[Any]:
-    return column if isinstance(column, tuple) else column.to_pylist()
-
-
-def _numbers(column: Any, place: str) -> Any:
-    """The labels in a column. Text of a CSV column becomes whole numbers or floats, if possible."""
-    if not isinstance(column, tuple):
-        return column_values(column, place)
+def _numbers(column: tuple[str, ...], place: str) -> Sequence[Any]:
+    """The labels in a column. The text becomes whole numbers or floats, if possible."""
     if "" in column:
         raise SourceError(f"sample {column.index('')} has no label in {place}. Add a value, or remove the row.")
     if all(map(_WHOLE_NUMBER.fullmatch, column)):
@@ -212,11 +177,11 @@ def _numbers(column: Any, place: str) -> Any:
         return column
 
 
-def _names(paths: Any, place: str) -> Names:
+def _names(paths: Sequence[str], place: str) -> Names:
     """The paths without ``./`` at the start."""
     names = []
-    for row, path in enumerate(_list(paths)):
-        short = re.sub(r"^(\./+)+", "", path.strip()) if isinstance(path, str) else ""
+    for row, path in enumerate(paths):
+        short = re.sub(r"^(\./+)+", "", path.strip())
         if not is_safe(short) or short.endswith("/"):
             raise SourceError(
                 f"paths in {place!r} must be relative and stay inside the table's folder. Found in row {row}: "
@@ -228,6 +193,6 @@ def _names(paths: Any, place: str) -> Names:
 
 def _matrix(columns: list[Any], places: list[str]) -> Any:
     for place, column in zip(places, columns, strict=True):
-        if not isinstance(column[0], int | float | np.number):
+        if not isinstance(column[0], int | float):
             raise SourceError(f"several label columns must all hold numbers. Found text in {place}.")
     return np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1)

@@ -174,38 +174,24 @@ def _parse(data: bytes, *, drop: bool) -> tuple[tuple[int, int], list[tuple[tupl
         raise ValueError(f"is not valid XML ({error})") from error
     if root.tag != "annotation":
         raise ValueError(f"must begin with <annotation>. Found: <{root.tag:.60}>")
-    size = _child(root, "size")
-    height, width = (max(int(_pixels(size, side, "0")), 0) for side in ("height", "width"))
+    height, width = (max(int(_number(root, f"size/{side}", "0")), 0) for side in ("height", "width"))
     objects: list[tuple[tuple[float, ...], str]] = []
     for node in root.iterfind("object"):
-        if drop and _text(node, "difficult", "0").strip() == "1":
+        if drop and node.findtext("difficult", "0").strip() == "1":
             continue
-        box = _child(node, "bndbox")
-        xmin, ymin, xmax, ymax = (_pixels(box, side) for side in ("xmin", "ymin", "xmax", "ymax"))
+        xmin, ymin, xmax, ymax = (_number(node, f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax"))
         if xmax < xmin or ymax < ymin:
             raise ValueError(f"has a box with xmax < xmin or ymax < ymin: {xmin:g}, {ymin:g}, {xmax:g}, {ymax:g}")
-        if not (name := _text(node, "name", "").strip()):
+        if not (name := node.findtext("name", "").strip()):
             raise ValueError("has an object without a name")
         objects.append(((xmin - 1, ymin - 1, xmax, ymax), name))
     return (height, width), objects
 
 
-def _child(node: Any, tag: str) -> Any:
-    found = [] if node is None else node.findall(tag)
-    if len(found) > 1:
-        raise ValueError(f"has <{tag}> twice")
-    return found[0] if found else None
-
-
-def _text(node: Any, tag: str, default: str | None = None) -> str:
-    child = _child(node, tag)
-    if child is None and default is None:
+def _number(node: Any, path: str, default: str | None = None) -> float:
+    text, tag = node.findtext(path, default), path.rpartition("/")[2]
+    if text is None:
         raise ValueError(f"has no <{tag}>")
-    return str(default) if child is None else child.text or ""
-
-
-def _pixels(node: Any, tag: str, default: str | None = None) -> float:
-    text = _text(node, tag, default)
     try:
         value = float(text)
     except ValueError:

@@ -29,9 +29,8 @@ from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops import geometry
 from gpuaug.augment.ops.codes import Code, Trait, as_cpp
-from gpuaug.augment.parameters import Chosen, tensors
+from gpuaug.augment.parameters import Chosen
 from gpuaug.augment.policy import OneOf, entry_of, prepare
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.native import buffers as recycled
@@ -214,27 +213,6 @@ def test_rows_longer_than_a_block(size: tuple[int, int]) -> None:
 def test_geometry_on_odd_sizes(name: str, size: tuple[int, int]) -> None:
     for seed in range(2):
         compare({name: KNOWN[name]()}, adversarial(*size), SPACE, seed=seed)
-
-
-@pytest.mark.parametrize("name", [n for n in SPATIAL if n.startswith(("affine", "rotation", "shear", "translate"))])
-def test_affine_matrices_are_kornias_to_the_bit(name: str) -> None:
-    from kornia.geometry.conversions import normalize_homography
-
-    prepared = prepare(name, SPATIAL[name]())
-    (module,) = prepared.slots[0]
-    (part,) = fused._parts((prepared,))
-    assert part.columns is not None
-    for seed, size in enumerate([(33, 47), (64, 64), (1, 7), (224, 224)]):
-        chosen = draw(prepared, 40, size, seed, extreme=seed % 2 == 1)
-        code, args = part.program([chosen], size, 40)
-        rows = np.flatnonzero(code[:, 0])
-        params = tensors(chosen.params[0][0], rows)
-        pixels = module.compute_transformation(torch.empty((len(rows), 3, *size)), params, module.flags)
-        expected = geometry._inverse(
-            normalize_homography(pixels, size, size, align_corners=module.flags["align_corners"])
-        )
-        assert len(rows) > 10
-        assert torch.equal(torch.from_numpy(args[rows, 0, :9]), expected.reshape(-1, 9))
 
 
 def test_near_the_horizon_as_exact_as_kornia() -> None:

@@ -174,17 +174,15 @@ def test_a_policy_equals_kornia(name: str) -> None:
 
 
 @cache
-def colours_and(last: str, dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
-    other = K.RandomGaussianBlur(3, (0.1, 2.0), p=0.5) if last == "blur" else KNOWN[last]()
-    ops = {"jitter": POINTWISE["jitter"](), last: other}
+def colours_and_blur(dtype: torch.dtype, channels_last: bool) -> torch.Tensor:
+    ops = {"jitter": POINTWISE["jitter"](), "blur": K.RandomGaussianBlur(3, (0.1, 2.0), p=0.5)}
     return run(ops, photographs(24)[::2], dtype=dtype, channels_last=channels_last)[0]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("last", ["gray", "blur"])
-def test_dtypes_and_memory_formats(last: str, dtype: torch.dtype, channels_last: bool) -> None:
-    found, plain = colours_and(last, dtype, channels_last), colours_and(last, torch.float32, False)
+def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> None:
+    found, plain = colours_and_blur(dtype, channels_last), colours_and_blur(torch.float32, False)
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     assert (found.float() - plain).abs().max() <= (0 if dtype == torch.float32 else 0.02)
@@ -215,25 +213,6 @@ def test_noise_is_the_hosts(count: int) -> None:
     assert found.shape == (3, count)
     assert (found.cpu() - draws.normal_field(keys, count)).abs().max() <= 1e-5
     assert torch.equal(triton_kernels.normal_field(keys[1:2].to(DEVICE), count), found[1:2])
-
-
-def test_a_batch_larger_than_a_grid_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    grids, queue = [], triton_kernels._queue
-
-    def recorded(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        grids.append(grid)
-        queue(kernel, grid, *args, **constants)
-
-    monkeypatch.setattr(triton_kernels, "_queue", recorded)
-    monkeypatch.setattr(fused, "library", lambda: None)
-    monkeypatch.setattr(fused, "_triton_kernels", lambda device: triton_kernels)
-    monkeypatch.setattr(fused, "_LARGEST_GRID", 5)
-    prepared = [prepare(name, POINTWISE[name]()) for name in ("jitter", "noise")]
-    images = adversarial(3, 5)
-    chosen = [draw(p, len(images), (3, 5), k) for k, p in enumerate(prepared)]
-    found = fused.FusedBackend(prepared, NORMALIZE)(images.to(DEVICE), chosen)
-    assert max(samples for _, samples in grids) == 5
-    assert far(found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), POINT) == 0
 
 
 def test_no_operations() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from PIL import Image, ImageChops, ImageOps
+from PIL import Image, ImageOps
 
 from bench import photographs
 
@@ -21,13 +21,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.jpg"))
-
-
-def test_classes_are_photographs_in_both_folders(folder: Path) -> None:
-    assert len(files(folder)) == 300
-    for part in ("train", "val"):
-        assert sorted(p.name for p in (folder / part).iterdir()) == sorted(photographs.PHOTOGRAPHS)
-    assert 50 <= len(files(folder / "val")) <= 70
 
 
 def test_files_vary_as_promised(folder: Path) -> None:
@@ -48,17 +41,6 @@ def test_files_vary_as_promised(folder: Path) -> None:
     assert sampling == {(1, 1), (2, 2)}
 
 
-def test_orientation_tag_undoes_the_stored_turn() -> None:
-    image = Image.radial_gradient("L").resize((40, 30))
-    image.paste(255, (0, 0, 9, 5))  # no symmetry left
-    for tag, turn in photographs.STORED_AS.items():
-        stored = image.transpose(turn)
-        exif = Image.Exif()
-        exif[photographs.ORIENTATION] = tag
-        stored.info["exif"] = exif.tobytes()
-        assert ImageChops.difference(ImageOps.exif_transpose(stored), image).getbbox() is None, tag
-
-
 def test_same_seed_same_bytes_and_a_larger_count_only_adds(folder: Path, tmp_path: Path) -> None:
     def digests(root: Path) -> dict[str, str]:
         return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files(root)}
@@ -69,11 +51,3 @@ def test_same_seed_same_bytes_and_a_larger_count_only_adds(folder: Path, tmp_pat
     assert len(again) == 40
     assert again.items() <= whole.items()
     assert again != digests(photographs.cut(tmp_path / "other", count=40, seed=1))
-
-
-def test_missing_package_and_small_count_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(photographs.PHOTOGRAPHS, "cat", ("skimage", "data/no_such_file.png"))
-    with pytest.raises(FileNotFoundError, match="pip install scikit-image"):
-        photographs.cut(tmp_path, count=40)
-    with pytest.raises(ValueError, match="at least 20"):
-        photographs.cut(tmp_path, count=3)

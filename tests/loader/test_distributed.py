@@ -1,6 +1,7 @@
 """Real processes under torchrun with gloo: disjoint shards, equal steps, disagreement, kill and resume."""
 
 import json
+import logging
 from collections import Counter
 
 import ddp_worker
@@ -10,6 +11,8 @@ import torch
 
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode
+from gpuaug.loader.arguments import choose_workers
+from gpuaug.source import Source
 
 TORCHRUN = """
 import runpy, sys
@@ -111,6 +114,16 @@ def test_ranks_of_a_machine_are_counted_as_the_launcher_says(monkeypatch, set_, 
     decoder = Decode(backend="pillow").open("cpu")
     assert decoder.num_threads == min(8, 24 // ranks)
     decoder.close()
+
+
+@pytest.mark.parametrize(("cores", "local", "behind_url"), [(1, 1, 2), (2, 1, 2), (6, 3, 3), (64, 4, 4)])
+def test_the_default_number_of_workers(monkeypatch, cores, local, behind_url):
+    monkeypatch.setattr(machine, "usable_cpus", lambda: cores)
+    monkeypatch.setattr(machine, "local_world_size", lambda: 1)
+    source = Source([(b"x", 0)])
+    assert choose_workers(None, source, logging.getLogger("gpuaug")) == local
+    source.read_many = lambda numbers: [source[i] for i in numbers]  # as sources behind URLs have it
+    assert choose_workers(None, source, logging.getLogger("gpuaug")) == behind_url
 
 
 def test_cuda_is_the_local_rank_s_device_or_torchs_current_one(monkeypatch):

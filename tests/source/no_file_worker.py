@@ -47,7 +47,7 @@ def users(images: Path):
     yield "bad.jsonl", lambda path: folder(exclude=path)
     yield "classes.txt", lambda path: folder(classes=path)
     yield "classes.json", lambda path: folder(classes=path)
-    for ending in ("csv", "tsv", "parquet"):
+    for ending in ("csv", "tsv"):
         yield f"table.{ending}", lambda path: TableSource(path)
     yield "train.parquet", lambda path: ParquetSource([path])
     yield "train.tar", lambda path: ShardSource([path], labels="none")

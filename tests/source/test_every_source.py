@@ -21,7 +21,8 @@ def coco(root):
 
 def table(root):
     test_yolo.write(root, {"a": None, "b": None})
-    write_table(root, path=["images/train/b.jpg", "images/train/a.jpg"], label=[1, 0])
+    names = ["images/train/b.jpg", "images/train/a.jpg"]
+    write_table(root, path=names, seg=names[::-1], label=[1, 0])
 
 
 MAKERS = {
@@ -31,7 +32,7 @@ MAKERS = {
         gpuaug.YoloSource,
     ),
     "voc": (lambda root: test_voc.write(root, test_voc.OBJECTS | {"bad": b"<a>", "none": None}), gpuaug.VocSource),
-    "table": (table, lambda root, **more: gpuaug.TableSource(f"{root}/t.csv", **more)),
+    "table": (table, lambda root, **more: gpuaug.TableSource(f"{root}/t.csv", mask="seg", **more)),
 }
 
 

@@ -293,18 +293,13 @@ def test_configuration(tmp_path):
 # -- tables of paths
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
-def test_masks_of_a_table(tmp_path, name):
+def test_masks_of_a_table(tmp_path):
+    name = "t.csv"
     for i in range(6):
         (tmp_path / f"{i}.jpg").write_bytes(scene(i)[0])
         (tmp_path / f"{i}.png").write_bytes(scene(i)[1].mask)
     lines = [(f"{i}.jpg", f"./{i}.png", i % 2) for i in range(6)]
-    if name.endswith(".csv"):
-        (tmp_path / name).write_text("path,seg,label\n" + "".join(f"{a},{b},{c}\n" for a, b, c in lines))
-    else:
-        pq.write_table(
-            pa.table(dict(zip(("path", "seg", "label"), zip(*lines, strict=True), strict=True))), tmp_path / name
-        )
+    (tmp_path / name).write_text("path,seg,label\n" + "".join(f"{a},{b},{c}\n" for a, b, c in lines))
     source = TableSource(tmp_path / name, mask="seg")
     assert source.target_kinds == {"masks"}
     assert list(source) == [(scene(i)[0], gpuaug.Target(mask=scene(i)[1].mask, label=i % 2)) for i in range(6)]
@@ -321,10 +316,9 @@ def test_masks_of_a_table(tmp_path, name):
         loader(source, EVERY)
     with pytest.raises(SourceError, match="must have one column 'nothing'"):
         TableSource(tmp_path / name, mask="nothing")
-    if name.endswith(".csv"):
-        (tmp_path / name).write_text("path,seg,label\n1.jpg,../1.png,3\n")
-        with pytest.raises(SourceError, match="must be relative"):
-            TableSource(tmp_path / name, mask="seg")
+    (tmp_path / name).write_text("path,seg,label\n1.jpg,../1.png,3\n")
+    with pytest.raises(SourceError, match="must be relative"):
+        TableSource(tmp_path / name, mask="seg")
 
 
 def test_masks_and_images_of_a_table_may_be_named_by_digits(tmp_path):
@@ -337,17 +331,3 @@ def test_masks_and_images_of_a_table_may_be_named_by_digits(tmp_path):
         (tmp_path / "t.csv").write_text(text)
         with pytest.raises(SourceError, match=f"paths in .* must be relative .* row {row}: '"):
             TableSource(tmp_path / "t.csv", mask="seg")
-
-
-def test_remote_masks_of_a_table(tmp_path):
-    root = tmp_path / "data"
-    root.mkdir()
-    for i in range(4):
-        (root / f"{i}.jpg").write_bytes(scene(i)[0])
-        (root / f"{i}.png").write_bytes(scene(i)[1].mask)
-    (root / "t.csv").write_text("path,seg\n" + "".join(f"{i}.jpg,{i}.png\n" for i in range(4)))
-    with remote_copy("http", root, "table") as (proxy, url, remote):
-        source = TableSource(f"{url}/t.csv", mask="seg", label="none", remote=remote)
-        proxy.reset()
-        assert source.read_many(range(4)) == [(scene(i)[0], gpuaug.Target(mask=scene(i)[1].mask)) for i in range(4)]
-        assert len(proxy.gets) == 8

@@ -436,12 +436,3 @@ def same_batches(source, count: int, **settings) -> None:
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 1}])
 def test_batches_are_those_of_a_list(shards, settings):
     same_batches(ShardSource(shards, **ALL), 12, **settings)
-
-
-def test_configuration(shards):
-    overrides = [
-        "source=shards", f"source.root={shards}", "source.masks=seg.png", "augment=flip", "device=cpu", "num_workers=0",
-        "targets=segmentation",
-    ]  # fmt: skip
-    with gpuaug.build(gpuaug.compose("train", overrides)) as made:
-        assert sum(len(batch.targets.masks) for batch in made) == 12

@@ -369,7 +369,7 @@ def test_what_is_no_file_is_refused_by_name(tmp_path):
     tried = [json.loads(line) for line in lines]
     assert [line for line in tried if line[2] != "refused"] == []
     assert last == "done", f"it ended after {tried[-1:]} with {done.returncode}: {done.stderr[-500:]}"
-    assert len(tried) == 16 * 4 - 2
+    assert len(tried) == 15 * 4 - 2
 
 
 def test_exclude_takes_a_record_of_faults(tree, tmp_path, caplog):

@@ -3,8 +3,6 @@
 import csv
 import pickle
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from common import METHODS
 from hypothesis import given, settings
@@ -28,9 +26,6 @@ def place(tmp_path):
 
 def write(place, name="t.csv", **columns):
     path = place / name
-    if name.endswith(".parquet"):
-        pq.write_table(pa.table(columns), path)
-        return path
     with open(path, "w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file, delimiter="\t" if name.endswith(".tsv") else ",")
         lines.writerow(columns)
@@ -38,7 +33,7 @@ def write(place, name="t.csv", **columns):
     return path
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.parquet"])
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv"])
 def test_rows_are_samples(place, name):
     path = write(place, name, label=[2, 0, 1, 1, 0], path=NAMES, other=list("abcde"))
     source = TableSource(path)
@@ -57,9 +52,8 @@ def test_rows_are_samples(place, name):
     assert some[3] == source[3]
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
-def test_targets(place, name):
-    path = write(place, name, path=NAMES, age=[1.5, 2, -3, 4e2, 0], cat=[1, 0, 1, 0, 0], dog=[0, 0, 1, 1, 0.25])
+def test_targets(place):
+    path = write(place, path=NAMES, age=[1.5, 2, -3, 4e2, 0], cat=[1, 0, 1, 0, 0], dog=[0, 0, 1, 1, 0.25])
     ages = TableSource(path, label="age")
     assert [x[1] for x in ages] == [1.5, 2, -3, 400, 0]
     assert ages.labels is ages.num_classes is None
@@ -74,29 +68,14 @@ def test_targets(place, name):
         TableSource(path, label=["path", "dog"])
 
 
-def test_lists_of_parquet(place):
-    path = write(place, "t.parquet", path=NAMES, many=[[1.0, 0], [0, 1], [0, 0], [1, 1], [0, 0]],
-                 tags=[["x"], [], ["y", "x"], ["z"], []], odd=[[1], [1, 2], [], [], []])  # fmt: skip
-    assert [x[1] for x in TableSource(path, label="many")][:2] == [[1, 0], [0, 1]]
-    tags = TableSource(path, label="tags")
-    assert tags.classes == ["x", "y", "z"]
-    assert [x[1] for x in tags] == [[1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 1], [0, 0, 0]]
-    with pytest.raises(SourceError, match="same length"):
-        TableSource(path, label="odd")
-
-
-OUTSIDE = ["../secret.jpg", "/etc/passwd", "a/../../secret.jpg", "", "a\0.jpg", "a/", "file:///etc/passwd", None, 3]
+OUTSIDE = ["../secret.jpg", "/etc/passwd", "a/../../secret.jpg", "", "a\0.jpg", "a/", "file:///etc/passwd"]
 
 
 @pytest.mark.parametrize("bad", OUTSIDE)
 def test_paths_cannot_leave_the_folder_of_the_table(place, bad):
     (place.parent / "secret.jpg").write_bytes(b"secret")
-    tables = [write(place, "t.parquet", path=[1 if bad == 3 else NAMES[0], bad], label=[0, 1])]
-    if isinstance(bad, str) and "\0" not in bad:
-        tables.append(write(place, path=[NAMES[0], bad], label=[0, 1]))
-    for table in tables:
-        with pytest.raises(SourceError, match=r"must be relative.* row [01]"):
-            TableSource(table)
+    with pytest.raises(SourceError, match=r"must be relative.* row 1"):
+        TableSource(write(place, path=[NAMES[0], bad], label=[0, 1]))
 
 
 @given(st.text(max_size=12))
@@ -126,18 +105,15 @@ def test_dots_are_dropped_and_missing_files_are_faults(place):
 
 def test_tables_that_cannot_be_used(place):
     good = {"path": NAMES[:2], "label": [0, 1]}
-    for name in ("t.csv", "t.parquet"):
-        table = write(place, name, **good)
-        with pytest.raises(SourceError, match=r"one column 'klass'\..*: 'path', 'label'"):
-            TableSource(table, label="klass")
-        with pytest.raises(SourceError, match="one column 'file'"):
-            TableSource(table, path="file")
+    table = write(place, **good)
+    with pytest.raises(SourceError, match=r"one column 'klass'\..*: 'path', 'label'"):
+        TableSource(table, label="klass")
+    with pytest.raises(SourceError, match="one column 'file'"):
+        TableSource(table, path="file")
     with pytest.raises(SourceError, match="no rows"):
         TableSource(write(place, path=[], label=[]))
     with pytest.raises(SourceError, match="sample 1 has no label in the column 'label' of .*t.csv"):
         TableSource(write(place, path=NAMES[:2], label=[1, ""]))
-    with pytest.raises(SourceError, match="the column 'label' of .*n.parquet' are null"):
-        TableSource(write(place, "n.parquet", path=NAMES[:2], label=[1, None]))
     with pytest.raises(SourceError, match="the column 'label' of .*t.csv' must be finite"):
         TableSource(write(place, path=NAMES[:2], label=[0.5, "nan"]))
     for text, message in (
@@ -152,12 +128,9 @@ def test_tables_that_cannot_be_used(place):
         (place / "bad.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(SourceError, match=message):
             TableSource(place / "bad.csv")
-    (place / "bad.parquet").write_bytes(b"PAR1")
-    with pytest.raises(SourceError, match="cannot be read"):
-        TableSource(place / "bad.parquet")
     with pytest.raises(SourceError, match="does not exist"):
         TableSource(place / "nowhere.csv")
-    for bad in (place / "t.xlsx", place, "", None):
+    for bad in (place / "t.parquet", place, "", None):
         with pytest.raises(ConfigError, match=r"source\.root"):
             TableSource(bad)
     for more in ({"label": []}, {"path": ""}, {"label": ["a", 3]}, {"label": "none", "classes": ["a"]}):

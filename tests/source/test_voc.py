@@ -127,7 +127,6 @@ BAD = {
     "a word": (replaced(b"<xmax>9", b"<xmax>nine"), "must have a number in <xmax>. Found: 'nine'"),
     "large": (replaced(b"<xmax>9", b"<xmax>1e39"), "must have a number in <xmax>"),
     "inverted": (replaced(b"<xmin>1", b"<xmin>10"), "xmax < xmin"),
-    "twice": (replaced(b"<xmin>1", b"<xmin>4</xmin><xmin>1"), "has <xmin> twice"),
     "size": (replaced(b"<width>47", b"<width>x"), "must have a number in <width>"),
 }
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
+from conftest import SHARED
 from pictures import encode, png
 from test_parameters import OPS
 from truth import ALL, CROPS, batch_of, composed, samples, targets_loader
@@ -231,6 +236,15 @@ BAD: dict[str, dict[str, Any]] = {
     "runs negative": {"mask": b"GPUAUGRL" + np.array([*_SIDE, 1, -1, 48 * 64], "<i4").tobytes()},
     "runs overflow": {"mask": b"GPUAUGRL" + np.array([*_SIDE, 2, 1, 1, 2**32 - 1, 3073], "<u4").tobytes()},
 }  # fmt: skip
+BAD_BYTES = {"empty": b"", "garbage": bytes(range(256)), "cut": None}
+FINE: list[dict[str, Any]] = [
+    {"boxes": None, "labels": None, "ids": None, "keypoints": None},
+    {"boxes": np.zeros((0, 4)), "labels": [], "ids": [], "keypoints": np.zeros((0, POINTS, 3))},
+    {"boxes": [[-50, -50, -9, -9]], **_OBJECT},  # outside
+    {"boxes": [[900, 900, 950, 950]], **_OBJECT},
+    {"boxes": [[5, 5, 5, 5]], **_OBJECT},  # no area
+    {"boxes": [[-1e30, -1e30, 1e30, 1e30]], **_OBJECT},
+]
 
 
 class Items(list):
@@ -238,6 +252,103 @@ class Items(list):
 
     target_kinds = frozenset({"masks", "boxes", "keypoints"})
     num_keypoints = POINTS
+
+
+def number_of(k: int) -> int:
+    """The number that a sample carries in its pixels, mask, labels and ids."""
+    return 10 + 7 * k % 240
+
+
+def hostile_source(count: int, seed: int) -> tuple[list[Any], set[int]]:
+    """Samples that carry their number, and the numbers of those that are bad."""
+    rng, items, bad = random.Random(seed), Items(), set()
+    kinds = [*BAD, *BAD_BYTES]
+    for k in range(count):
+        n = number_of(k)
+        data = encode(np.full((*_SIDE, 3), n, np.uint8), ("PNG", "BMP")[k % 2])
+        many = 10_000 if k == 5 else 1 + k % 4
+        corner = np.random.default_rng(k).uniform(0, 30, (many, 2))
+        fields: dict[str, Any] = {
+            "mask": png(np.full(_SIDE, n, np.uint8)),
+            "boxes": np.concatenate([corner, corner + 10], axis=1),
+            "labels": np.full(many, n),
+            "ids": np.full(many, n),
+            "keypoints": np.concatenate([corner[:, None] + [[0, 0], [5, 5]], np.full((many, 2, 1), 2)], axis=2),
+            "size": _SIDE,
+        }
+        choice = rng.random()
+        if choice < 0.5:
+            kind = kinds[k % len(kinds)] if choice < 0.4 else rng.choice(kinds)
+            bad.add(k)
+            if kind in BAD_BYTES:
+                data = _truncated(data)[:40] if BAD_BYTES[kind] is None else BAD_BYTES[kind]
+            else:
+                fields |= BAD[kind]
+        elif choice < 0.65:
+            fields |= rng.choice(FINE)
+            if fields["labels"] is not None and len(fields["labels"]):
+                fields |= {"labels": [n], "ids": [n]}
+        items.append((data, gpuaug.Target(**fields) if k % 3 else fields))
+    return items, bad
+
+
+def hostile(seed: int) -> int:
+    """Run batches of a hostile source under every policy; returns how many good samples came."""
+    items, bad = hostile_source(75, seed)
+    names = list(CROPS)
+    seen = 0
+    for number, (policy, workers) in enumerate([("drop", 0), ("blank", 1), ("drop", 2)]):
+        views = {
+            name: gpuaug.Augment(
+                crop=CROPS[name](), ops={"h": K.RandomHorizontalFlip(), "turn": K.RandomRotation(20.0)}
+            )
+            for name in [names[1 + (3 * number + seed) % 12], "iou", "letterbox"]
+        }
+        settings = {"num_workers": workers, "batch_size": 11, "order": "shuffle", "prefetch": 2 * (number % 2)}
+        faults = gpuaug.Faults(policy=policy, max=None)
+        with targets_loader(items, gpuaug.MultiView(views=views), faults=faults, **settings) as made:
+            batches = list(made)
+        came = [k for batch in batches for k in batch.indices[batch.valid].tolist()]
+        assert sorted(came) == sorted(set(range(len(items))) - bad), set(came) ^ (set(range(len(items))) - bad)
+        for batch in batches:
+            for images, targets in zip(batch.images, batch.targets, strict=True):
+                check_pairs(batch, images, targets)
+        seen += len(came)
+    return seen
+
+
+def check_pairs(batch: Any, images: Any, targets: Any) -> None:
+    """Every row's mask and objects carry the number of its image."""
+    assert torch.equal(targets.indices, batch.indices)
+    assert int(targets.counts.sum()) == len(targets.labels) == len(targets.boxes) == len(targets.keypoints)
+    assert torch.equal(torch.repeat_interleave(torch.arange(len(batch)), targets.counts), targets.sample)
+    for row, index in enumerate(batch.indices.tolist()):
+        n, mask = number_of(index), targets.masks[row]
+        own = targets.sample == row
+        if not batch.valid[row]:
+            assert (mask == 255).all()
+            assert not own.any()
+            continue
+        assert set(mask.unique().tolist()) <= {n, 255}
+        assert set(targets.labels[own].tolist()) | set(targets.ids[own].tolist()) <= {n}
+        pixels = (images[row, 0] * 255).round()
+        inside = mask == n
+        if int(inside.sum()) > 400:
+            assert (pixels[inside] == n).float().mean() > 0.8, (index, pixels[inside].unique())
+        assert torch.isfinite(targets.boxes[own]).all()
+
+
+def test_hostile_batches_end_no_process_and_part_no_pair() -> None:
+    paths = os.pathsep.join([*map(str, SHARED), os.path.dirname(__file__)])
+    child = subprocess.run(
+        [sys.executable, __file__, "0", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert all(int(count) > 100 for count in child.stdout.split()[-2:])
 
 
 def test_each_bad_target_is_a_fault_with_a_reason(tmp_path: Path) -> None:
@@ -289,11 +400,5 @@ def test_a_bad_image_is_a_fault_without_a_crop_too(data: bytes, at: int, targets
         assert int(batch.valid.sum()) == 2
 
 
-def test_odd_objects_are_no_faults() -> None:
-    data, mask = encode(np.zeros((*_SIDE, 3), np.uint8), "BMP"), png(_GRAY)
-    boxes = [[[-50, -50, -9, -9]], [[900, 900, 950, 950]], [[5, 5, 5, 5]], [[-1e30, -1e30, 1e30, 1e30]]]
-    items = Items((data, {"mask": mask, **_OBJECT, "boxes": box}) for box in boxes)
-    augment = gpuaug.Augment(crop=CROPS["letterbox"](), ops={"turn": K.RandomRotation(20.0, p=1.0)})
-    batch = batch_of(items, augment, faults=gpuaug.Faults(policy="drop", max=None))
-    assert batch.valid.tolist() == [True] * 4
-    assert batch.targets.boxes.isfinite().all()
+if __name__ == "__main__":
+    print(*(hostile(int(seed)) for seed in sys.argv[1:]))

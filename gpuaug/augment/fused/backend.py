@@ -38,7 +38,6 @@ from gpuaug.random.keyed import Float, normal_field
 logger = logging.getLogger("gpuaug")
 
 _Output = tuple[Any, Any, torch.dtype, bool]  # scale, shift (per channel: x * scale + shift), dtype, channels last
-_LARGEST_GRID = 65535  # CUDA's limit for the dimension of a grid that counts the samples
 _BETWEEN: _Output = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), torch.float32, False
 
 
@@ -60,10 +59,6 @@ class FusedBackend:
     ) -> Tensor:
         """Map uint8 [B, H, W, 3] to [B, 3, H, W]. Only the final float32 result is cast."""
         compiled = (library() if images.device.type == "cpu" else None) or _triton_kernels(images.device)
-        if not isinstance(compiled, ctypes.CDLL | None) and len(images) > _LARGEST_GRID:
-            output: Any = {"dtype": dtype, "memory_format": memory_format}
-            pieces = (slice(at, at + _LARGEST_GRID) for at in range(0, len(images), _LARGEST_GRID))
-            return torch.cat([self(images[own], [c.rows(own) for c in chosen], **output) for own in pieces])
         if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
             device = torch.cuda.device(images.device) if images.is_cuda else nullcontext()

@@ -18,9 +18,6 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace {
 
@@ -1248,17 +1245,6 @@ void give_worker(std::unique_ptr<Worker> worker) {
     workers_taken.clear(std::memory_order_release);
 }
 
-// With 4 KB pages, mapping new output memory takes longer than the augmentation.
-void use_huge_pages(const Job& job) {
-#if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 4096, start = (reinterpret_cast<uintptr_t>(job.dst) + page - 1) & ~(page - 1);
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(job.dst) + job.batch * 3 * job.height * job.width * (job.dst_type == 0 ? 4 : 2)) & ~(page - 1);
-    if (end > start + (4u << 20)) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#else
-    (void)job;
-#endif
-}
-
 }  // namespace
 
 extern "C" int gpuaug_augment(const Job* job) {
@@ -1277,7 +1263,6 @@ extern "C" int gpuaug_augment(const Job* job) {
         _mm_sfence();  // orders the streaming stores of scale_out
 #endif
     };
-    use_huge_pages(*job);
     on_threads(std::min<int64_t>(job->threads, job->batch), work);
     return failed;
 }

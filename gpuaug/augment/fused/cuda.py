@@ -320,7 +320,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, PILLOW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Add each sample's sum of gray before its contrast step to ``sums``, int64 [B] in units of 2^-24."""
-    sample, block = tl.program_id(1), tl.program_id(0)
+    sample, block = tl.program_id(0) // tl.cdiv(height * width, N), tl.program_id(0) % tl.cdiv(height * width, N)
     place = last
     erased = 0
     for s in range(first, last):
@@ -401,11 +401,11 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     ``BLUR``: if ``place = places[sample]`` is not -1, the sample is stored in row ``place`` of ``mid``. The blur kernel
     continues there and applies ``ends``.
     """
-    # start with the last sample: its pixels are still in the cache, because the mean kernel ended there
-    sample, block = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     if KIND == 2 or LAYOUT == 2:
         width = tl.multiple_of(width, 8)
-    pixels = height * width
+    # start with the last pixels: they are still in the cache, because the mean kernel ended there
+    at, pixels = tl.num_programs(0) - 1 - tl.program_id(0), height * width
+    sample, block = at // tl.cdiv(pixels, N), at % tl.cdiv(pixels, N)
     r, g, b = _load(src, sample, block, tl.load(flips + sample), height, width, KIND, N)
     p = block * N + tl.arange(0, N)
     loose = 1 if KIND == 0 else 0
@@ -513,8 +513,8 @@ def _philox(seed, position):  # type: ignore[no-untyped-def]
 @triton.jit
 def _normal_kernel(keys, dst, count, half, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write normal noise from ``keys`` int64 [B, 2] to ``dst`` float32 [B, count]; half = (count + 1) // 2."""
-    row = tl.program_id(1)
-    at = tl.program_id(0) * N + tl.arange(0, N)
+    row = tl.program_id(0) // tl.cdiv(half, N)
+    at = tl.program_id(0) % tl.cdiv(half, N) * N + tl.arange(0, N)
     mask = at < half
     seed = tl.load(keys + 2 * row) | (tl.load(keys + 2 * row + 1) << 32)
     radius = tl.sqrt(-2.0 * tl.log(_uniforms(_philox(seed, at))))
@@ -541,7 +541,7 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     """:func:`gpuaug.random.keyed.normal_field` in one kernel. The values differ by at most 1e-5."""
     values = torch.empty((len(keys), count), dtype=torch.float32, device=keys.device)
     half = -(-count // 2)
-    grid = (triton.cdiv(half, BLOCK), len(keys))
+    grid = (triton.cdiv(half, BLOCK) * len(keys),)
     _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=BLUR_WARPS)
     return values
 
@@ -554,7 +554,7 @@ def launch(
     x = x.contiguous()
     batch, height, width = (len(x), *x.shape[1:3]) if x.dtype == torch.uint8 else (len(x), *x.shape[2:])
     steps, eights = program.code.shape[1], width % 8 == 0
-    grid = (triton.cdiv(height * width, BLOCK), batch)
+    grid = (triton.cdiv(height * width, BLOCK) * batch,)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     out = torch.empty((batch, 3, height, width), dtype=dtype, device=x.device, memory_format=memory_format)
 
