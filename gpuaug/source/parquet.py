@@ -111,7 +111,10 @@ class ParquetSource(ListedSource):
         more = () if self.extra is None else self.extra.names
         images = [image_column(schema, image, place, besides=(mask, *more)), *masks]
         optional = bool(mask or objects or more)
-        column = _label_column(schema, label, place, objects=objects, optional=optional)
+        columns = [field.name for field in schema if bytes_column(field) is None and field.name != objects]
+        named = [] if optional else [name for name in columns if class_names(schema, name)]
+        remedy = "Set `source.label` to one of these, or to none for no labels."
+        column = label_column(label, columns, with_classes=named, optional=optional, place=repr(place), remedy=remedy)
         early = early_columns(schema, column, objects_column(schema, objects, place))
         for file, meta in zip(files, metadata, strict=True):
             _check(file, meta, schema, [*images, *more, *early])
@@ -290,13 +293,6 @@ def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
         )
 
 
-def _label_column(schema: Any, label: str | None, place: str, *, objects: str | None, optional: bool) -> str | None:
-    columns = [field.name for field in schema if bytes_column(field) is None and field.name != objects]
-    named = [] if optional else [name for name in columns if class_names(schema, name)]
-    remedy = "Set `source.label` to one of these, or to none for no labels."
-    return label_column(label, columns, with_classes=named, optional=optional, place=repr(place), remedy=remedy)
-
-
 def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> Any:
     pyarrow = import_pyarrow()
     try:
@@ -311,15 +307,11 @@ def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> A
     return table
 
 
-def _has(column: str, part: Any) -> bool:
-    """Whether a part of a row group belongs to a column. A column of lists or structs may have several parts."""
-    return f"{part.path_in_schema}.".startswith(f"{column}.")
-
-
 def _ranges(file: FileInfo, meta: Any, group: int, column: str) -> list[Range]:
     inside, ranges = meta.row_group(group), []
     for chunk in map(inside.column, range(inside.num_columns)):
-        if _has(column, chunk):
+        # a column of lists or structs may have several parts
+        if f"{chunk.path_in_schema}.".startswith(f"{column}."):
             begin = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 begin = min(begin, chunk.dictionary_page_offset)

@@ -161,9 +161,7 @@ class YoloSource(ListedSource):
         if names is not None and given is not None:
             numbers = numbers_of(names, given, f"of the classes in {described.place!r}")
         rules = Rules(len(names or given or ()) or None, described.points)
-        table, polygons = parse(
-            files(), rules, name=lambda i: redact(self._label_file(self._names[i])), numbers=numbers
-        )
+        table = parse(files(), rules, name=lambda i: redact(self._label_file(self._names[i])), numbers=numbers)
         if missing == count:
             raise SourceError(
                 f"none of the {count} images in {redact(self.root)!r} has a label file. The first would be "
@@ -171,11 +169,6 @@ class YoloSource(ListedSource):
             )
         if missing:
             log.info("source %s: %d of %d images have no label file, so no objects", redact(self.root), missing, count)
-        if polygons[4] and polygons[4] == polygons.total():
-            log.warning(
-                "source %s: %d lines have nine numbers (a class and 4 corners), as oriented boxes have. Each becomes "
-                "the upright box around its corners", redact(self.root), polygons[4],
-            )  # fmt: skip
         if (known := given or names) is not None:
             self._set_classes(known)
         self._set_objects(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,25 +30,24 @@ def parse(
     *,
     name: Callable[[int], str],
     numbers: NDArray[np.int64] | None = None,
-) -> tuple[ObjectTable, Counter[int]]:
-    """The objects of label files as :class:`YoloSource` describes them, and counts of polygons by number of points.
+) -> ObjectTable:
+    """The objects of label files as :class:`YoloSource` describes them.
 
     ``name(i)`` is the name of file i, for messages. ``numbers``: the label of each class number; None: the same number.
     """
     labels, boxes, keypoints = array("q"), array("d"), array("d")
-    counts, reasons, polygons = list[int](), dict[int, str](), Counter[int]()
+    counts, reasons = list[int](), dict[int, str]()
     for i, data in enumerate(files):
         try:
             objects = _objects(data, rules, partial(name, i))
         except ValueError as error:
             reasons[i], objects = str(error), []
         counts.append(len(objects))
-        for label, box, points, corners in objects:
-            polygons[corners] += corners > 0
+        for label, box, points in objects:
             labels.append(label)
             boxes.extend(box)
             keypoints.extend(points)
-    table = ObjectTable(
+    return ObjectTable(
         counts,
         boxes=np.array(boxes).reshape(-1, 4),
         labels=np.array(labels) if numbers is None else numbers[np.array(labels)],
@@ -57,12 +55,11 @@ def parse(
         fractions=True,
         reasons=reasons,
     )
-    return table, polygons
 
 
 def _objects(
     data: bytes | Exception, rules: Rules, name: Callable[[], str]
-) -> list[tuple[int, Sequence[float], Sequence[float], int]]:
+) -> list[tuple[int, Sequence[float], Sequence[float]]]:
     """What :func:`_object` returns for each line. ``name()`` is the file, for messages."""
     if isinstance(data, Exception):
         raise ValueError(f"{name()!r} cannot be read ({data})")
@@ -75,11 +72,8 @@ def _objects(
     return objects
 
 
-def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[float], int]:
-    """Class, box, keypoints (x, y, visibility, ...) and number of polygon points of a line.
-
-    ValueError if the line is not valid.
-    """
+def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[float]]:
+    """Class, box and keypoints (x, y, visibility, ...) of a line; ValueError if the line is not valid."""
     try:
         label, *values = map(float, line.split())
     except ValueError:
@@ -106,14 +100,14 @@ def _object(line: bytes, rules: Rules) -> tuple[int, Sequence[float], Sequence[f
         raise ValueError(f"must hold coordinates 0 .. 1, in units of the image's size. {found}")
     if not is_box:
         xs, ys = values[::2], values[1::2]
-        return int(label), (min(xs), min(ys), max(xs), max(ys)), (), len(xs)
+        return int(label), (min(xs), min(ys), max(xs), max(ys)), ()
     x, y, width, height = values[:4]
     if width < 0 or height < 0:
         raise ValueError(f"must have a width and a height of at least 0. Found: {width:g}, {height:g}")
     if not {0, 1, 2}.issuperset(seen):
         raise ValueError("must have visibilities 0, 1 or 2")
     box = x - width / 2, y - height / 2, x + width / 2, y + height / 2
-    return int(label), box, _points(values[4:], seen) if count > 4 else (), 0
+    return int(label), box, _points(values[4:], seen) if count > 4 else ()
 
 
 def _points(values: list[float], seen: list[float]) -> list[float]:
