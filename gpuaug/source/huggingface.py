@@ -78,11 +78,7 @@ class DatasetSource(ListedSource):
         self.extra = fields_of(extra, features, place="the Dataset")
         more = () if self.extra is None else self.extra.names
         if mask == "auto":
-            images = [field.name for field in schema if bytes_column(field) and field.name not in more]
-            likely = [name for name in images if name in MASKS and name != image]
-            mask = likely[0] if len(images) == 2 and len(likely) == 1 else None
-            if mask is not None:
-                log.info("source datasets.Dataset: reading masks from the column %r", mask)
+            mask = _likely_mask([x.name for x in schema if bytes_column(x) and x.name not in more], image)
         mask = None if mask == "none" else mask
         masks = [] if mask is None else [image_column(schema, mask, place, key="source.mask")]
         remedy = "Name it: gpuaug.source.DatasetSource(dataset, image='NAME', mask='NAME')."
@@ -148,3 +144,12 @@ class DatasetSource(ListedSource):
         if data is None and path is not None:  # a Dataset made from an image folder has only paths
             return self._storage.read_file(path) if is_url(path) else read_file(path, image=True)
         return data
+
+
+def _likely_mask(images: list[str], image: str | None) -> str | None:
+    """The column of masks, if one of two columns of images has such a name."""
+    likely = [name for name in images if name in MASKS and name != image]
+    if len(images) != 2 or len(likely) != 1:
+        return None
+    log.info("source datasets.Dataset: reading masks from the column %r", likely[0])
+    return likely[0]
