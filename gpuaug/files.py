@@ -1,10 +1,11 @@
-"""Regular files, atomic writes, the cache folder, and sizes in bytes."""
+"""Regular files, image formats, atomic writes, the cache folder, and sizes in bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -14,6 +15,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 LARGEST_FILE = 1 << 30  # bytes; limit for a table or another file that is read as a whole
+Buffer = bytes | memoryview
+CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "avif", "heif", "raw")
+_SIGNATURES = re.compile(
+    rb"(?P<jpeg>\xff\xd8\xff)|(?P<png>\x89PNG\r\n\x1a\n)|(?P<webp>RIFF.{4}WEBP)|(?P<bmp>BM)|(?P<gif>GIF8[79]a)"
+    rb"|(?P<tiff>II[*+]\0|MM\0[*+])|(?P<raw>\x89gpuaug\n)|(?P<jpeg2000>\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51)"
+    rb"|(?P<ppm>P[56]\s)"
+    # mif1 and msf1 are brands of both; a file of AVIF then names avif or avis among the brands that follow
+    rb"|....ftyp(?:(?P<avif>avi[fs]|m[is]f1.{4}(?:.{4}){0,15}?avi[fs])|(?P<heif>hei[cxms]|hev[cxms]|m[is]f1))",
+    re.DOTALL,
+)
 
 
 def check_regular(
@@ -27,6 +38,12 @@ def check_regular(
     if status.st_size > limit:
         raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {limit}", os.fsdecode(path))
     return status
+
+
+def sniff(data: Buffer) -> str | None:
+    """The codec, from the first bytes; None if it is not in `CODECS`."""
+    match = _SIGNATURES.match(data)
+    return match and match.lastgroup
 
 
 def cache_folder() -> Path:

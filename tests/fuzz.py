@@ -36,7 +36,7 @@ from hostile_tars import tar
 from pictures import encode
 
 import gpuaug
-from gpuaug.decode.header import CODECS
+from gpuaug.files import CODECS
 
 BATCH, THREADS = 64, 4
 SIZE = (32, 40)  # of the images

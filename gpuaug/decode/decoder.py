@@ -24,7 +24,7 @@ from gpuaug import checks, machine
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64
 from gpuaug.decode import dali, header, pillow, resize
 from gpuaug.decode.dali import Backend
-from gpuaug.decode.header import CODECS, Header, HeaderError, TruncatedError
+from gpuaug.decode.header import Header, HeaderError, TruncatedError
 from gpuaug.decode.request import (
     DecodeRequest,
     HeaderInfo,
@@ -37,6 +37,7 @@ from gpuaug.decode.request import (
     split_by_bytes,
 )
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.files import CODECS
 from gpuaug.native import buffers
 
 log = logging.getLogger("gpuaug")

@@ -9,23 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-Buffer = bytes | memoryview
+from gpuaug.files import CODECS, Buffer, sniff
 
-CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "avif", "heif", "raw")
 BY_PILLOW = ("bmp", "tiff", "jpeg2000", "ppm", "avif", "heif")  # codecs whose headers only Pillow reads
 
 # "raw" is gpuaug's own format: magic, height and width as little-endian uint32, then height * width * 3 bytes of RGB
 RAW_HEADER = 16  # bytes
 _RAW = b"\x89gpuaug\n"
 
-_SIGNATURES = re.compile(
-    rb"(?P<jpeg>\xff\xd8\xff)|(?P<png>\x89PNG\r\n\x1a\n)|(?P<webp>RIFF.{4}WEBP)|(?P<bmp>BM)|(?P<gif>GIF8[79]a)"
-    rb"|(?P<tiff>II[*+]\0|MM\0[*+])|(?P<raw>\x89gpuaug\n)|(?P<jpeg2000>\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51)"
-    rb"|(?P<ppm>P[56]\s)"
-    # mif1 and msf1 are brands of both; a file of AVIF then names avif or avis among the brands that follow
-    rb"|....ftyp(?:(?P<avif>avi[fs]|m[is]f1.{4}(?:.{4}){0,15}?avi[fs])|(?P<heif>hei[cxms]|hev[cxms]|m[is]f1))",
-    re.DOTALL,
-)
 # of a JPEG: the first byte of all markers; the markers of scans and of the end
 _MARKER, _SCAN, _END = re.compile(b"\xff"), re.compile(b"\xff\xda"), re.compile(b"\xff\xd9")
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
@@ -59,7 +50,7 @@ class Header:
     """Header fields of an encoded image.
 
     Attributes:
-        codec: one of `CODECS`.
+        codec: one of `files.CODECS`.
         height, width: as stored, before orientation; 0 for `BY_PILLOW`, whose headers only Pillow reads.
         orientation: EXIF's 1..8; 1 if it is missing or invalid.
         dali_safe: False if DALI might refuse a JPEG, or decode it differently than Pillow.
@@ -80,12 +71,6 @@ class Header:
     effort: int = 1
     pixel_bytes: int = field(default=4, compare=False)
     ancillary: int = 0
-
-
-def sniff(data: Buffer) -> str | None:
-    """The codec, from the first bytes; None if it is not in `CODECS`."""
-    match = _SIGNATURES.match(data)
-    return match and match.lastgroup
 
 
 def read(data: Buffer) -> Header:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from gpuaug.batch import Int32, Int64, Interpolation
 from gpuaug.decode import header
-from gpuaug.decode.header import Buffer, Header, HeaderError
+from gpuaug.decode.header import Header, HeaderError
 from gpuaug.decode.request import Pixels
+from gpuaug.files import Buffer
 
 # box (top, left, height, width), size (height, width) after resizing, and filter of one view
 View = tuple[list[int], list[int], Interpolation]
@@ -57,7 +58,7 @@ def decode(data: Buffer, codec: str, size: Int64, box: Int32, max_pixels: int) -
     """Decode a box of the first frame to RGB, uint8 [h, w, 3]. EXIF orientation is not applied.
 
     Args:
-        codec: one of `header.CODECS`.
+        codec: one of `files.CODECS`.
         size: (height, width) in the header.
         box: (top, left, height, width), in stored coordinates.
         max_pixels: limit for the whole image.

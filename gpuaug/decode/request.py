@@ -38,7 +38,7 @@ class HeaderInfo:
     """Header information of a batch. Each row is a sample.
 
     Attributes:
-        codec: [B], one of `header.CODECS`; "" if the sample cannot be decoded.
+        codec: [B], one of `files.CODECS`; "" if the sample cannot be decoded.
         height, width: [B], after orientation; 0 if the sample cannot be decoded.
         orientation: [B], EXIF's 1..8.
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.

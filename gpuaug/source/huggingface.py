@@ -14,7 +14,7 @@ from gpuaug.source.classes import label_column
 from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.index import Names
 from gpuaug.source.local import read_file
-from gpuaug.source.object_columns import early_columns, is_objects
+from gpuaug.source.object_columns import bytes_column, early_columns, image_column, is_objects, objects_column
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import is_url
 from gpuaug.source.remote.storage import Storage
@@ -74,15 +74,33 @@ class DatasetSource(ListedSource):
         self._storage = Storage()
         checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         features = dataset.features
+        schema, place = features.arrow_schema, "datasets.Dataset"
         self.extra = fields_of(extra, features, place="the Dataset")
         more = () if self.extra is None else self.extra.names
-        self._columns = _image_columns(features, image, mask, besides=more)
-        self.target_kinds = frozenset({"masks"} if len(self._columns) > 1 else ())
+        if mask == "auto":
+            mask = _likely_mask([x.name for x in schema if bytes_column(x) and x.name not in more], image)
+        mask = None if mask == "none" else mask
+        masks = [] if mask is None else [image_column(schema, mask, place, key="source.mask")]
+        remedy = "Name it: gpuaug.source.DatasetSource(dataset, image='NAME', mask='NAME')."
+        paths = [image_column(schema, image, place, besides=(mask, *more), remedy=remedy), *masks]
+        self._columns = [path if path in features else path.removesuffix(".bytes") for path in paths]
+        for name in self._columns:
+            if getattr(features[name], "decode", False):
+                raise SourceError(
+                    f"the images of a Dataset must not be decoded, but the column {name!r} decodes them. Cast it: "
+                    f"dataset.cast_column({name!r}, datasets.Image(decode=False))."
+                )
+        self.target_kinds = frozenset() if mask is None else frozenset({"masks"})
         dataset = dataset.with_format(None)
         named = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
-        columns = [name for name, feature in features.items() if not _is_image(feature)]
+        columns = [field.name for field in schema if bytes_column(field) is None]
         has_label = label != "auto" or bool({"label", "labels"} & {*columns}) or len(named) == 1
-        objects = _objects_column(features, objects, has_label=has_label)
+        if objects == "auto":
+            known = [] if has_label else [field.name for field in schema if is_objects(field.type)]
+            objects = known[0] if len(known) == 1 else None
+            if objects is not None:
+                log.info("source datasets.Dataset: reading objects from the column %r", objects)
+        objects = objects_column(schema, None if objects == "none" else objects, place)
         label = label_column(
             label, [name for name in columns if name != objects], with_classes=named, place="the Dataset",
             optional=bool(self.target_kinds or objects or more),
@@ -93,7 +111,7 @@ class DatasetSource(ListedSource):
         self._names = Names.of([[b"%d" % i for i in range(len(dataset))]])
         if not len(dataset):
             raise SourceError("the Dataset has no rows.")
-        early = early_columns(features.arrow_schema, label, objects)
+        early = early_columns(schema, label, objects)
         table = dataset.select_columns(early).with_format("arrow")[:] if early else None
         self._set_columns(table, label, objects, classes, box_format)
         self._dataset = dataset.select_columns(list(dict.fromkeys([*self._columns, *more])))
@@ -128,52 +146,10 @@ class DatasetSource(ListedSource):
         return data
 
 
-def _image_columns(features: Any, image: str | None, mask: str | None, *, besides: Sequence[str]) -> list[str]:
-    """The column of images, and the column of masks if there is one. ``besides``: columns not chosen by default."""
-    images = [name for name, feature in features.items() if _is_image(feature)]
-    for key, name in (("image", image), ("mask", mask)):
-        if name not in (None, "auto", "none", *images):
-            raise SourceError(f"`{key}` must be an image column of the Dataset. Found: {name!r}. Columns: {images}.")
-    images = [name for name in images if name not in besides]
-    if mask == "auto":
-        likely = [name for name in images if name in MASKS and name != image]
-        mask = likely[0] if len(images) == 2 and len(likely) == 1 else None
-        if mask is not None:
-            log.info("source datasets.Dataset: reading masks from the column %r", mask)
-    mask = None if mask == "none" else mask
-    chosen = [image] if image is not None else [name for name in images if name != mask]
-    if len(chosen) != 1 or chosen[0] == mask:
-        raise SourceError(
-            f"a Dataset must have one image column. Found {len(chosen)} in the columns {list(features)}. Select the "
-            "columns to read: dataset.select_columns(['image', 'label']), or name them: "
-            "gpuaug.source.DatasetSource(dataset, image='NAME', mask='NAME')."
-        )
-    columns = [*chosen, *([] if mask is None else [mask])]
-    for name in columns:
-        if getattr(features[name], "decode", False):
-            raise SourceError(
-                f"the images of a Dataset must not be decoded, but the column {name!r} decodes them. Cast it: "
-                f"dataset.cast_column({name!r}, datasets.Image(decode=False))."
-            )
-    return columns
-
-
-def _objects_column(features: Any, objects: str | None, *, has_label: bool) -> str | None:
-    if objects in (None, "none") or (objects == "auto" and has_label):
+def _likely_mask(images: list[str], image: str | None) -> str | None:
+    """The column of masks, if one of two columns of images has such a name."""
+    likely = [name for name in images if name in MASKS and name != image]
+    if len(images) != 2 or len(likely) != 1:
         return None
-    known = [field.name for field in features.arrow_schema if is_objects(field.type)]
-    if objects == "auto":
-        if len(known) != 1:
-            return None
-        log.info("source datasets.Dataset: reading objects from the column %r", known[0])
-        return known[0]
-    if objects not in known:
-        raise SourceError(
-            "`objects` must be a column of the Dataset whose objects have a field bbox or boxes. "
-            f"Found: {objects!r}. Such columns: {', '.join(known) or 'none'}."
-        )
-    return objects
-
-
-def _is_image(feature: Any) -> bool:
-    return type(feature).__name__ == "Image" or getattr(feature, "dtype", None) in ("binary", "large_binary")
+    log.info("source datasets.Dataset: reading masks from the column %r", likely[0])
+    return likely[0]

@@ -1,18 +1,20 @@
-"""Reads objects from a column of an Arrow table (a Parquet file, or Hugging Face ``datasets``)."""
+"""Chooses columns of an Arrow table (a Parquet file, or Hugging Face ``datasets``), and reads objects from a column."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
-from gpuaug.source.classes import encode, numbers_of
+from gpuaug.source.classes import encode, numbers_of, shortened
 from gpuaug.source.object_json import BoxFormat, column_names, corners
 from gpuaug.source.objects import MOST_KEYPOINTS, ObjectTable
+
+BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 
 
 def read_objects(
@@ -106,6 +108,43 @@ def class_names(schema: Any, column: str, *, objects: bool = False) -> list[str]
 def is_objects(kind: Any) -> bool:
     """Whether a column of this Arrow type has objects with boxes."""
     return "boxes" in _members(kind)[0]
+
+
+def described(schema: Any) -> str:
+    return shortened([f"{field.name}: {field.type}" for field in schema])
+
+
+def image_column(
+    schema: Any, name: str | None, place: str, *, besides: Collection[str | None] = (), key: str = "source.image",
+    remedy: str = "Set `source.image`.",
+) -> str:  # fmt: skip
+    """Path of the image column, such as ``image.bytes``. ``besides``: columns to ignore."""
+    known = {field.name: path for field in schema if (path := bytes_column(field)) and field.name not in besides}
+    if name is None and len(known) == 1:
+        return next(iter(known.values()))
+    if name not in known:
+        fact = f"`{key}` must be a column of bytes in {place!r}. Found: {name!r}."
+        if name is None:
+            fact = f"{len(known)} columns of {place!r} have bytes. {remedy}"
+        raise SourceError(f"{fact} Columns: {described(schema)}.")
+    return known[name]
+
+
+def bytes_column(field: Any) -> str | None:
+    """Path of the bytes in a column; None if the column cannot hold images."""
+    if str(field.type) in BYTES:
+        return str(field.name)
+    parts = {part.name: str(part.type) for part in field.type} if str(field.type).startswith("struct<") else {}
+    return f"{field.name}.bytes" if parts.get("bytes") in BYTES else None
+
+
+def objects_column(schema: Any, name: str | None, place: str) -> str | None:
+    if name is not None and (name not in schema.names or not is_objects(schema.field(name).type)):
+        raise SourceError(
+            f"`source.objects` must be a column of {place!r} with boxes: a struct of lists, or a list of structs, with "
+            f"a field bbox or boxes. Found: {name!r}. Columns: {described(schema)}."
+        )
+    return name
 
 
 class _ListColumn(NamedTuple):

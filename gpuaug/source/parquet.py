@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
@@ -21,7 +21,16 @@ from gpuaug.source.classes import label_column, shortened
 from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.filters import Subset
 from gpuaug.source.index import Names, bounds_of, locate
-from gpuaug.source.object_columns import class_names, early_columns, import_pyarrow, is_objects
+from gpuaug.source.object_columns import (
+    BYTES,
+    bytes_column,
+    class_names,
+    described,
+    early_columns,
+    image_column,
+    import_pyarrow,
+    objects_column,
+)  # fmt: skip
 from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joined
@@ -32,7 +41,6 @@ INDEX_THREADS = 8  # files whose footers, labels and objects are read at the sam
 OPEN_FILES = 64  # files whose footers a process keeps
 ROW_GROUPS = 2  # row groups that a process keeps in memory
 WAVE_BYTES = 64 << 20  # remote row groups are collected up to this size, then requested together
-BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 LARGEST_GROUP = 4 << 30  # uncompressed bytes
 
 
@@ -97,14 +105,17 @@ class ParquetSource(ListedSource):
         place = redact(files[0].path)
         metadata = _in_threads(partial(_metadata, storage=self._storage), files)
         schema = metadata[0].schema.to_arrow_schema()
-        masks = [] if mask is None else [_image_column(schema, mask, place, key="source.mask")]
+        masks = [] if mask is None else [image_column(schema, mask, place, key="source.mask")]
         self.target_kinds = frozenset() if mask is None else frozenset({"masks"})
         self.extra = fields_of(extra, schema.names, place=repr(place))
         more = () if self.extra is None else self.extra.names
-        images = [_image_column(schema, image, place, besides=(mask, *more)), *masks]
+        images = [image_column(schema, image, place, besides=(mask, *more)), *masks]
         optional = bool(mask or objects or more)
-        column = _label_column(schema, label, place, objects=objects, optional=optional)
-        early = early_columns(schema, column, _objects_column(schema, objects, place))
+        columns = [field.name for field in schema if bytes_column(field) is None and field.name != objects]
+        named = [] if optional else [name for name in columns if class_names(schema, name)]
+        remedy = "Set `source.label` to one of these, or to none for no labels."
+        column = label_column(label, columns, with_classes=named, optional=optional, place=repr(place), remedy=remedy)
+        early = early_columns(schema, column, objects_column(schema, objects, place))
         for file, meta in zip(files, metadata, strict=True):
             _check(file, meta, schema, [*images, *more, *early])
         self._columns = [*images, *more]
@@ -272,7 +283,7 @@ def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
         if name not in own.names or not own.field(name).type.equals(schema.field(name).type):
             raise SourceError(
                 f"{redact(file.path)!r} must have the columns of the first file, such as {name!r}: "
-                f"{schema.field(name).type}. Found: {_columns(own)}."
+                f"{schema.field(name).type}. Found: {described(own)}."
             )
     size = max((meta.row_group(g).total_byte_size for g in range(meta.num_row_groups)), default=0)
     if size > LARGEST_GROUP:
@@ -280,49 +291,6 @@ def _check(file: FileInfo, meta: Any, schema: Any, columns: list[str]) -> None:
             f"row groups must have at most {LARGEST_GROUP >> 30} GiB, because each is read whole. Found: {size} bytes "
             f"in {redact(file.path)!r}. Write the file with smaller row groups (`row_group_size`)."
         )
-
-
-def _columns(schema: Any) -> str:
-    return shortened([f"{field.name}: {field.type}" for field in schema])
-
-
-def _image_column(
-    schema: Any, name: str | None, place: str, *, besides: Collection[str | None] = (), key: str = "source.image"
-) -> str:
-    """Path of the image column, such as ``image.bytes``. ``besides``: columns to ignore."""
-    known = {field.name: path for field in schema if (path := _bytes_column(field)) and field.name not in besides}
-    if name is None and len(known) != 1:
-        text = f"set `source.image`: {len(known)} columns of {place!r} have bytes. All columns: {_columns(schema)}."
-        raise SourceError(text)
-    if name is not None and name not in known:
-        raise SourceError(
-            f"`{key}` must be a column of bytes in {place!r}. Found: {name!r}. Columns: {_columns(schema)}."
-        )
-    return next(iter(known.values())) if name is None else known[name]
-
-
-def _bytes_column(field: Any) -> str | None:
-    """Path of the bytes in a column; None if the column cannot hold images."""
-    if str(field.type) in BYTES:
-        return str(field.name)
-    parts = {part.name: str(part.type) for part in field.type} if str(field.type).startswith("struct<") else {}
-    return f"{field.name}.bytes" if parts.get("bytes") in BYTES else None
-
-
-def _label_column(schema: Any, label: str | None, place: str, *, objects: str | None, optional: bool) -> str | None:
-    columns = [field.name for field in schema if _bytes_column(field) is None and field.name != objects]
-    named = [] if optional else [name for name in columns if class_names(schema, name)]
-    remedy = "Set `source.label` to one of these, or to none for no labels."
-    return label_column(label, columns, with_classes=named, optional=optional, place=repr(place), remedy=remedy)
-
-
-def _objects_column(schema: Any, name: str | None, place: str) -> str | None:
-    if name is not None and (name not in schema.names or not is_objects(schema.field(name).type)):
-        raise SourceError(
-            f"`source.objects` must be a column of {place!r} with boxes: a struct of lists, or a list of structs, with "
-            f"a field bbox or boxes. Found: {name!r}. Columns: {_columns(schema)}."
-        )
-    return name
 
 
 def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> Any:
@@ -339,15 +307,11 @@ def _table(file: FileInfo, meta: Any, columns: list[str], storage: Storage) -> A
     return table
 
 
-def _has(column: str, part: Any) -> bool:
-    """Whether a part of a row group belongs to a column. A column of lists or structs may have several parts."""
-    return f"{part.path_in_schema}.".startswith(f"{column}.")
-
-
 def _ranges(file: FileInfo, meta: Any, group: int, column: str) -> list[Range]:
     inside, ranges = meta.row_group(group), []
     for chunk in map(inside.column, range(inside.num_columns)):
-        if _has(column, chunk):
+        # a column of lists or structs may have several parts
+        if f"{chunk.path_in_schema}.".startswith(f"{column}."):
             begin = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 begin = min(begin, chunk.dictionary_page_offset)

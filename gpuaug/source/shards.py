@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
 import re
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,16 +19,16 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from gpuaug import checks, files
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.files import LARGEST_FILE
-from gpuaug.source.base import Classes, FileKeys, ListedSource
+from gpuaug.source.base import Classes, FileKeys, ListedSource, digest
 from gpuaug.source.classes import class_mapping, shortened
 from gpuaug.source.extra import Extra, decoded, fields_of
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
-from gpuaug.source.index import Names, bounds_of, locate, share
+from gpuaug.source.index import NO_ARRAY, Names, bounds_of, locate, share
 from gpuaug.source.local import LARGE, read_file
 from gpuaug.source.object_json import BoxFormat, parse
 from gpuaug.source.objects import MOST_KEYPOINTS
@@ -48,7 +50,7 @@ class ShardSource(ListedSource):
 
     Adjacent members with the same name up to the first dot are one sample. Hidden members are ignored. Samples that
     lack the image, label, mask or objects are left out, with one warning. An index file stores the positions of all
-    samples. Later, only new and changed shards are indexed.
+    samples. The shards are indexed again if one of them changes.
 
     With ``masks`` or ``objects``, a sample is ``(bytes, Target)``. The objects are JSON: a list of annotations as in
     COCO, or a mapping that has this list in the field ``objects`` or ``annotations``::
@@ -130,20 +132,13 @@ class ShardSource(ListedSource):
         shards = self._storage.expand(root, ending=".tar")
         self.root, names = common_folder([shard.path for shard in shards])
         rule = _Rule(endings, label, self._members, self._extras)
-        parts = _index(shards, root=self.root, names=names, rule=rule, remote=self._storage.remote, folder=index)
-        self._offsets = share(torch.from_numpy(np.concatenate([part.offsets for part in parts])))  # int64 [N * members]
-        self._sizes = share(torch.from_numpy(np.concatenate([part.sizes for part in parts])))  # int32 [N * members]
-        self._shards = shards
-        bounds = bounds_of([len(part.keys) for part in parts])
+        found = _index(shards, root=self.root, names=names, rule=rule, remote=self._storage.remote, folder=index)
+        bounds, keys, texts, self._places = found
+        self._shards, self._count = shards, rule.per_sample
         shard_names = Names.of([[os.fsencode(name) for name in names]])
-        self._names: FileKeys = FileKeys(shard_names, bounds, Names.of(list(part.keys) for part in parts))
-        self._check_samples(parts, rule, extensions)
+        self._names: FileKeys = FileKeys(shard_names, bounds, keys)
         if label is not None:
-            values = [
-                _value(text, label, label_key, shard.path, part.keys, i)
-                for shard, part in zip(shards, parts, strict=True)
-                for i, text in enumerate(part.labels)
-            ]
+            values = [self._value(i, text, label, label_key) for i, text in enumerate(texts)]
             self._set_labels(values, classes=None if self.objects else classes)
         if self.objects is not None and classes is not None:
             self._set_classes(class_mapping(classes))
@@ -168,34 +163,34 @@ class ShardSource(ListedSource):
             self.target_kinds = frozenset(name for name, value in kinds.items() if value is not None)
         self.extra = fields_of(extra)
         self._extras = tuple(name.lower().lstrip(".") for name in self.extra.names) if self.extra else ()
-        self._count = 1 + len(self._members) + len(self._extras)  # number of members of a sample that are read
 
-    def _check_samples(self, parts: list[_Part], rule: _Rule, extensions: Sequence[str]) -> None:
-        place, other = redact(self.root), sorted({extension for part in parts for extension in part.other})
-        if not len(self._names):
-            raise SourceError(f"no images in {len(parts)} shards of {place!r}. {_hint(other, rule, extensions)}")
-        if count := sum(part.dropped for part in parts):
-            needed, first = "".join(f" or {x}" for x in rule.needed), [x for part in parts for x in part.left_out]
-            log.warning(
-                "source %s: %d samples without an image%s are left out: %s", place, count, needed, shortened(first)
-            )
-        offsets = self._offsets.numpy().reshape(-1, self._count)[:, 1 + len(self._members) :]
-        for name, column in zip(self._extras, offsets.T, strict=True):
-            if not column.any():
-                reason = "only left-out samples have" if name in other else "no sample has"
-                raise SourceError(
-                    f"`source.extra` must name members beside the images of {place!r}. "
-                    f"Found: {name!r}, which {reason}. {_ADJACENT} Extensions found: {shortened(other)}."
-                )
+    def _value(self, index: int, text: bytes, label: str, key: str) -> Any:
+        """The label in a member: a field of JSON, else a number or a name."""
+        try:
+            if label.split(".")[-1] == "json":
+                value = json.loads(text)
+                for word in key.split("."):
+                    value = value[word]
+                if value is None or isinstance(value, dict):
+                    raise ValueError(f"`{key}` is {value!r:.50}")
+                return value
+            word = text.decode().strip()
+            if not word:
+                raise ValueError("it is empty")
+            return int(word) if re.fullmatch(r"[+-]?\d{1,18}", word) else word
+        except KeyError as error:
+            reason = f"it has no field {error}: set `source.label_key`"
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        raise SourceError(f"the {label} of {self.key(index)!r} in {redact(self.root)!r} is not valid ({reason}).")
 
-    def _places(self, index: int) -> list[tuple[int, int]]:
+    def _places_of(self, index: int) -> list[tuple[int, int]]:
         """First byte and number of bytes of each member of a sample; (0, 0) for a missing extra."""
-        rows = slice(index * self._count, (index + 1) * self._count)
-        return list(zip(self._offsets.numpy()[rows].tolist(), self._sizes.numpy()[rows].tolist(), strict=True))
+        return [*map(tuple, self._places.numpy()[index * self._count : (index + 1) * self._count].tolist())]
 
     def _parts(self, index: int) -> list[Range]:
         """The ranges to read for a sample. Adjacent members are one range."""
-        shard, places = self._shards[locate(self._names.bounds, index)[0]], self._places(index)
+        shard, places = self._shards[locate(self._names.bounds, index)[0]], self._places_of(index)
         images = places[: 1 if self.masks is None else 2]  # only image and mask are checked as images
         ranges = (
             Range(shard.path, *place, shard.version, image=0 if place in images else None)
@@ -211,7 +206,7 @@ class ShardSource(ListedSource):
         for i, parts in zip(numbers, samples, strict=True):
             data: list[Any] = [(part.begin, next(pieces)) for part in parts]
             error = next((piece for _, piece in data if isinstance(piece, Exception)), None)
-            results.append(error or self._parsed(i, [_member(data, *place) for place in self._places(i)]))
+            results.append(error or self._parsed(i, [_member(data, *place) for place in self._places_of(i)]))
         return results
 
     def _parsed(self, index: int, members: list[Any]) -> Any:
@@ -252,27 +247,32 @@ class _Rule(NamedTuple):
     def needed(self) -> tuple[str, ...]:
         return (*(() if self.label is None else (self.label,)), *self.members)
 
+    @property
+    def per_sample(self) -> int:
+        """Number of members of a sample that are read."""
+        return 1 + len(self.members) + len(self.extras)
+
 
 class _Part(NamedTuple):
-    """The samples of one shard."""
+    """The samples of one shard. `_Index` describes the columns."""
 
-    line: bytes  # this shard's line in the index file
-    keys: Names
-    offsets: NDArray[np.int64]  # per sample: image, then mask, objects and extras; 0 for a missing extra
-    sizes: NDArray[np.int32]
-    labels: Names
-    dropped: int  # number of samples without image, label, mask or objects
-    left_out: list[str]  # names of the first few dropped samples
-    other: list[str]  # extensions in samples that are dropped or lack an extra
+    keys: list[bytes]
+    labels: list[bytes]
+    places: array[int]
+    left_out: list[str]  # names of samples without image, label, mask or objects
+    extensions: set[str]  # of the first samples
 
 
-# -- the index file: a line with a checksum, then one line of JSON per shard
+# running sums of samples per shard; keys; labels, empty without labels; int64 [N * members, 2], where each member of a
+# sample begins and its bytes: image, mask, objects and extras, (0, 0) for a missing extra
+_Index = tuple[Tensor, Names, Names, Tensor]
 
 
-def _index(
-    shards: list[FileInfo], *, root: str, names: list[str], rule: _Rule, remote: Remote, folder: Any
-) -> list[_Part]:
-    """The samples of each shard. If the index file lacks a shard, only one process per machine reads the shard."""
+# -- the index file: a line with a checksum, then arrays in numpy's format
+
+
+def _index(shards: list[FileInfo], *, root: str, names: list[str], rule: _Rule, remote: Remote, folder: Any) -> _Index:
+    """The samples of all shards. If there is no index file for them, only one process per machine reads the shards."""
     if folder is not None and (not isinstance(folder, str | os.PathLike) or is_url(folder)):
         raise ConfigError(f"`source.index` must be a local folder. Found: {folder!r}.")
     cache = files.cache_folder()
@@ -281,28 +281,31 @@ def _index(
     # a file beside the shards is named without the root, because the folder may be moved
     if folder is None and not is_url(root):
         paths.insert(0, os.path.join(root, _file_name(rule, *names)))
-    storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
-    versions = [(name, shard.size, shard.version) for name, shard in zip(names, shards, strict=True)]
-    known = _load(paths, rule)
-    if not all(version in known for version in versions):
-        with ExitStack() as stack:
-            try:  # other ranks wait here, then read the index file
-                os.makedirs(cache, 0o700, exist_ok=True)  # compiled code is stored here, too
-                stack.enter_context(locked(os.path.join(cache, "index.lock")))
+    if (known := _load(paths, shards, rule)) is not None:
+        return known
+    with ExitStack() as stack:
+        try:  # other ranks wait here, then read the index file
+            os.makedirs(cache, 0o700, exist_ok=True)  # compiled code is stored here, too
+            stack.enter_context(locked(os.path.join(cache, "index.lock")))
+        except OSError as error:
+            log.debug("index: its lock file cannot be used, so every process builds the index: %s", error)
+        if (known := _load(paths, shards, rule)) is not None:
+            return known
+        began = time.monotonic()
+        log.info("index: reading %d shards of %s", len(shards), redact(root))
+        storage = Storage(replace(remote, cache=None))  # the disk cache is only for samples
+        with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-index") as pool:
+            parts = list(pool.map(lambda shard: _index_shard(shard, rule, storage), shards))
+        _check_samples(parts, rule, redact(root))
+        body = _packed(parts)
+        for path in paths:
+            try:
+                files.write(path, _checksum(body, shards), b"\n", body)
+                break
             except OSError as error:
-                log.debug("index: its lock file cannot be used, so every process builds the index: %s", error)
-            known |= _load(paths, rule)
-            new = [(shard, version) for shard, version in zip(shards, versions, strict=True) if version not in known]
-            if new:
-                began = time.monotonic()
-                log.info("index: reading %d of %d shards of %s", len(new), len(shards), redact(root))
-                with ThreadPoolExecutor(INDEX_THREADS, thread_name_prefix="gpuaug-index") as pool:
-                    parts = list(pool.map(lambda item: _index_shard(item[0], item[1], rule, storage), new))
-                known |= {version: part for (_, version), part in zip(new, parts, strict=True)}
-                saved = _save(paths, b"\n".join(known[version].line for version in versions))
-                samples, took = sum(len(part.keys) for part in parts), time.monotonic() - began
-                log.info("index: %d new samples in %.1f s, stored in %s", samples, took, saved or "memory only")
-    return [known[version] for version in versions]
+                log.info("index: cannot be stored in %s: %s", os.path.dirname(path), error)
+        log.info("index: made in %.1f s", time.monotonic() - began)
+        return _parse(body, shards, rule)
 
 
 def _file_name(*content: Any) -> str:
@@ -310,95 +313,122 @@ def _file_name(*content: Any) -> str:
     return f".gpuaug-{word}.index"
 
 
-def _load(paths: list[str], rule: _Rule) -> dict[tuple[str, int, str], _Part]:
-    """The shards in the first usable index file, by (name, size, version)."""
+def _load(paths: list[str], shards: list[FileInfo], rule: _Rule) -> _Index | None:
+    """The first usable index file."""
     for path in paths:
         try:
             checksum, _, body = read_file(path, limit=sys.maxsize).partition(b"\n")
-            if checksum != _checksum(body):
-                raise ValueError("its content does not match its checksum")
-            return dict(_parse(line, rule) for line in body.split(b"\n"))
+            if checksum != _checksum(body, shards):
+                raise ValueError("a shard changed, or the file is damaged")
+            return _parse(body, shards, rule)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-            log.warning("index: %s cannot be used and is built again: %s", path, error)
-    return {}
-
-
-def _save(paths: list[str], body: bytes) -> str | None:
-    """Write the index file to the first writable path, and return this path."""
-    for path in paths:
-        try:
-            files.write(path, _checksum(body), b"\n", body)
-            return path
-        except OSError as error:
-            log.info("index: cannot be stored in %s: %s", os.path.dirname(path), error)
+        except (*NO_ARRAY, LookupError) as error:
+            log.warning("index: %s is built again: %s", path, error)
     return None
 
 
-def _checksum(body: bytes) -> bytes:
-    return b"gpuaug-shards-2 " + hashlib.blake2b(body, digest_size=16).hexdigest().encode()
+def _checksum(body: bytes, shards: list[FileInfo]) -> bytes:
+    """The first line of an index file. It also depends on the versions of the shards."""
+    versions = repr([(shard.size, shard.version) for shard in shards])
+    return b"gpuaug-shards-3 " + digest(versions.encode(), body).encode()
 
 
-def _parse(line: bytes, rule: _Rule) -> tuple[tuple[str, int, str], _Part]:
-    """Return a shard's (name, size, version) and samples. `_load` catches errors of an invalid line."""
-    entry = json.loads(line)
-    name, size, version = entry["stamp"]
-    texts, numbers = [entry[c] for c in ("keys", "labels", "left_out", "other")], [entry["offsets"], entry["sizes"]]
-    are_texts = all(isinstance(column, list) and set(map(type, column)) <= {str} for column in texts)
-    if not are_texts or not all(set(map(type, column)) <= {int} for column in [*numbers, [entry["dropped"]]]):
-        raise ValueError("a field has the wrong type")
-    keys, labels = texts[:2]
-    # not shared: shared memory would need a file descriptor for each shard
-    names = (Names.of([[text.encode(errors="surrogateescape") for text in x]], shared=False) for x in (keys, labels))
-    offsets, sizes = (np.array(column, dtype=np.int64) for column in numbers)
-    count = len(keys) * (1 + len(rule.members) + len(rule.extras))
-    fits = len(offsets) == len(sizes) == count and len(set(keys)) == len(keys)
-    if not fits or len(labels) != len(keys) * bool(rule.label):
-        raise ValueError("its columns differ in length, or two samples have the same key")
-    if ((offsets < 0) | (sizes < 0) | (sizes > LARGEST_FILE) | (offsets > size - sizes)).any():
+def _packed(parts: list[_Part]) -> bytes:
+    """The arrays of an index file."""
+    keys, labels = (Names.of(column) for column in ([part.keys for part in parts], [part.labels for part in parts]))
+    bounds = bounds_of([len(part.keys) for part in parts])
+    places = np.concatenate([part.places for part in parts]).reshape(-1, 2)
+    columns = [x.numpy() for x in (bounds, keys.blob, keys.offsets, labels.blob, labels.offsets)]
+    file = io.BytesIO()
+    for column in (*columns, places):
+        np.lib.format.write_array(file, column)
+    return file.getvalue()
+
+
+def _parse(body: bytes, shards: list[FileInfo], rule: _Rule) -> _Index:
+    """Check the arrays of an index file. `_load` catches all errors."""
+    file = io.BytesIO(body)
+    arrays = [np.lib.format.read_array(file, allow_pickle=False) for _ in range(6)]
+    bounds, keys, key_ends, labels, label_ends, places = arrays
+    count = len(key_ends) - 1
+    for ends, number, texts, last in (
+        (bounds, len(shards), keys, count),
+        (key_ends, count, keys, len(keys)),
+        (label_ends, count * (rule.label is not None), labels, len(labels)),
+    ):
+        if ends.dtype != np.int64 or ends.shape != (number + 1,) or texts.dtype != np.uint8 or texts.ndim != 1:
+            raise ValueError("an array has the wrong type or shape")
+        if ends[0] != 0 or ends[-1] != last or (ends[1:] < ends[:-1]).any():
+            raise ValueError("its arrays do not fit together")
+    if places.dtype != np.int64 or places.shape != (count * rule.per_sample, 2):
+        raise ValueError("an array has the wrong type or shape")
+    begin, size = places.T
+    room = np.repeat([shard.size for shard in shards], np.diff(bounds) * rule.per_sample)
+    if ((begin < 0) | (size < 0) | (size > LARGEST_FILE) | (begin > room - size)).any():
         raise ValueError("samples lie outside their shard")
-    joined = "\0".join(["", *keys])
-    if "\0/" in joined or (".." in joined and any(".." in key.split("/") for key in keys)):
+    shared = [share(torch.from_numpy(column)) for column in arrays]
+    names = Names(*shared[1:3])
+    dotted = b".." in keys.tobytes() and any(b".." in name.split(b"/") for name in names)
+    if dotted or (keys[key_ends[:-1]] == ord("/")).any():
         raise ValueError("keys lead outside the folder")
-    part = _Part(line, next(names), offsets, sizes.astype(np.int32), next(names), entry["dropped"], *texts[2:])
-    return (name, size, version), part
+    return shared[0], names, Names(*shared[3:5]), shared[5]
 
 
-def _index_shard(shard: FileInfo, version: tuple[str, int, str], rule: _Rule, storage: Storage) -> _Part:
+# -- the samples of a shard
+
+
+def _index_shard(shard: FileInfo, rule: _Rule, storage: Storage) -> _Part:
     place, read = redact(shard.path), _reader(shard, storage)
-    entry: dict[str, Any] = {"stamp": version, "dropped": 0, "left_out": [], "keys": [], "offsets": [], "sizes": [],
-                             "labels": []}  # fmt: skip
-    other: set[str] = set()
+    part = _Part([], [], array("q"), [], set())
     known = set[bytes]()
     for key, sample in _samples(members(read, shard.size, path=place), place):
+        if len(part.extensions) < 20:
+            part.extensions.update(list(sample)[:20])
         image, label = _chosen(sample, rule)
         found = [image, *map(sample.get, rule.members)]
-        wanted = [member for member in found if member is not None]
-        extras = [sample.get(extension) for extension in rule.extras]
-        is_usable = image is not None and len(wanted) == len(found) and (label is not None or rule.label is None)
-        if (not is_usable or None in extras) and len(other) < 20:
-            other |= set(list(sample)[:20])
-        if not is_usable:
-            entry["dropped"] += 1
-            entry["left_out"] += [os.fsdecode(key)] * (len(entry["left_out"]) < 5)
+        if image is None or None in found or (label is None and rule.label is not None):
+            part.left_out.append(os.fsdecode(key))
             continue
-        for member in (*wanted, *extras, label):
+        found += map(sample.get, rule.extras)
+        for member in (*found, label):
             most = PIECE_BYTES if member is label else LARGEST_FILE
             if member is not None and member.size > most:
                 raise SourceError(
                     f"shard {place!r}: {os.fsdecode(member.name)!r} has {member.size} bytes. Members must have at most "
                     f"{LARGEST_FILE} bytes, and labels at most {PIECE_BYTES}. Write a smaller member, or leave it out."
                 )
-        if (name := wanted[0].name) in known:
-            raise SourceError(f"shard {place!r} has two samples of the name {os.fsdecode(name)!r}. Rename one of them.")
-        known.add(name)
-        entry["keys"].append(os.fsdecode(name))
-        entry["offsets"] += [0 if member is None else member.offset for member in (*wanted, *extras)]
-        entry["sizes"] += [0 if member is None else member.size for member in (*wanted, *extras)]
+        if image.name in known:
+            name = os.fsdecode(image.name)
+            raise SourceError(f"shard {place!r} has two samples of the name {name!r}. Rename one of them.")
+        known.add(image.name)
+        part.keys.append(image.name)
+        for member in found:
+            part.places.extend((0, 0) if member is None else member[1:])
         if label is not None:  # the piece with the headers usually has the label, so `read` rarely reads again
-            entry["labels"].append(os.fsdecode(read(label.offset, label.size)))
-    return _parse(json.dumps({**entry, "other": sorted(other)}).encode(), rule)[1]
+            part.labels.append(read(label.offset, label.size))
+    return part
+
+
+def _check_samples(parts: list[_Part], rule: _Rule, place: str) -> None:
+    extensions = shortened(sorted(set[str]().union(*(part.extensions for part in parts)))) or "none"
+    left_out = [name for part in parts for name in part.left_out]
+    if not any(part.keys for part in parts):
+        wanted = ", ".join(rule.extensions) + (f" with {' and '.join(rule.needed)}" if rule.needed else "")
+        raise SourceError(
+            f"no images in {len(parts)} shards of {place!r}. Extensions found: {extensions}. Needed: {wanted}. Check "
+            f"`source.extensions`, `source.labels`, `source.masks` and `source.objects`. {_ADJACENT}"
+        )
+    if left_out:
+        needed = "".join(f" or {x}" for x in rule.needed)
+        text = "source %s: %d samples without an image%s are left out: %s"
+        log.warning(text, place, len(left_out), needed, shortened(left_out))
+    for i, name in enumerate(rule.extras, start=rule.per_sample - len(rule.extras)):
+        if not any(any(part.places[2 * i :: 2 * rule.per_sample]) for part in parts):
+            raise SourceError(
+                f"`source.extra` must name members beside the images of {place!r}. Found: {name!r}, which no sample "
+                f"has. {_ADJACENT} Extensions found: {extensions}."
+            )
 
 
 def _chosen(sample: dict[str, Member], rule: _Rule) -> tuple[Member | None, Member | None]:
@@ -447,41 +477,3 @@ def _reader(shard: FileInfo, storage: Storage) -> Callable[[int, int], bytes]:
         return data[at - begin : at - begin + size]
 
     return read
-
-
-# -- labels
-
-
-def _value(text: bytes, label: str, key: str, shard: str, names: Names, i: int) -> Any:
-    """The label in a member: a field of JSON, else a number or a name."""
-    try:
-        if label.split(".")[-1] == "json":
-            value = json.loads(text)
-            for word in key.split("."):
-                value = value[word]
-            if value is None or isinstance(value, dict):
-                raise ValueError(f"`{key}` is {value!r:.50}")
-            return value
-        word = text.decode().strip()
-        if not word:
-            raise ValueError("it is empty")
-        return int(word) if re.fullmatch(r"[+-]?\d{1,18}", word) else word
-    except KeyError as error:
-        reason = f"it has no field {error}: set `source.label_key`"
-    except (ValueError, TypeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    raise SourceError(f"shard {redact(shard)!r}: the {label} of {os.fsdecode(names[i])!r} is not valid ({reason}).")
-
-
-def _hint(other: list[str], rule: _Rule, extensions: Sequence[str]) -> str:
-    """Why no sample is complete, and what to set. ``other``: extensions that the shards have."""
-    if not other:
-        return "The shards are empty."
-    endings = [y[1:] for y in extensions_of(extensions)]
-    if taken := [x for x in rule.extras if x in other and x in endings and not {*other} & {*rule.extensions}]:
-        return f"`source.extra` must name other members than the images. Found: {taken[0]!r}, the ending of the images."
-    wanted = ", ".join(rule.extensions) + (f" with {' and '.join(rule.needed)}" if rule.needed else "")
-    keys = "`source.extensions` and `source.labels`"
-    if rule.members:
-        keys = "`source.extensions`, `source.labels`, `source.masks` and `source.objects`"
-    return f"Extensions found: {shortened(other)}. Needed: {wanted}. Set {keys}. {_ADJACENT}"

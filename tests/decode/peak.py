@@ -16,7 +16,8 @@ from PIL import Image
 from test_decode import pack
 
 from gpuaug.augment.crop import Resize
-from gpuaug.decode.decoder import CODECS, Decode
+from gpuaug.decode.decoder import Decode
+from gpuaug.files import CODECS
 
 SIDE, THREADS = 2400, 4
 

@@ -7,8 +7,8 @@ from pictures import encode, photograph
 from test_decode import by_pillow, only_fault, whole
 
 import gpuaug
-from gpuaug.decode import header
 from gpuaug.decode.decoder import Decode
+from gpuaug.files import sniff
 
 FORMS = {"avif": "AVIF", "heif": "HEIF"}
 
@@ -34,7 +34,7 @@ def test_both_are_turned_as_pillow_turns_them(decoder, codec, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(photograph(), FORMS[codec], exif=exif.tobytes(), quality=60)
-    assert header.sniff(data) == codec
+    assert sniff(data) == codec
     found = whole(decoder, data)
     assert found.shape == ((187, 251, 3) if orientation < 5 else (251, 187, 3))
     assert (found == by_pillow(data)).all()
@@ -56,9 +56,9 @@ def test_a_brand_of_both_is_told_apart_by_the_brands_behind_it():
     def ftyp(major: bytes, *others: bytes) -> bytes:
         return (16 + 4 * len(others)).to_bytes(4, "big") + b"ftyp" + major + bytes(4) + b"".join(others) + bytes(30)
 
-    assert header.sniff(ftyp(b"mif1", b"mif1", b"avif", b"miaf")) == header.sniff(ftyp(b"avis", b"msf1")) == "avif"
-    assert header.sniff(ftyp(b"mif1", b"mif1", b"heic")) == header.sniff(ftyp(b"heix", b"mif1")) == "heif"
-    assert header.sniff(ftyp(b"isom", b"mp42")) is None
+    assert sniff(ftyp(b"mif1", b"mif1", b"avif", b"miaf")) == sniff(ftyp(b"avis", b"msf1")) == "avif"
+    assert sniff(ftyp(b"mif1", b"mif1", b"heic")) == sniff(ftyp(b"heix", b"mif1")) == "heif"
+    assert sniff(ftyp(b"isom", b"mp42")) is None
 
 
 @pytest.mark.parametrize(

@@ -100,11 +100,11 @@ def test_segmentation_is_recognised(caplog):
     assert DatasetSource(scenes, mask="none", image="image", label="none")[1] == (scene(1)[0], None)
     assert DatasetSource(plain, image="annotation", mask="none")[1] == (scene(1)[1].mask, None)
     unknown = plain.rename_column("annotation", "depth")
-    with pytest.raises(SourceError, match=r"one image column.*mask='NAME'"):
+    with pytest.raises(SourceError, match=r"2 columns .* have bytes.*mask='NAME'"):
         adapt(unknown)
     assert list(DatasetSource(unknown, mask="depth")) == list(source)
-    for bad, message in (({"mask": "x"}, "`mask` must be an image column"), ({"image": "x"}, "`image` must be"),
-                         ({"image": "image", "mask": "image"}, "one image column")):  # fmt: skip
+    for bad, message in (({"mask": "x"}, "`source.mask` must be"), ({"image": "x"}, "`source.image` must be"),
+                         ({"image": "image", "mask": "image"}, "`source.image` must be")):  # fmt: skip
         with pytest.raises(SourceError, match=message):
             DatasetSource(unknown, **bad)
     decoded = plain.cast_column("annotation", datasets.Image())
@@ -122,7 +122,7 @@ def test_masks_and_objects_by_arguments():
         assert target.label is None
     labelled = DatasetSource(dataset, objects="objects")
     assert [target.label for _, target in labelled] == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(SourceError, match=r"`objects` must be a column .* Such columns: objects"):
+    with pytest.raises(SourceError, match=r"`source\.objects` must be a column .* Columns: .*'objects: struct"):
         DatasetSource(dataset, objects="image_id")
     with pytest.raises(ConfigError, match=r"`source\.box_format`"):
         DatasetSource(dataset, box_format="voc")

@@ -24,6 +24,7 @@ from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode import header
 from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.files import sniff
 from gpuaug.loader.augmented import before_normalization
 from gpuaug.read.reader import Reader
 from gpuaug.source import runs
@@ -138,7 +139,7 @@ class Packer:
         what, data = self.job.what, batch.images[row]
         begin = data[:16].tobytes()
         upright = headers.orientation[row] == 1 and not headers.repaired[row]
-        original = (headers.height[row], headers.width[row]) if upright and header.sniff(begin) == "jpeg" else None
+        original = (headers.height[row], headers.width[row]) if upright and sniff(begin) == "jpeg" else None
         encoded: Encoded = []
         for windows, canvases in views:
             height, width = windows.resized[row].tolist()
@@ -164,8 +165,8 @@ def _json(value: Any, key: str) -> str:
         if json.loads(text := json.dumps(value)) == value:
             return text
     raise ConfigError(
-        f"`source.extra` must give text, numbers, lists or dictionaries, because `gpuaug pack` stores the values as "
-        f"JSON. Found: {value!r:.100} of {key!r}. Remove `source.extra`, or choose other fields."
+        f"`source.extra` must give text, numbers (not NaN), lists or dictionaries, because `gpuaug pack` stores the "
+        f"values as JSON. Found: {value!r:.100} of {key!r}. Remove `source.extra`, or choose other fields."
     )
 
 

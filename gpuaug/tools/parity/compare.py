@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from gpuaug.augment.auto import Policy
 from gpuaug.augment.recipe import View
-from gpuaug.decode import header
 from gpuaug.decode.decoder import Decoder
+from gpuaug.files import sniff
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.parity.choices import DRAWS, DRAWS_OF_CHAINS, compare_choices
 from gpuaug.tools.parity.counterpart import applied, augmented, calls_of, choose, crop_by_pillow, library, run
@@ -69,7 +69,7 @@ def _cropped(
         raise ValueError(faults[0].reason)
     image, data = decoder.whole(headers).cpu().numpy(), encoded.images[0].tobytes()
     theirs = image
-    if header.sniff(data) != "raw":
+    if sniff(data) != "raw":
         theirs = _by_pillow(data)
         if theirs.shape != image.shape:
             raise ValueError(f"Pillow gives {theirs.shape[:2]}, ours {image.shape[:2]}")
