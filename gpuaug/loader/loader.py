@@ -351,12 +351,7 @@ class Loader:
         return dict(plain(made))
 
     def fetch(
-        self,
-        indices: Sequence[int],
-        *,
-        epoch: int | None = None,
-        mix: bool = False,
-        faults: Faults | None = None,
+        self, indices: Sequence[int], *, epoch: int | None = None, mix: bool = False, faults: Faults | None = None
     ) -> Batch:
         """Make one batch of chosen samples, with the same stages and the same pixels as in an epoch.
 

@@ -89,8 +89,7 @@ class FileSystem:
         return check_size(bytes(await self._system._cat_file(self._strip(part.path), start=part.begin, end=end)), part)
 
     async def _info(self, part: Range) -> Mapping[str, Any]:
-        info: Mapping[str, Any] = await self._system._info(self._strip(part.path))
-        return info
+        return dict(await self._system._info(self._strip(part.path)))
 
     @asynccontextmanager
     async def _get(self, part: Range, method: str = "GET") -> AsyncIterator[Any]:

@@ -196,8 +196,7 @@ class Bucket:
             answer = store.get(key)
             if answer.range[1] > part.limit:
                 raise too_long(part)
-            data: bytes = answer.bytes().to_bytes()
-            return data
+            return bytes(answer.bytes())
 
     def info(self, part: Range) -> tuple[int, str]:
         """Size and version of an object."""
