@@ -13,10 +13,14 @@ def facts(loader: Any) -> dict[str, str]:
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
+    crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
+    sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
+    counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
+    sizes = ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in counts)
     made = {
         "source": repr(source)[:200] if own else f"{type(source).__name__}: {len(source)} samples",
         "augment": "\n".join(recipes.lines(loader.augment, loader.epoch)),
-        "images": f"{dtype} {_sizes(loader)} on {loader.device}",
+        "images": f"{dtype} {sizes} on {loader.device}",
         "batches": f"{loader.batch_size} samples, {orders.describe(loader.order)}, seed {loader.seed}, "
         f"epoch {loader.epoch}",
         "workers": f"{loader.num_workers}, prefetch {loader.prefetch}",
@@ -26,14 +30,6 @@ def facts(loader: Any) -> dict[str, str]:
     if loader.mix is not None:
         made["mix"] = repr(loader.mix)
     return made
-
-
-def _sizes(loader: Any) -> str:
-    """The shapes of the views in the current epoch."""
-    crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
-    sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
-    counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
-    return ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in counts)
 
 
 def text(loader: Any) -> str:

@@ -28,7 +28,6 @@ FAULTS = (OSError, MemoryError, GpuaugError)  # errors of a source that concern 
 LONGEST_REASON = 500  # characters
 
 _MISSING: Any = object()  # an unknown label
-Encoded = tuple[list[memoryview], Rest]  # bytes of the images, then of the masks; and the rest
 
 
 class EndedError(BaseException):
@@ -49,8 +48,8 @@ class Samples:
         # no labels, of the labels' type and shape; None if samples have no label. At first: class numbers
         self._like: NDArray[Any] | None = np.zeros(0, dtype=np.int64)
 
-    def batch(self, numbers: list[int], stale: Callable[[], bool] = lambda: False) -> Encoded:
-        """Read samples without a copy of their bytes."""
+    def batch(self, numbers: list[int], stale: Callable[[], bool] = lambda: False) -> tuple[list[memoryview], Rest]:
+        """Read samples: the bytes of the images, then of the masks, without a copy; and the rest."""
         items, faults = self._read(numbers, stale), list[Fault]()
         for row, item in enumerate(items):
             if isinstance(item, Exception):

@@ -120,5 +120,4 @@ def _close_claims() -> None:
         claim.close()
 
 
-if SUPPORTED:
-    os.register_at_fork(after_in_child=_close_claims)
+os.register_at_fork(after_in_child=_close_claims)
