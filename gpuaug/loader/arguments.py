@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,10 +44,6 @@ def whole_numbers(name: str, values: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(f"`{name}` must be whole numbers >= 0. Found: {values!r:.200}.") from error
     return numbers.to(torch.int64)
-
-
-def none_if_empty(value: Any) -> Any:
-    return None if isinstance(value, Mapping) and not value else value  # `mix=none` gives an empty mapping
 
 
 def choose_order(order: Any, shuffle: bool | None) -> Any:
@@ -108,16 +103,6 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
     if mix is not None:
         raise ConfigError("`mix` mixes labels of whole images, but `targets` is set. Set `mix=none` or `targets=none`.")
     return targets
-
-
-def fingerprint_of(targets: Targets | None, source: Any, recipe: Recipe) -> dict[str, Any]:
-    """Return the part of a loader's fingerprint that describes the targets; {} without targets."""
-    if targets is None:
-        return {}
-    digest = source.objects_digest
-    # Only a crop can make images depend on the source's boxes, masks and keypoints.
-    reads = any(getattr(view.augment.crop, "needs", ()) for _, view in views_of(recipe))
-    return {"targets": {"rules": repr(targets), "objects": digest() if reads and callable(digest) else None}}
 
 
 def choose_workers(num_workers: int | None, source: Any, log: NamedLog) -> int:

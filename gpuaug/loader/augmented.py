@@ -50,8 +50,7 @@ def remaining(recipe: Recipe, source: Any, seed: int) -> Recipe:
     )  # fmt: skip
     whole: list[Augment] = [view.augment for view in recipe.at(0).views]
     windows, _ = side_by_side([each.crop.size for each in whole])
-    left = [
-        Augment(crop=window, normalize=each.normalize, backend=each.backend)
-        for each, window in zip(whole, windows, strict=True)
-    ]
-    return MultiView(views={str(k): each for k, each in enumerate(left)})
+    left = {
+        str(k): Augment(crop=windows[k], normalize=each.normalize, backend=each.backend) for k, each in enumerate(whole)
+    }
+    return MultiView(views=left)

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuaug.augment import describe as recipes
-from gpuaug.augment.progressive import Recipe
-from gpuaug.display.annotations import Style
-from gpuaug.display.batches import Appearance
-from gpuaug.display.sheet import table
 from gpuaug.read import order as orders
-
-if TYPE_CHECKING:
-    from gpuaug.targets.rules import Targets
-
-LONGEST = 200  # characters of the text that describes a source
-
-
-def appearances(recipe: Recipe, source: Any, targets: Targets | None) -> Callable[[int], Appearance]:
-    """Return a function from an epoch to the :class:`Appearance` of its batches."""
-    style = Style.of(source, targets)
-    return lru_cache(maxsize=1)(lambda epoch: Appearance.of(recipe.at(epoch).views, style))
 
 
 def facts(loader: Any) -> dict[str, str]:
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
+    crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
+    sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
+    counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
+    sizes = ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in counts)
     made = {
-        "source": repr(source)[:LONGEST] if own else f"{type(source).__name__}: {len(source)} samples",
+        "source": repr(source)[:200] if own else f"{type(source).__name__}: {len(source)} samples",
         "augment": "\n".join(recipes.lines(loader.augment, loader.epoch)),
-        "images": f"{dtype} {_sizes(loader)} on {loader.device}",
+        "images": f"{dtype} {sizes} on {loader.device}",
         "batches": f"{loader.batch_size} samples, {orders.describe(loader.order)}, seed {loader.seed}, "
         f"epoch {loader.epoch}",
         "workers": f"{loader.num_workers}, prefetch {loader.prefetch}",
@@ -45,21 +32,9 @@ def facts(loader: Any) -> dict[str, str]:
     return made
 
 
-def _sizes(loader: Any) -> str:
-    """The shapes of the views in the current epoch."""
-    crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
-    sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
-    counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
-    return ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in counts)
-
-
 def text(loader: Any) -> str:
     made = facts(loader)
     width = max(map(len, made)) + 2
     below = "\n" + " " * (width + 2)  # aligns further lines of a value with its first line
     lines = [f"  {name + ':':{width}}{value}".replace("\n", below) for name, value in made.items()]
     return "\n".join(["Loader(", *lines, ")"])
-
-
-def html(loader: Any) -> str:
-    return table(list(facts(loader).items()))

@@ -6,9 +6,9 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
@@ -17,9 +17,12 @@ from torch import Tensor
 from gpuaug import checks, machine
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
-from gpuaug.augment.progressive import Progressive, Recipe
+from gpuaug.augment.progressive import Progressive, Recipe, views_of
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.decode.decoder import Decode
+from gpuaug.display.annotations import Style
+from gpuaug.display.batches import Appearance
+from gpuaug.display.sheet import table
 from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.loader import arguments, augmented, describe, distributed
 from gpuaug.loader.batch import Batch
@@ -151,7 +154,8 @@ class Loader:
         self._log = arguments.NamedLog(log, {"name": name})
         distributed.rank_and_world(rank, world_size)
         last = arguments.choose_last(last, drop_last)
-        mix, targets = map(arguments.none_if_empty, (mix, targets))
+        mix = None if isinstance(mix, Mapping) and not mix else mix  # `mix=none` gives an empty mapping
+        targets = None if isinstance(targets, Mapping) and not targets else targets
         self.augment: Recipe = checks.instance("augment", augment, Augment, MultiView, Progressive)
         self.seed: int = checks.whole_number("seed", seed, None)
         self.source = sources.adapt(source)
@@ -183,6 +187,7 @@ class Loader:
             from gpuaug.augment.target_mover import TargetMover
 
             targets = TargetMover(self.targets, self.augment, source=self.source)
+        recipe, style = self.augment, Style.of(self.source, self.targets)  # the pipeline must not refer to the loader
         return Pipeline(
             reader=Reader(self.source, targets=getattr(self.targets, "names", ()), **reading),
             lazy_decoder=LazyDecoder(opened),
@@ -196,7 +201,7 @@ class Loader:
             dtype=self.dtype,
             memory_format=self.memory_format,
             key_of=self.source.key,
-            appearance_at=describe.appearances(self.augment, self.source, self.targets),
+            appearance_at=lru_cache(maxsize=1)(lambda epoch: Appearance.of(recipe.at(epoch).views, style)),
             first_row=self.source.first_row,
         )
 
@@ -336,17 +341,17 @@ class Loader:
             "augment": self.augment.fingerprint(),
             "mix": None if self.mix is None else repr(self.mix),
             **({"decode": {"reduced": True}} if self.decode.reduced else {}),
-            **arguments.fingerprint_of(self.targets, self.source, self.augment),
         }
+        if self.targets is not None:
+            digest = self.source.objects_digest
+            # Only a crop can make images depend on the source's boxes, masks and keypoints.
+            reads = any(getattr(view.augment.crop, "needs", ()) for _, view in views_of(self.augment))
+            objects = digest() if reads and callable(digest) else None
+            made["targets"] = {"rules": repr(self.targets), "objects": objects}
         return dict(plain(made))
 
     def fetch(
-        self,
-        indices: Sequence[int],
-        *,
-        epoch: int | None = None,
-        mix: bool = False,
-        faults: Faults | None = None,
+        self, indices: Sequence[int], *, epoch: int | None = None, mix: bool = False, faults: Faults | None = None
     ) -> Batch:
         """Make one batch of chosen samples, with the same stages and the same pixels as in an epoch.
 
@@ -443,7 +448,7 @@ class Loader:
         return describe.text(self)
 
     def _repr_html_(self) -> str:
-        return describe.html(self)
+        return table(list(describe.facts(self).items()))
 
     def close(self) -> None:
         """Stop the workers and threads, and close the decoder. A closed loader cannot be opened again."""
@@ -461,14 +466,13 @@ class Loader:
     def _begin(self) -> None:
         """Go to the position at which the next pass begins."""
         # with `order=sequential`, the next pass begins with the same samples, as after Lightning's sanity check
-        if self._next_pass == "left" and not isinstance(self.order, orders.Sequential):
-            self._log.log(
-                logging.INFO if self._left_logged else logging.WARNING,
-                "epoch %d was left %d batches before its end; epoch %d begins, with other samples%s",
-                self._epoch, len(self._tasks_from(self._position)), self._epoch + 1,
-                "" if self._left_logged else ". To repeat the same batches, set `limit_batches` and `order=sequential`",
-            )  # fmt: skip
+        if self._next_pass == "left" and not self._left_logged and not isinstance(self.order, orders.Sequential):
             self._left_logged = True
+            self._log.warning(
+                "epoch %d was left %d batches before its end; epoch %d begins, with other samples. To repeat the same "
+                "batches, set `limit_batches` and `order=sequential`",
+                self._epoch, len(self._tasks_from(self._position)), self._epoch + 1,
+            )  # fmt: skip
         if self._next_pass != "here":
             self._advance()
 

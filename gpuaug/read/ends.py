@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-_calls: dict[int, weakref.finalize[..., Any]] = {}  # of `finalize`, not yet made
-_numbers = itertools.count()
+_calls: dict[weakref.finalize[..., Any], None] = {}  # of `finalize`, not yet made, the oldest first
 
 
 def finalize(owner: Any, function: Callable[..., None], *args: Any) -> weakref.finalize[..., Any]:
@@ -18,20 +16,21 @@ def finalize(owner: Any, function: Callable[..., None], *args: Any) -> weakref.f
 
     A forked child does not call it. The threads and workers are the parent's, and locks that they held stay locked.
     """
-    pid, number = os.getpid(), next(_numbers)
+    pid = os.getpid()
 
     def call() -> None:
-        _calls.pop(number, None)
+        _calls.pop(made, None)
         if os.getpid() == pid:
             function(*args)
 
-    _calls[number] = made = weakref.finalize(owner, call)
+    made = weakref.finalize(owner, call)
+    _calls[made] = None
     return made
 
 
 def end_all() -> None:
     """Make all calls of :func:`finalize` now, the newest first."""
-    for call in [*_calls.values()][::-1]:
+    for call in [*_calls][::-1]:
         try:
             call()
         except Exception:  # the others are still called, as in weakref's own function

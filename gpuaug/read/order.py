@@ -196,8 +196,9 @@ class Sampler:
             )
         self.sampler = sampler
         generator = getattr(sampler, "generator", None)
-        self._generator = generator if isinstance(generator, torch.Generator) else None
-        self._own_seed = 0 if self._generator is None else self._generator.initial_seed()
+        # without a generator of its own, a sampler uses torch's
+        self._generator = generator if isinstance(generator, torch.Generator) else torch.Generator().manual_seed(0)
+        self._own_seed = self._generator.initial_seed()
 
     def __repr__(self) -> str:
         return f"Sampler({type(self.sampler).__qualname__}, seed={self._own_seed})"
@@ -207,16 +208,14 @@ class Sampler:
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
         value = int(draw.integers(f"sampler {self._own_seed}", seed=seed, epoch=epoch, count=1)[0]) >> 1
-        before = None if self._generator is None else self._generator.get_state()
+        before = self._generator.get_state()
         with restore_generators():
             random.seed(value)
             np.random.seed(value & 0xFFFFFFFF)
-            for generator in (torch.default_generator, self._generator):
-                if generator is not None:
-                    generator.manual_seed(value)
+            torch.default_generator.manual_seed(value)
+            self._generator.manual_seed(value)
             yielded = list(self.sampler)
-        if self._generator is not None and before is not None:
-            self._generator.set_state(before)  # another loader with this sampler reads the seed, too
+        self._generator.set_state(before)  # another loader with this sampler reads the seed, too
         numbers, kind = numbers_by_position(adapt_source(source)), type(self.sampler).__name__
         try:
             positions = np.asarray(yielded) if yielded else np.zeros(0, dtype=np.int64)

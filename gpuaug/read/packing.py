@@ -54,29 +54,25 @@ def unpack(block: NDArray[np.uint8], *, source: Source, indices: NDArray[np.int6
     begin = 16 + 8 * (count + 1)
     pickled = block[begin : begin + size].data
     if count == FAILED:
-        raise _restored(*pickle.loads(pickled))
+        failed, text = pickle.loads(pickled)
+        error: BaseException
+        try:
+            error = pickle.loads(failed)
+        except Exception:  # the constructor needs other arguments, or only the worker can import the class
+            error = RuntimeError("the source raised an exception that cannot be pickled")
+        error.add_note(f"raised in a reading worker:\n{text}")
+        raise error
     try:
         rest = pickle.loads(pickled)
-    except Exception as error:  # unpickling calls the classes of the extras
+    except Exception as cause:  # unpickling calls the classes of the extras
         first, last = (source.key(i) for i in indices[[0, -1]].tolist())
         raise SourceError(
-            f"an extra, the third value of a sample, cannot be unpickled: {type(error).__name__}: {error}. The "
+            f"an extra, the third value of a sample, cannot be unpickled: {type(cause).__name__}: {cause}. The "
             f"sample is in the batch from {first!r} to {last!r}. {PICKLABLE}"
-        ) from error
+        ) from cause
     offsets = block[16:begin].view(np.int64) + begin + size
     return tuple(block[a:b] for a, b in pairwise(offsets.tolist())), rest
 
 
 def _int64(*values: int) -> bytes:
     return np.array(values, dtype=np.int64).tobytes()
-
-
-def _restored(pickled: bytes, text: str) -> BaseException:
-    """The source's exception, with the worker's traceback as a note."""
-    error: BaseException
-    try:
-        error = pickle.loads(pickled)
-    except Exception:  # the constructor needs other arguments, or only the worker can import the class
-        error = RuntimeError("the source raised an exception that cannot be pickled")
-    error.add_note(f"raised in a reading worker:\n{text}")
-    return error

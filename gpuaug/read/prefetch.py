@@ -75,7 +75,11 @@ class Producer(Iterator[T]):
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            while self._wait():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or len(self._items) <= self._count)
+                if self._closed:
+                    break
                 item: Any = next(self._from, END)
                 if item is END:
                     break
@@ -92,9 +96,3 @@ class Producer(Iterator[T]):
                 self._changed.notify_all()
             if (close := getattr(self._from, "close", None)) is not None:
                 close()
-
-    def _wait(self) -> bool:
-        """Wait until there is room for one more item. Returns False if this object was closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) <= self._count)
-            return not self._closed

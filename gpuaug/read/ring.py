@@ -26,14 +26,14 @@ class Ring:
     The reading process decides which slot is free.
     """
 
-    def __init__(self, slots: int, fd: int | None = None) -> None:
+    def __init__(self, slots: int, received: Any = None) -> None:
         self._slots, self._free = slots, deque(range(slots))
         self._maps: dict[int, mmap.mmap] = {}
-        self._fd = _unnamed_file((slots + 1) * SLOT_BYTES) if fd is None else fd
+        self._fd = _unnamed_file((slots + 1) * SLOT_BYTES) if received is None else received.detach()
         weakref.finalize(self, os.close, self._fd).atexit = False  # at exit, DataLoader still calls `set`
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self._slots, reduction.DupFd(self._fd))
+        return Ring, (self._slots, reduction.DupFd(self._fd))
 
     # -- in all processes
 
@@ -98,7 +98,3 @@ def _unnamed_file(size: int) -> int:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, size)
     return fd
-
-
-def _received(slots: int, fd: Any) -> Ring:
-    return Ring(slots, fd.detach())

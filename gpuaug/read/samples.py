@@ -28,7 +28,6 @@ FAULTS = (OSError, MemoryError, GpuaugError)  # errors of a source that concern 
 LONGEST_REASON = 500  # characters
 
 _MISSING: Any = object()  # an unknown label
-Encoded = tuple[list[memoryview], Rest]  # bytes of the images, then of the masks; and the rest
 
 
 class EndedError(BaseException):
@@ -46,11 +45,11 @@ class Samples:
         self.source, self.targets = source, targets
         self.threads = threads if source.thread_safe else 1
         self._bounded = not source.mapped
-        # an array with a label of the same type and shape; None if samples have no label. At first: a class number
-        self._like: NDArray[Any] | None = np.zeros(1, dtype=np.int64)
+        # no labels, of the labels' type and shape; None if samples have no label. At first: class numbers
+        self._like: NDArray[Any] | None = np.zeros(0, dtype=np.int64)
 
-    def batch(self, numbers: list[int], stale: Callable[[], bool] = lambda: False) -> Encoded:
-        """Read samples without a copy of their bytes."""
+    def batch(self, numbers: list[int], stale: Callable[[], bool] = lambda: False) -> tuple[list[memoryview], Rest]:
+        """Read samples: the bytes of the images, then of the masks, without a copy; and the rest."""
         items, faults = self._read(numbers, stale), list[Fault]()
         for row, item in enumerate(items):
             if isinstance(item, Exception):
@@ -165,17 +164,17 @@ class Samples:
 
     def _labels(self, labels: list[Any]) -> NDArray[Any] | None:
         """Return labels as int64 [B], float32 [B] or [B, K], or None. Unknown labels of failed samples are 0."""
-        present = [label is not _MISSING for label in labels]
-        known = [label for label in labels if label is not _MISSING]
-        values = None
+        known = [row for row, label in enumerate(labels) if label is not _MISSING]
         if known:
-            values = _label_array(known)
-            self._like = None if values is None else values[:1]
-        if self._like is None or all(present):
-            return values
+            values = _label_array([labels[row] for row in known])
+            self._like = None if values is None else values[:0]
+            if len(known) == len(labels):
+                return values
+        if self._like is None:
+            return None
         filled = np.zeros((len(labels), *self._like.shape[1:]), dtype=self._like.dtype)
         if known:
-            filled[present] = values
+            filled[known] = values
         return filled
 
 

@@ -48,8 +48,7 @@ def share(tensor: Tensor) -> Tensor:
     except (RuntimeError, OSError) as error:  # for example: a container's /dev/shm is full
         log.warning("source index of %d MB cannot be put into shared memory: %s", tensor.nbytes >> 20, error)
         return tensor
-    whole: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    shared = whole.view(tensor.dtype).view(tensor.shape)
+    shared: Tensor = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage).view(tensor.shape)
     if claim is not None:
         weakref.finalize(shared, claim.close)
     return shared
@@ -90,15 +89,11 @@ def _open_once(data: memoryview) -> tuple[int, socket.socket | None]:
 
 
 def _new_memory(name: str, data: memoryview) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    try:
-        # not through a mapping: if memory runs out, a write to a mapping would kill the process
-        with open(fd, "wb", closefd=False) as file:
-            file.write(data)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    # not through a mapping: if memory runs out, a write to a mapping would kill the process
+    with open(os.memfd_create(name), "wb") as file:
+        file.write(data)
+        file.flush()
+        return os.dup(file.fileno())
 
 
 def _open_theirs(name: str) -> int:
@@ -125,5 +120,4 @@ def _close_claims() -> None:
         claim.close()
 
 
-if SUPPORTED:
-    os.register_at_fork(after_in_child=_close_claims)
+os.register_at_fork(after_in_child=_close_claims)

@@ -380,14 +380,22 @@ def test_without_a_login_nothing_is_requested(tmp_path, no_login):
 
 
 FORKS = """
-import json, os, sys
+import os, sys, threading
 from obstore.store import HTTPStore
 from gpuaug.source.remote.storage import Range, Remote, Storage
 port = int(sys.argv[1])
 mine = HTTPStore(f"http://127.0.0.1:{port}", client_options={"allow_http": True})
 assert len(mine.get("mine").bytes()) == 76800  # obstore has threads now, not by gpuaug
 options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "x", "secret": "x"}
-storage = Storage(Remote(options=options))
+class Watched(Storage):
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "_pid" and value != first:  # another thread of a child reads as soon as the process seems known
+            reader = threading.Thread(target=storage.read, args=([Range("s3://bucket/other", image=0)],))
+            reader.start()
+            reader.join()
+first = os.getpid()
+storage = Watched(Remote(options=options))
 for depth in range(3):
     (data,) = storage.read([Range(f"s3://bucket/{depth}", image=0)])
     assert len(data) == 76800

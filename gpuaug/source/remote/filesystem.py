@@ -42,6 +42,7 @@ class FileSystem:
         self._seconds, self._slots = remote.timeout, asyncio.Semaphore(remote.concurrency)
         protocol, settings = url.split("://", 1)[0], dict(remote.options or {})
         self._is_web = protocol in ("http", "https")
+        self._bytes = self._read_web if self._is_web else self._read
         known = {*fsspec.available_protocols(), "s3", "gs", "az"} - UNFIT
         if protocol not in known:
             text = f"{protocol}:// is not supported: {redact(url)!r}. Supported: {', '.join(sorted(known))}."
@@ -57,14 +58,13 @@ class FileSystem:
         self._system: Any = system if system.async_impl else AsyncFileSystemWrapper(system)
 
     def read(self, part: Range) -> bytes:
-        return self._wait(self._read_web if self._is_web else self._read, part)
+        return self._wait(self._bytes, part)
 
     def begin(self, parts: Sequence[Range]) -> Future[list[bytes | BaseException]]:
         """Begin to read. With a thread that waits for each part, requests would take twice the CPU time."""
-        work = self._read_web if self._is_web else self._read
 
         async def read() -> list[bytes | BaseException]:
-            return await asyncio.gather(*(self._timed(work, part) for part in parts), return_exceptions=True)
+            return await asyncio.gather(*(self._timed(self._bytes, part) for part in parts), return_exceptions=True)
 
         return asyncio.run_coroutine_threadsafe(read(), get_loop())
 
@@ -89,8 +89,7 @@ class FileSystem:
         return check_size(bytes(await self._system._cat_file(self._strip(part.path), start=part.begin, end=end)), part)
 
     async def _info(self, part: Range) -> Mapping[str, Any]:
-        info: Mapping[str, Any] = await self._system._info(self._strip(part.path))
-        return info
+        return dict(await self._system._info(self._strip(part.path)))
 
     @asynccontextmanager
     async def _get(self, part: Range, method: str = "GET") -> AsyncIterator[Any]:
@@ -116,12 +115,11 @@ class FileSystem:
     async def _read_web(self, part: Range) -> bytes:
         async with self._get(part) as response:
             url = redact(part.path)
-            if part.size is not None and response.status == 200:
-                raise ReadError(f"the server of {url!r} supports no range requests. Use a server that does.")
-            if part.size is not None and not response.headers.get("Content-Range", "").startswith(
-                f"bytes {part.begin}-"
-            ):
-                raise status_error(response.status, part, "but the answer is not the requested range")
+            if part.size is not None:
+                if response.status == 200:
+                    raise ReadError(f"the server of {url!r} supports no range requests. Use a server that does.")
+                if not response.headers.get("Content-Range", "").startswith(f"bytes {part.begin}-"):
+                    raise status_error(response.status, part, "but the answer is not the requested range")
             if (encoding := response.headers.get("Content-Encoding", "identity").lower()) != "identity":
                 text = f"{url!r} has Content-Encoding {clean(encoding)}. Serve the file without Content-Encoding."
                 raise ReadError(text)

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -143,7 +143,13 @@ class Bucket:
                 region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", region)
                 client = session.create_client("s3", region_name=region, **more)
             if not options.get("skip_signature") and "access_key_id" not in options and self._login is None:
-                self._login = _login(session)
+                from obstore.auth.boto3 import Boto3CredentialProvider
+
+                try:  # obstore calls it at most every 100 ms
+                    self._login = Boto3CredentialProvider(session, ttl=timedelta(minutes=1))
+                except ValueError as error:
+                    text = "For a public bucket, set `source.remote.options.anon=true`."
+                    raise SourceError(f"no AWS credentials were found. {text}") from error
         except BotoCoreError as error:
             raise SourceError(f"{redact(self.url)!r} cannot be opened: {clean(str(error))}.") from error
         options["endpoint"], options["region"] = client.meta.endpoint_url, client.meta.region_name or "us-east-1"
@@ -190,8 +196,7 @@ class Bucket:
             answer = store.get(key)
             if answer.range[1] > part.limit:
                 raise too_long(part)
-            data: bytes = answer.bytes().to_bytes()
-            return data
+            return bytes(answer.bytes())
 
     def info(self, part: Range) -> tuple[int, str]:
         """Size and version of an object."""
@@ -242,18 +247,6 @@ def _reason(error: Exception, part: Range) -> Exception:
     if isinstance(error, ValueError) or "parsing Path" in text or "empty path segment" in text:
         return ReadError(f"obstore reads no key with an empty part, a control character, . or ..: {clean(text)}")
     return StatusError(clean(": ".join([text, *_CAUSE.findall(causes)[-1:]])))
-
-
-def _login(session: Any) -> Callable[[], Any]:
-    """A function that returns the credentials that botocore finds, and renews them when they expire."""
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
-    try:
-        return Boto3CredentialProvider(session, ttl=timedelta(minutes=1))  # obstore calls it at most every 100 ms
-    except ValueError as error:
-        raise SourceError(
-            "no AWS credentials were found. For a public bucket, set `source.remote.options.anon=true`."
-        ) from error
 
 
 def _size_and_version(info: Mapping[str, Any]) -> tuple[int, str]:

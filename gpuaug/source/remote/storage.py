@@ -191,7 +191,7 @@ class Storage:
         ``root`` is a path, a URL, or a list of these. Each names a file or folder, and may contain ``{000..099}``,
         ``{a,b}`` or ``*``. In folders, only files with ``ending`` are listed.
         """
-        files: list[tuple[str, FileInfo | None]] = []
+        files: list[FileInfo] = []
         for item in list(root) if isinstance(root, Sequence) and not isinstance(root, str) else [root]:
             if not isinstance(item, str | os.PathLike) or not os.fspath(item) or "\0" in str(item):
                 raise ConfigError(f"`source.root` must be paths or URLs of {ending} files. Found: {item!r}.")
@@ -201,48 +201,45 @@ class Storage:
                     raise SourceError(
                         f"`source.root` must name {ending} files, or a folder of them. Found: {redact(path)!r}."
                     )
-                files += sorted(named.items())
+                files += sorted(named)
         if not files:
             raise ConfigError(f"`source.root` must name {ending} files. Found: {root!r}.")
-        known = dict(files)
-        if len(known) < len(files):
-            twice = next(path for path, count in Counter(path for path, _ in files).items() if count > 1)
-            raise SourceError(f"`source.root` must name each file once. Found twice: {redact(twice)!r}.")
-        missing = [path for path, info in files if info is None]
-        known |= zip(missing, self.stat(missing), strict=True)
-        found = [info for info in known.values() if info is not None]
+        path, count = Counter(info.path for info in files).most_common(1)[0]
+        if count > 1:
+            raise SourceError(f"`source.root` must name each file once. Found twice: {redact(path)!r}.")
+        more = {info.path: info for info in self.stat([info.path for info in files if info.size < 0])}
+        found = [more.get(info.path, info) for info in files]
         if unknown := [info.path for info in found if info.size < 0]:
             raise SourceError(f"{redact(unknown[0])!r}: the server reports no size. Use another server, or a copy.")
         return found
 
-    def _match(self, path: str, ending: str) -> dict[str, FileInfo | None]:
-        """The files that a path, a folder or a pattern names. None: the size is not known yet."""
+    def _match(self, path: str, ending: str) -> list[FileInfo]:
+        """The files that a path, a folder or a pattern names. Size -1: not known yet."""
         pattern = None
         if "*" in path:
             path, pattern = split(path)
             if "*" in path:
                 raise ConfigError(f"`source.root` may contain * only in its last part. Found: {redact(path)!r}.")
         elif path.split("?", 1)[0].lower().endswith(ending) and (is_url(path) or not os.path.isdir(path)):
-            return {path: None}
+            return [FileInfo(path, -1, "")]
         if is_url(path):
-            return {
-                join(path, key): None if size < 0 else FileInfo(join(path, key), size, version)
+            return [
+                FileInfo(join(path, key), size, version)
                 for key, size, version in self.find(path)  # an HTML listing has no sizes
                 if (key.lower().endswith(ending) if pattern is None else fnmatchcase(key, pattern) and "/" not in key)
-            }
+            ]
         if pattern is not None:
-            return dict.fromkeys(glob.iglob(os.path.join(glob.escape(path), pattern)))
-        return dict.fromkeys(
-            os.path.join(above, x) for above, _, names in os.walk(path) for x in names if x.lower().endswith(ending)
-        )
+            return [FileInfo(x, -1, "") for x in glob.iglob(os.path.join(glob.escape(path), pattern))]
+        paths = (os.path.join(above, x) for above, _, names in os.walk(path) for x in names)
+        return [FileInfo(x, -1, "") for x in paths if x.lower().endswith(ending)]
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
         self._system = lru_cache(None)(self._open)
         self._threads = ThreadPoolExecutor(self.remote.concurrency, thread_name_prefix="gpuaug-remote")
         self._open_file = lru_cache(OPEN_FILES)(local.OpenFile)
         self._stop = threading.Event()  # set by Ctrl-C, to end pauses between tries
         self._disk = None if self.remote.cache is None else Disk(self.remote.cache, max_bytes=self.remote.cache_bytes)
+        self._pid = os.getpid()  # last: a thread that sees it uses the new pool. The parent's has no threads here
 
     def _reset_after_fork(self) -> None:
         if self._pid != os.getpid():
