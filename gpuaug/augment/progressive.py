@@ -56,10 +56,10 @@ class Progressive(ReadOnly):
             checks.instance(f"augment.stages.{key}", stage, Augment, MultiView)
             if first in given:
                 raise ConfigError(f"`augment.stages` must have one recipe per epoch. Found: two for {first}.")
-            if backend is not None and isinstance(stage, MultiView):
-                stage = MultiView(views={view.name: view.augment for view in stage.views}, backend=backend)
-            elif backend is not None:
+            if backend is not None and isinstance(stage, Augment):
                 stage = stage.replace(backend=backend)
+            elif backend is not None:
+                stage = MultiView(views={view.name: view.augment for view in stage.views}, backend=backend)
             given[first] = stage
         if 0 not in given:
             raise ConfigError(f"`augment.stages` must have a stage for epoch 0. Found: {sorted(given) or 'none'}.")
