@@ -123,14 +123,11 @@ class Objects:
         return replace(self, **{name: column[keep] for name, column in columns.items()})
 
     def rows(self, keep_rows: Int64) -> Objects:
-        """Return the objects of some images. Image ``keep_rows[i]`` becomes image i. No image may occur twice."""
-        number = np.full(len(self.sizes), -1, dtype=np.int64)
-        number[keep_rows] = np.arange(len(keep_rows))
-        sample = number[self.sample]
-        order = np.argsort(sample, kind="stable")
+        """Return the objects of some images. ``keep_rows`` is ascending; image ``keep_rows[i]`` becomes image i."""
+        kept = self.take(np.isin(self.sample, keep_rows))
         fractions = None if self.fractions is None else self.fractions[keep_rows]
-        images = replace(self, sample=sample, sizes=self.sizes[keep_rows], fractions=fractions)
-        return images.take(order[np.searchsorted(sample[order], 0) :])
+        sample = np.searchsorted(keep_rows, kept.sample)
+        return replace(kept, sample=sample, sizes=self.sizes[keep_rows], fractions=fractions)
 
 
 OBJECT_COLUMNS = ("sample", "boxes", "labels", "keypoints", "crowd", "area", "ids")  # one entry per object

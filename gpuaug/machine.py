@@ -1,4 +1,4 @@
-"""This machine's CPUs, memory, limits, NVIDIA devices and local rank, and the results of ``gpuaug doctor``.
+"""This machine's CPUs, memory, NVIDIA devices and local rank, and the results of ``gpuaug doctor``.
 
 Only :func:`choose_device` may start CUDA or import large packages. Missing files in /proc and /sys raise no errors.
 """
@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -110,21 +109,6 @@ def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
             yield here
             here = here.parent
         yield base  # in a container, /proc may name a path that only the host has, so all folders above are missing
-
-
-def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
-    """Shared memory in bytes: (size, free)."""
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return None
-    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-
-
-def limit(name: str) -> tuple[int, int]:
-    """(soft, hard) values of a resource limit such as ``NOFILE``; -1: unlimited."""
-    soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
-    return (-1 if soft == resource.RLIM_INFINITY else soft), (-1 if hard == resource.RLIM_INFINITY else hard)
 
 
 def gpus(root: str = NVIDIA) -> list[str]:

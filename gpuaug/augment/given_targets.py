@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from gpuaug.targets.rules import Boxes, Keypoints, Masks, Targets
 def augment_targets(
     recipe: Any,
     drawn: Any,
-    given: Given,
+    given: Mapping[str, Any],
     *,
     size: tuple[int, int],
     indices: Int64,
@@ -36,9 +36,12 @@ def augment_targets(
 ) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
     """Move the targets of decoded images. Returns crop windows, choices and targets of every view.
 
-    ``drawn``: the random numbers; ``size``: (H, W) of the images; ``indices``: sample numbers.
+    ``drawn``: the random numbers; ``given``: masks, boxes, labels, keypoints and targets of the call, or None;
+    ``size``: (H, W) of the images; ``indices``: sample numbers.
     """
-    rules = _rules(given)
+    checks.instance("targets", given["targets"], Targets, optional=True)
+    kinds: dict[str, Any] = {"masks": Masks, "boxes": Boxes, "keypoints": Keypoints}
+    rules = given["targets"] or Targets(**{name: kind() for name, kind in kinds.items() if given[name] is not None})
     for view in (view for view in recipe.views if view.copy == 0):
         check_carried(view.augment.prepared, rules.names)
         for name in sorted(set(getattr(view.augment.crop, "needs", ())) - set(rules.names)):
@@ -48,7 +51,7 @@ def augment_targets(
     stage = TargetMover(rules, recipe)
     decoded = None
     if rules.masks is not None:
-        decoded = _label_maps(given.masks, rules.masks, (len(indices), *size), stage.lookup)
+        decoded = _label_maps(given["masks"], rules.masks, (len(indices), *size), stage.lookup)
     objects = by_rules(replace(table, ids=np.arange(len(table))), rules)
     sizes = np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
     matrices = np.tile(np.eye(3), (len(indices), 1, 1))
@@ -61,32 +64,11 @@ def augment_targets(
     return windows, chosen, stage.finish(views, torch.from_numpy(indices), bad=[], keep=None, device=device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Targets that a caller gives with decoded images, and the rules for them."""
-
-    masks: Tensor | None
-    boxes: Sequence[Any] | None
-    labels: Sequence[Any] | None
-    keypoints: Sequence[Any] | None
-    targets: Targets | None
-
-
-def _rules(given: Given) -> Targets:
-    """The caller's rules, or the default rules for what was given."""
-    checks.instance("targets", given.targets, Targets, optional=True)
-    return given.targets or Targets(
-        masks=None if given.masks is None else Masks(),
-        boxes=None if given.boxes is None else Boxes(),
-        keypoints=None if given.keypoints is None else Keypoints(),
-    )
-
-
-def _table(given: Given, rules: Targets, count: int) -> Objects:
+def _table(given: Mapping[str, Any], rules: Targets, count: int) -> Objects:
     """The objects of ``count`` images in one table."""
     columns = dict[str, Any]()  # an array of each image, or one array of all
     for name in dict.fromkeys([*rules.names, "boxes", "labels", "keypoints"]):
-        value = getattr(given, name)
+        value = given[name]
         if value is None and name not in rules.names:
             continue
         listed = isinstance(value, Tensor | np.ndarray | Sequence) and getattr(value, "ndim", 1) > 0

@@ -278,10 +278,10 @@ class RecipeBase(ReadOnly):
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
         size, chosen, moved = (images.shape[1], images.shape[2]), None, None
         if any(given[name] is not None for name in ("masks", "boxes", "keypoints")):
-            from gpuaug.augment.given_targets import Given, augment_targets  # not needed without targets
+            from gpuaug.augment.given_targets import augment_targets  # not needed without targets
 
             windows, chosen, moved = augment_targets(
-                self, drawn, Given(**given), size=size, indices=numbers.astype(np.int64), device=images.device
+                self, drawn, given, size=size, indices=numbers.astype(np.int64), device=images.device
             )
         else:
             for name in ("targets", "labels"):

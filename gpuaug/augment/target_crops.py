@@ -28,6 +28,7 @@ from gpuaug.augment.crop import (
 from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, pick, scale
+from gpuaug.targets.geometry import both
 
 LARGEST_SCALE = 100.0  # maximum of `scale`, `zoom_out` and `sampler_options`; more is surely a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
@@ -420,17 +421,13 @@ class RandomIoUCrop(Crop):
 
 def _overlaps(boxes: Float64, start: Int64, stop: Int64) -> Float64:
     """IoU of boxes [m, 4] with crops [m, trials, 2]: float64 [m, trials]; -1 if the box's centre is outside."""
-    inside = np.ones(start.shape[:2], dtype=bool)
-    shared, box, crop = np.ones(start.shape[:2]), np.ones((len(boxes), 1)), np.ones(start.shape[:2])
+    low, high = boxes[:, None, :2], boxes[:, None, 2:]
+    first, last = start.astype(np.float64), stop.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):  # annotations may hold NaN or infinity
-        for axis in range(2):
-            low, high = boxes[:, axis, None], boxes[:, 2 + axis, None]
-            first, last = start[..., axis].astype(np.float64), stop[..., axis].astype(np.float64)
-            centre = 0.5 * (low + high)
-            inside &= (first < centre) & (centre < last)
-            shared *= np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
-            box *= high - low
-            crop *= last - first
+        centre = 0.5 * (low + high)
+        inside = both((first < centre) & (centre < last))
+        common = np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
+        shared, box, crop = (sides[..., 0] * sides[..., 1] for sides in (common, high - low, last - first))
         union = box + crop - shared
         iou = shared / np.where(union > 0, union, 1.0)
     return np.where(inside, np.nan_to_num(iou, nan=0.0), -1.0)

@@ -27,13 +27,13 @@ from gpuaug.native import buffers
 from gpuaug.source.base import Source
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets, upload
+from gpuaug.targets.geometry import Float64
 from gpuaug.targets.masks import Erased, Warp
 from gpuaug.targets.objects import by_rules, carry, output_keypoints
 from gpuaug.targets.rules import Masks, Targets
 
 log = logging.getLogger("gpuaug")
 
-Float64 = NDArray[np.float64]
 LARGEST_BYTE = 255
 _SHOWN = 8  # values in a warning
 
@@ -153,7 +153,6 @@ class TargetMover:
                 upright.objects,
                 crop=crop,
                 ops=ops,
-                size=window.size,
                 rules=self.rules,
                 flip=self.flip,
                 centres=bool(getattr(view.augment.crop, "centres", False)),
@@ -211,14 +210,8 @@ class TargetMover:
                 warps = self._begin(views, count, device, small=small and self._largest <= LARGEST_BYTE)
             for view, warp in zip(views, warps, strict=True):
                 assert view.masks is not None
-                masks.place(
-                    decoded,
-                    view.windows.take(rows),
-                    view.masks.numpy()[rows[0] : rows[-1] + 1],
-                    warp=None if warp is None else warp.rows(rows),
-                    fill=self.fill,
-                    threads=threads,
-                )
+                out, own = view.masks.numpy()[rows[0] : rows[-1] + 1], None if warp is None else warp.rows(rows)
+                masks.place(decoded, view.windows.take(rows), out, warp=own, fill=self.fill, threads=threads)
             first += len(decoded)
             del decoded
         for view in views if self._instances else ():
@@ -258,46 +251,42 @@ class TargetMover:
         rows to keep; None: all.
         """
         rows = np.arange(len(indices)) if keep is None else keep.numpy()
-        return [self._finish(view, indices, bad=bad, rows=rows, device=device) for view in views]
+        made = []
+        for view in views:
+            objects = view.objects
+            if len(bad):
+                objects = objects.take(~np.isin(objects.sample, bad))
+            if len(rows) < len(indices):
+                objects = objects.rows(rows)
+            corners = None if objects.boxes is None else objects.boxes.astype(np.float32)
+            columns = (corners, objects.labels, output_keypoints(objects, self.rules), objects.sample)
+            boxes, labels, keypoints, sample = upload(columns, device)
+            windows = view.windows
+            covered = np.concatenate([windows.offset, windows.offset + windows.resized], axis=1)
+            covered = np.clip(covered, 0, [*windows.size, *windows.size])
+            made.append(
+                BatchTargets(
+                    masks=self._finished_masks(view, bad, rows, device),
+                    boxes=boxes,
+                    labels=labels,
+                    keypoints=keypoints,
+                    sample=sample,
+                    counts=torch.from_numpy(objects.counts),
+                    ids=torch.from_numpy(view.table.ids[objects.ids]),
+                    crowd=torch.from_numpy(objects.crowd),
+                    area=torch.from_numpy(objects.area),
+                    indices=indices[rows],
+                    image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
+                    sizes=torch.from_numpy(view.sizes[rows]),
+                    covered=torch.from_numpy(covered[rows].astype(np.int64)),
+                    matrices=torch.from_numpy(view.matrices[rows]),
+                    size=windows.size,
+                    instances=self._instances,
+                )
+            )
+        return made
 
-    def _finish(
-        self, view: TargetView, indices: Tensor, *, bad: Sequence[int], rows: Int64, device: torch.device
-    ) -> BatchTargets:
-        objects = view.objects
-        if len(bad):
-            objects = objects.take(~np.isin(objects.sample, bad))
-        if len(rows) < len(indices):
-            objects = objects.rows(rows)
-        corners = None if objects.boxes is None else objects.boxes.astype(np.float32)
-        columns = (corners, objects.labels, output_keypoints(objects, self.rules), objects.sample)
-        boxes, labels, keypoints, sample = upload(columns, device)
-        assert labels is not None
-        assert sample is not None
-        windows = view.windows
-        covered = np.concatenate([windows.offset, windows.offset + windows.resized], axis=1)
-        covered = np.clip(covered, 0, [*windows.size, *windows.size])
-        return BatchTargets(
-            masks=self._finished_masks(view, bad=bad, rows=rows, device=device),
-            boxes=boxes,
-            labels=labels,
-            keypoints=keypoints,
-            sample=sample,
-            counts=torch.from_numpy(objects.counts),
-            ids=torch.from_numpy(view.table.ids[objects.ids]),
-            crowd=torch.from_numpy(objects.crowd),
-            area=torch.from_numpy(objects.area),
-            indices=indices[rows],
-            image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
-            sizes=torch.from_numpy(view.sizes[rows]),
-            covered=torch.from_numpy(covered[rows].astype(np.int64)),
-            matrices=torch.from_numpy(view.matrices[rows]),
-            size=windows.size,
-            instances=self._instances,
-        )
-
-    def _finished_masks(
-        self, view: TargetView, *, bad: Sequence[int], rows: Int64, device: torch.device
-    ) -> Tensor | None:
+    def _finished_masks(self, view: TargetView, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
         if view.masks is None:
             return None
         made = buffers.to_device(view.masks, device)
@@ -305,7 +294,8 @@ class TargetMover:
             if isinstance(move, Elastic):
                 made = move.apply(made, self.fill)
                 continue
-            moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | (move.counts > 0))
+            loses = np.isfinite(move.areas[:, :, 9]).any(axis=1)
+            moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | loses)
             if len(moved):
                 at = buffers.to_device(torch.from_numpy(moved), device)
                 made = made.index_copy(0, at, masks.gather(made.index_select(0, at), move.rows(moved), self.fill))

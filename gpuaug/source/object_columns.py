@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,19 +19,15 @@ def read_objects(
     table: Any, name: str, *, classes: Mapping[str, int] | None, box_format: BoxFormat, place: str
 ) -> tuple[ObjectTable, list[str] | None]:
     """The objects in the column ``name`` of an Arrow table, and the class names."""
-    column = table.column(name).combine_chunks()
-    count, names = len(column), class_names(table.schema, name, objects=True)
+    column, names = table.column(name).combine_chunks(), class_names(table.schema, name, objects=True)
     known = names if classes is None else list(classes)
-    rows, reasons = np.arange(count), dict[int, str]()
     fields = _fields(column, place)
-    # remove one kind of damage at a time: a check works only on rows that passed the checks before it
-    while bad := next(filter(None, _checks(fields)), None):
-        reasons |= {int(rows[row]): reason for row, reason in bad.items()}
-        keep = ~np.isin(np.arange(len(rows)), list(bad))
-        column, rows = column.filter(import_pyarrow().array(keep)), rows[keep]
-        fields = _fields(column, place)
-    counts = np.zeros(count, dtype=np.int64)
-    counts[rows] = fields["boxes"].counts
+    reasons = _damage(fields)
+    good = ~np.isin(np.arange(len(column)), list(reasons))
+    if reasons:
+        fields = _fields(column.filter(import_pyarrow().array(good)), place)
+    counts = np.zeros(len(column), dtype=np.int64)
+    counts[good] = fields["boxes"].counts
     values = _values(fields, box_format)
     if "labels" not in fields:
         values["labels"] = np.zeros(len(fields["boxes"].values), dtype=np.int64)
@@ -162,34 +158,29 @@ def _fields(column: Any, place: str) -> dict[str, _ListColumn]:
     }
 
 
-def _checks(fields: dict[str, _ListColumn]) -> Iterator[dict[int, str]]:
-    """Yield, for each kind of damage that an ObjectTable cannot hold, the damaged rows and why they cannot be used."""
-    boxes = fields["boxes"]
-    for part in fields.values():
-        yield dict.fromkeys(np.flatnonzero(part.counts < 0).tolist(), f"`{part.name}` is null")
-        yield {
-            row: f"`{part.name}` has {part.counts[row]} entries, but `{boxes.name}` has {boxes.counts[row]}"
-            for row in np.flatnonzero(part.counts != boxes.counts).tolist()
-        }
-    row_of = np.repeat(np.arange(len(boxes.counts)), boxes.counts)
+def _damage(fields: dict[str, _ListColumn]) -> dict[int, str]:
+    """Why rows cannot be in an ObjectTable. A row has the first reason that is found."""
+    boxes, reasons = fields["boxes"], dict[int, str]()
+    for name, counts, _ in fields.values():
+        for row in np.flatnonzero((counts < 0) | (counts != boxes.counts)).tolist():
+            text = f"has {counts[row]} entries, but `{boxes.name}` has {boxes.counts[row]}"
+            reasons.setdefault(row, f"`{name}` {'is null' if counts[row] < 0 else text}")
 
-    def rows(objects: NDArray[np.bool_], text: str) -> dict[int, str]:
-        return dict.fromkeys(np.unique(row_of[objects]).tolist(), text)
+    def add(field: str, bad: NDArray[np.bool_], text: str) -> None:
+        name, counts, _ = fields[field]
+        rows = np.repeat(np.arange(len(counts)), np.maximum(counts, 0))[bad]
+        reasons.update({row: f"`{name}` {text}" for row in rows.tolist() if row not in reasons})
 
-    yield rows(_lengths(boxes.values) != 4, f"`{boxes.name}` of each object must be 4 numbers")
+    add("boxes", _lengths(boxes.values) != 4, "of each object must be 4 numbers")
     if "labels" in fields:
-        name, _, values = fields["labels"]
-        yield rows(
-            np.array(values.is_null().to_numpy(zero_copy_only=False), dtype=bool), f"`{name}` of an object is null"
-        )
+        add("labels", fields["labels"].values.is_null().to_numpy(zero_copy_only=False), "of an object is null")
     if "keypoints" in fields:
-        name, _, values = fields["keypoints"]
-        lengths = _amounts(values)
-        yield rows(lengths > 3 * MOST_KEYPOINTS, f"`{name}` must have at most {MOST_KEYPOINTS} points for an object")
+        lengths = _amounts(fields["keypoints"].values)
+        add("keypoints", lengths > 3 * MOST_KEYPOINTS, f"must have at most {MOST_KEYPOINTS} points for an object")
         wanted = _points(lengths)
-        text = f"`{name}` of each object must be {wanted} numbers: for each point x, y and visibility (0, 1 or 2)"
-        has = lengths > 0
-        yield rows(np.asarray((lengths == -2) | (has & (lengths != wanted)) | (wanted % 3 != 0)), text)
+        text = f"of each object must be {wanted} numbers: for each point x, y and visibility (0, 1 or 2)"
+        add("keypoints", (lengths == -2) | ((lengths > 0) & (lengths != wanted)) | (wanted % 3 != 0), text)
+    return reasons
 
 
 def _values(fields: dict[str, _ListColumn], box_format: BoxFormat) -> dict[str, Any]:
@@ -212,8 +203,9 @@ def _values(fields: dict[str, _ListColumn], box_format: BoxFormat) -> dict[str, 
 
 
 def _points(lengths: NDArray[np.int64]) -> int:
-    """The most frequent length above 0; 0 if no object has keypoints."""
-    return int(np.bincount(lengths[lengths > 0]).argmax()) if (lengths > 0).any() else 0
+    """The most frequent length that is possible; 0 if no object has keypoints."""
+    possible = lengths[(lengths > 0) & (lengths <= 3 * MOST_KEYPOINTS)]
+    return int(np.bincount(possible).argmax()) if len(possible) else 0
 
 
 def _is_list(kind: Any) -> bool:

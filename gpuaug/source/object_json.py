@@ -58,17 +58,13 @@ def parse(
         if "labels" in columns:
             columns["labels"] = _labels(columns["labels"], names["labels"], classes)
         for field, unknown in (("crowd", 0), ("area", np.nan), ("ids", -1)):
-            columns[field] = (
-                [unknown if value is None else value for value in columns[field]] if field in columns else None
-            )
+            if field in columns:
+                columns[field] = [unknown if value is None else value for value in columns[field]]
         points = columns.pop("keypoints", [None] * len(boxes))
         if num_keypoints is not None:
             columns["keypoints"] = _keypoints(points, num_keypoints)
-        arrays = as_arrays(
-            columns,
-            num_keypoints=num_keypoints,
-            names={field: f"`{name}`" for field, name in names.items()},
-        )
+        quoted = {field: f"`{name}`" for field, name in names.items()}
+        arrays = as_arrays(columns, num_keypoints=num_keypoints, names=quoted)
         with np.errstate(over="ignore"):  # `find_faults` refuses infinite coordinates
             target: dict[str, Any] = {name: arrays[name].astype(kind) for name, kind, _, _ in COLUMNS if name in arrays}
     except RecursionError:
@@ -99,7 +95,11 @@ def _columns(value: Any) -> tuple[dict[str, Any], dict[str, str]]:
     if isinstance(value, dict):
         inner = next((value[name] for name in ("objects", "annotations") if name in value), value)
     if isinstance(inner, list):
-        return _from_rows(inner)
+        for k, row in enumerate(inner):
+            if not isinstance(row, dict):
+                raise ValueError(f"object {k} must have named fields, such as bbox. Found: {row!r:.100}")
+        names = {"boxes": "bbox", **column_names({name for row in inner for name in row})}
+        return {field: [row.get(name) for row in inner] for field, name in names.items()}, names
     if not isinstance(inner, dict):
         raise ValueError(f"it must be a list of objects, or have `objects` or `annotations`. Found: {inner!r:.100}")
     names = column_names(inner)
@@ -110,14 +110,6 @@ def _columns(value: Any) -> tuple[dict[str, Any], dict[str, str]]:
         if not isinstance(column, list):
             raise ValueError(f"`{names[field]}` must be a list with one entry per object. Found: {column!r:.100}")
     return columns, names
-
-
-def _from_rows(rows: list[Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    for k, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"object {k} must have named fields, such as bbox. Found: {row!r:.100}")
-    names = {"boxes": "bbox", **column_names({name for row in rows for name in row})}
-    return {field: [row.get(name) for row in rows] for field, name in names.items()}, names
 
 
 def _labels(values: list[Any], name: str, classes: Mapping[str, int] | None) -> list[Any]:

@@ -243,7 +243,9 @@ class PackedSource(ListedSource):
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
-            manifest = parse(self._storage.read_file(join(self.root, MANIFEST)))
+            # without the disk cache, which would return the old manifest after another run of `gpuaug pack`
+            uncached = Storage(replace(self._storage.remote, cache=None))
+            manifest = parse(uncached.read_file(join(self.root, MANIFEST)))
         except FileNotFoundError as error:
             raise SourceError(
                 f"`source.root` must be a folder that `gpuaug pack` has finished. Found no {MANIFEST} in "
@@ -263,7 +265,7 @@ class PackedSource(ListedSource):
     def _array(self, name: str, dtype: Any, *shape: int) -> NDArray[Any]:
         size, expected = self.manifest["files"].get(name, (0, ""))
         try:
-            data = self._storage.read_file(join(self.root, name), limit=size)
+            data = self._storage.read_file(join(self.root, name), limit=size, version=expected)
             if digest(data) != expected:
                 raise ValueError("its content does not match its checksum")
             if name.endswith(".bin"):

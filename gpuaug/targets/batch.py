@@ -157,7 +157,7 @@ class BatchTargets:
         return torch.cat([(low + high) / 2, high - low], dim=1) / low.new_tensor([width, height, width, height])
 
 
-def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[Tensor | None]:
+def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[Any]:
     """Copy arrays to the device in one transfer, without waiting. None stays None."""
     if device.type == "cpu":
         return [None if array is None else torch.from_numpy(array) for array in arrays]

@@ -19,7 +19,7 @@ Float64 = NDArray[np.float64]
 
 def orientation(exif: Int64, stored: Int64) -> Float64:
     """Matrices [B, 3, 3] from stored images to upright images. ``stored``: [B, 2], (height, width)."""
-    m = _identities(len(exif))
+    m = np.tile(np.eye(3), (len(exif), 1, 1))
     flip = FLIPPED[exif, ::-1]  # (x, y); a flip maps x to width - x, or y to height - y
     m[:, (0, 1), (0, 1)] -= 2 * flip
     m[:, :2, 2] = flip * stored[:, ::-1]
@@ -30,7 +30,7 @@ def orientation(exif: Int64, stored: Int64) -> Float64:
 
 def crop(windows: CropWindows) -> Float64:
     """Matrices [B, 3, 3] from upright images to the canvas, which is the output before the operations."""
-    m = _identities(len(windows))
+    m = np.tile(np.eye(3), (len(windows), 1, 1))
     scale = windows.resized / windows.window[:, 2:]  # (y, x)
     start = windows.offset - windows.window[:, :2] * scale
     for axis, row in ((1, 0), (0, 1)):
@@ -54,9 +54,7 @@ def points(m: Float64, xy: Float64) -> Float64:
 
     A perspective puts a point behind the viewer if the homogeneous coordinate w is not positive.
     """
-    return np.array(
-        _mapped(m, xy[..., 0].T, xy[..., 1].T)
-    ).T  # memory order [2, K, N]: the next `_mapped` copies nothing
+    return np.array(_mapped(m, xy[..., 0].T, xy[..., 1].T)).T  # in memory [2, K, N]: the next `_mapped` copies nothing
 
 
 def hulls(m: Float64, boxes: Float64) -> Float64:
@@ -178,7 +176,3 @@ def _mapped(m: Float64, x: Float64, y: Float64) -> tuple[Float64, Float64]:
         w = m[2, 0] * x + m[2, 1] * y + m[2, 2]
         w[~(w > 0)] = np.nan
         return (m[0, 0] * x + m[0, 1] * y + m[0, 2]) / w, (m[1, 0] * x + m[1, 1] * y + m[1, 2]) / w
-
-
-def _identities(count: int) -> Float64:
-    return np.tile(np.eye(3), (count, 1, 1))

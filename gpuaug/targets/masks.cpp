@@ -15,7 +15,7 @@ struct Task {
     const uint8_t* src;          // first pixel of the mask; null: the output becomes `fill`
     int64_t row, column;         // bytes to the pixel below, and to the pixel on the right
     const double* inverse;       // [3, 3], output to canvas; null: the identity
-    const double* areas;         // [count, 15], see Warp in masks.py
+    const double* areas;         // [count, 15], see Warp in masks.py; an infinite x1: no area
     void* out;                   // [H, W], contiguous
     int32_t bytes;               // of one pixel of the mask: 1 or 4
     int32_t top, left, height, width;  // window of the mask
@@ -131,14 +131,6 @@ struct Worker {
         }
     }
 
-    template <bool affine>
-    void warp(const double* m, Out* __restrict out) {
-        for (int64_t i = 0; i < H; ++i, out += W) {
-            locate<affine>(m, i, sources.data());
-            take(canvas.data(), sources.data(), W, out);
-        }
-    }
-
     // Pixels inside a rectangle of a canvas, or outside it, get a value. All other pixels stay.
     void cover(const double* area, Out* __restrict out) const {
         const double *const m = area, x1 = area[9], y1 = area[10], x2 = area[11], y2 = area[12];
@@ -157,7 +149,8 @@ struct Worker {
 
     void run(const Task& t) {
         move(t);
-        for (int32_t k = 0; k < t.count; ++k) cover(t.areas + 15 * k, static_cast<Out*>(t.out));
+        for (const double* area = t.areas; area < t.areas + 15 * t.count; area += 15)
+            if (!std::isinf(area[9])) cover(area, static_cast<Out*>(t.out));
     }
 
     void move(const Task& t) {
@@ -183,8 +176,11 @@ struct Worker {
             const double u = static_cast<double>(j) + 0.5;
             xs[j] = m[0] * u, ys[j] = m[3] * u, ws[j] = m[6] * u;
         }
-        if (is_affine) warp<true>(m, out);
-        else warp<false>(m, out);
+        for (int64_t i = 0; i < H; ++i) {
+            if (is_affine) locate<true>(m, i, sources.data());
+            else locate<false>(m, i, sources.data());
+            take(canvas.data(), sources.data(), W, out + i * W);
+        }
     }
 };
 

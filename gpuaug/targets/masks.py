@@ -35,22 +35,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, Int32, Int64
+from gpuaug.batch import CropWindows, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.request import oriented_batch
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers, build
-from gpuaug.targets.geometry import inverse
+from gpuaug.targets.geometry import Float64, inverse
 from gpuaug.targets.rules import Masks
 
 Mask = NDArray[Any]  # uint8 or int32 [h, w]
-Float64 = NDArray[np.float64]
 
 _RUNS = b"GPUAUGRL"
 _RUNS_HEADER = 20  # bytes: magic, then height, width and count as uint32
 _MODES = ("L", "P", "1", "I;16", "I")
-_GRAY = b"\0"  # PNG's colour type
 # bytes per pixel while a mask is decoded, measured: 3 for a PNG of 8-bit gray or palette; up to 17 for 16 bits and run
 # lengths, and 20 with a table; 24 for colours
 _PLAIN_BYTES, _OTHER_BYTES = 4, 24
@@ -212,7 +210,7 @@ def decode(
         raise HeaderError(f"mask of {size[0]}x{size[1]} is larger than `decode.max_pixels` ({max_pixels})")
     colors = table is not None and table.colors
     if info is not None:
-        mask = _png(data, info.bits, size, colors)
+        mask = _png(data, info.bits, colors)
     elif colors:
         raise HeaderError("mask of run lengths holds numbers, not colours. Remove `targets.masks.colors`")
     else:
@@ -232,18 +230,21 @@ def peak_bytes(data: NDArray[np.uint8], pixels: int, *, changed: bool) -> int:
 
 def size_and_header(data: bytes) -> tuple[tuple[int, int], header.Header | None]:
     """(height, width) of an encoded mask, and its header; None for run lengths. HeaderError if they are damaged."""
-    if data.startswith(_RUNS):
-        return _runs_size(data), None
-    info = header.read(data)
-    return (info.height, info.width), info
+    if not data.startswith(_RUNS):
+        info = header.read(data)
+        return (info.height, info.width), info
+    if len(data) < _RUNS_HEADER:
+        raise HeaderError(f"runs truncated: {len(data)} bytes")
+    height, width, count = np.frombuffer(data, "<u4", 3, len(_RUNS)).tolist()
+    if len(data) != (needed := _RUNS_HEADER + 8 * count):
+        raise HeaderError(f"{count} runs must have {needed} bytes. Found: {len(data)}")
+    return (height, width), None
 
 
-def _png(data: bytes, bits: int, size: tuple[int, int], in_colors: bool) -> Mask:
+def _png(data: bytes, bits: int, in_colors: bool) -> Mask:
     if in_colors and bits > 8:
         raise HeaderError(f"mask with colours of {bits} bits: colours need 8 bits")
     values, mode = pillow.values(_checked(data), colors=in_colors)
-    if values.shape[:2] != size:
-        raise HeaderError(f"mask of {values.shape[0]}x{values.shape[1]}, but its header says {size[0]}x{size[1]}")
     if in_colors:
         return values
     if mode not in _MODES:
@@ -254,8 +255,8 @@ def _png(data: bytes, bits: int, size: tuple[int, int], in_colors: bool) -> Mask
     if bits > 8:
         return values.astype(np.int32)
     values = values.astype(np.uint8, copy=False)
-    if data[25:26] == _GRAY and bits in (2, 4):
-        values = values // np.uint8(255 // ((1 << bits) - 1))  # Pillow has scaled the values to 0..255
+    if data[25] == 0 and bits in (2, 4):  # gray, whose values Pillow has scaled to 0..255
+        values = values // np.uint8(255 // ((1 << bits) - 1))
     return values
 
 
@@ -271,15 +272,6 @@ def _checked(png: bytes) -> bytes:
     if kind != b"IEND" or end > len(png):
         raise HeaderError(f"png truncated: {len(png)} bytes")
     return b"".join(pieces)
-
-
-def _runs_size(data: bytes) -> tuple[int, int]:
-    if len(data) < _RUNS_HEADER:
-        raise HeaderError(f"runs truncated: {len(data)} bytes")
-    height, width, count = np.frombuffer(data, "<u4", 3, len(_RUNS)).tolist()
-    if len(data) != (needed := _RUNS_HEADER + 8 * count):
-        raise HeaderError(f"{count} runs must have {needed} bytes. Found: {len(data)}")
-    return height, width
 
 
 def _runs(data: bytes, size: tuple[int, int]) -> Mask:
@@ -311,13 +303,12 @@ class Warp(NamedTuple):
     Attributes:
         inverse: [n, 3, 3], from the output to the canvas before all operations.
         areas: [n, k, 15], rectangles of later canvases, in order: nine elements of the matrix from the output to this
-            canvas, then x1, y1, x2, y2, whether pixels inside (1) or outside (0) change, and their new value.
-        counts: int32 [n], how many areas each mask has.
+            canvas, then x1, y1, x2, y2, whether pixels inside (1) or outside (0) change, and their new value. An area
+            with an infinite x1 changes nothing.
     """
 
     inverse: Float64
     areas: Float64
-    counts: Int32
 
     @classmethod
     def of(cls, moves: Sequence[Float64 | Erased], size: tuple[int, int], fill: int) -> Warp:
@@ -338,15 +329,13 @@ class Warp(NamedTuple):
             after = move if after is None else after @ move
         back = np.broadcast_to(still, (count, 3, 3)) if after is None else inverse(after)
         if not areas:
-            return cls(back, np.empty((count, 0, 15)), np.zeros(count, dtype=np.int32))
-        there = np.stack(used[::-1], axis=1)
-        order = np.argsort(~there, axis=1, kind="stable")[:, : there.sum(axis=1).max(initial=0)]
-        stacked = np.take_along_axis(np.stack(areas[::-1], axis=1), order[..., None], axis=1)
-        stacked[~np.take_along_axis(there, order, axis=1)] = _NO_AREA
-        return cls(back, stacked, there.sum(axis=1).astype(np.int32))
+            return cls(back, np.empty((count, 0, 15)))
+        there, stacked = np.stack(used[::-1], axis=1), np.stack(areas[::-1], axis=1)
+        stacked[~there] = _NO_AREA
+        return cls(back, stacked[:, there.any(axis=0)])
 
     def rows(self, at: Int64) -> Warp:
-        return Warp(self.inverse[at], self.areas[at], self.counts[at])
+        return Warp(self.inverse[at], self.areas[at])
 
 
 def _areas(m: Float64 | None, boxes: Float64, inside: int, value: int) -> Float64:
@@ -407,7 +396,7 @@ def place(
         matrices, areas = (np.ascontiguousarray(x, dtype=np.float64) for x in warp[:2])  # alive until the call
         tasks["inverse"] = matrices.ctypes.data + np.arange(count, dtype=np.int64) * 72
         tasks["areas"] = areas.ctypes.data + np.arange(count, dtype=np.int64) * areas[0].nbytes
-        tasks["count"] = warp.counts
+        tasks["count"] = areas.shape[1]
     tasks["top"], tasks["left"], tasks["height"], tasks["width"] = windows.window.T
     tasks["to_height"], tasks["to_width"] = windows.resized.T
     tasks["y"], tasks["x"] = windows.offset.T
@@ -425,10 +414,8 @@ def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, warp: 
     if len(windows) != count or (warp is not None and warp.inverse.shape != (count, 3, 3)):
         matrices = "no matrices" if warp is None else f"matrices of shape {warp.inverse.shape}"
         raise ValueError(f"{count} masks, but {len(windows)} windows and {matrices}")
-    if warp is not None and (
-        warp.areas.shape != (count, warp.areas.shape[1], 15) or (warp.counts > warp.areas.shape[1]).any()
-    ):
-        raise ValueError(f"{count} masks, but areas of shape {warp.areas.shape} and counts {warp.counts.tolist()}")
+    if warp is not None and warp.areas.shape != (count, warp.areas.shape[1], 15):
+        raise ValueError(f"{count} masks, but areas of shape {warp.areas.shape}")
     if not 0 <= fill <= min(np.iinfo(out.dtype).max, _LARGEST):
         raise ValueError(f"fill {fill} does not fit into {out.dtype}")
     found = {mask.dtype for mask in masks if mask is not None}
@@ -450,19 +437,12 @@ def _place(mask: Mask | None, windows: CropWindows, k: int, out: Mask, warp: War
     top, left, height, width = windows.window[k].tolist()
     (h, w), (y, x) = windows.resized[k].tolist(), windows.offset[k].tolist()
     (y0, rows), (x0, columns) = (
-        _sources(at, to, size, start, extent)
+        (max(at, 0), start + (2 * np.arange(max(-at, 0), min(to, size - at)) + 1) * extent // (2 * to))
         for at, to, size, start, extent in ((y, h, out.shape[0], top, height), (x, w, out.shape[1], left, width))
     )
     out[y0 : y0 + len(rows), x0 : x0 + len(columns)] = mask[rows][:, columns]
     if warp is not None:
         out[:] = gather(torch.from_numpy(out)[None], warp.rows(np.array([k])), fill)[0].numpy()
-
-
-def _sources(at: int, to: int, size: int, start: int, extent: int) -> tuple[int, Int64]:
-    """The first canvas row in the resized window, and the mask row of each canvas row in it. Likewise for columns."""
-    first, last = max(at, 0), min(at + to, size)
-    i = np.arange(first - at, max(last, first) - at, dtype=np.int64)
-    return first, start + (2 * i + 1) * extent // (2 * to)
 
 
 def gather(masks: Tensor, warp: Warp, fill: int) -> Tensor:

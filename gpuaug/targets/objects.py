@@ -50,7 +50,6 @@ def carry(
     *,
     crop: Float64,
     ops: Sequence[Float64],
-    size: tuple[int, int],
     rules: Targets,
     flip: tuple[int, ...] | None,
     windows: CropWindows,
@@ -67,23 +66,24 @@ def carry(
         crop: matrices [B, 3, 3] from the annotated image to the first canvas. A crop can only scale, move, mirror and
             transpose.
         ops: matrices [B, 3, 3] from each canvas to the next. The last canvas is the output.
-        size: (H, W) of every canvas.
         rules: limits of boxes.
         flip: for each keypoint, the index of its mirror image. If the crop and the operations together mirror the
             image, the keypoints of each pair are exchanged.
-        windows: the crop's windows.
+        windows: the crop's windows. Their ``size`` is that of every canvas.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
     """
-    canvas = np.array([[0, 0, size[1], size[0]]], dtype=np.float64)
+    size, canvas = windows.size, np.array([[0, 0, *windows.size[::-1]]], dtype=np.float64)
     # the part of the first canvas that the image covers; empty if x2 <= x1 or y2 <= y1
     start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
     covered = np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
     if objects.boxes is not None:
         part, paths = covered[objects.sample], accumulate(ops, lambda path, op: op @ path)
         cut = geometry.hulls(crop[objects.sample], objects.boxes)
-        boxes, keep = _clip(cut, part)
-        if centres:
-            keep &= _centre_inside(cut, part)
+        start, stop = np.maximum(cut[:, :2], part[:, :2]), np.minimum(cut[:, 2:], part[:, 2:])
+        boxes, keep = np.concatenate([start, stop], axis=1), both(start <= stop)  # NaN is not kept
+        if centres:  # on the border is outside, as in torchvision's RandomIoUCrop
+            centre = (cut[:, :2] + cut[:, 2:]) / 2
+            keep &= both((centre > part[:, :2] + _ROUNDING) & (centre < part[:, 2:] - _ROUNDING))
         boxes, left = geometry.visible([path[objects.sample] for path in paths], boxes, size)
         keep &= (left >= 0) & _large_enough(boxes, left, cut, rules)  # NaN: nothing is left
         objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
@@ -105,18 +105,6 @@ def carry(
 def _half(rules: Targets) -> float:
     """0.5 if whole-number keypoint coordinates are pixel centres in the source, else 0."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
-
-
-def _clip(boxes: Float64, area: Float64) -> tuple[Float64, Bool]:
-    """Clip boxes [N, 4] to ``area`` [N or 1, 4]. Also return which boxes overlap ``area``; NaN does not overlap."""
-    start, stop = np.maximum(boxes[:, :2], area[:, :2]), np.minimum(boxes[:, 2:], area[:, 2:])
-    return np.concatenate([start, stop], axis=1), both(start <= stop)
-
-
-def _centre_inside(boxes: Float64, area: Float64) -> Bool:
-    """Whether the centres of boxes are inside ``area``, not on its border, as in torchvision's RandomIoUCrop."""
-    centre = (boxes[:, :2] + boxes[:, 2:]) / 2
-    return both((centre > area[:, :2] + _ROUNDING) & (centre < area[:, 2:] - _ROUNDING))
 
 
 def _large_enough(boxes: Float64, left: Float64, cut: Float64, rules: Targets) -> Bool:

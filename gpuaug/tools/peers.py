@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -55,10 +54,7 @@ def torchvision() -> tuple[Any, str]:
 
 def timm() -> Any:
     """The package ``timm``. Raises ConfigError if timm or torchvision cannot be imported."""
-    with _importing("timm", "Install it: pip install timm"):
-        if find_spec("timm") is None:  # timm's own import would first report a missing torchvision
-            raise ModuleNotFoundError("No module named 'timm'", name="timm")
-    torchvision()
+    torchvision()  # timm imports it
     with _importing("timm", "Install it: pip install timm"):
         import timm
     return timm

@@ -17,15 +17,18 @@ import numpy as np
 import pytest
 import torch
 from common import METHODS, started_by
+from pictures import encode
 from servers import bucket_of, client_of, files, options, proxied, s3, serving
 
 import gpuaug
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.read.reader import Reader
 from gpuaug.source import FolderSource, Remote, adapt
+from gpuaug.source.packed import PackedSource
 from gpuaug.source.paths import absolute, is_safe, join, redact, split
 from gpuaug.source.remote.disk import Disk, locked
 from gpuaug.source.remote.storage import Range, Storage
+from gpuaug.tools.pack.command import pack
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +348,10 @@ def test_a_changed_object_is_read_again(store, tmp_path):
     assert FolderSource(url, remote=remote)[0][0] == b"one"
     client_of(store).put_object(Bucket="changing", Key="train/a/x.jpg", Body=b"two")
     assert FolderSource(url, remote=remote)[0][0] == b"two"
+    for label in (3, 5):  # packed again at the same URL
+        pack([(encode(np.full((9, 8, 3), label, np.uint8)), label)], tmp_path / str(label), num_workers=0)
+        url = bucket_of(store, tmp_path / str(label), "changing", "packed")
+        assert PackedSource(url, remote=remote)[0][1] == label
 
 
 def size_of(folder):

@@ -44,10 +44,9 @@ def whole(size: Pair, to: Pair | None = None, count: int = 1) -> CropWindows:
     return windows([(0, 0, *size)] * count, [to or size] * count, [(0, 0)] * count, to or size)
 
 
-def warp(inverse: np.ndarray, areas: np.ndarray | None = None, counts: Any = 0) -> masks.Warp:
-    """Without ``areas``, no canvas but the first loses anything."""
-    n = len(inverse)
-    return masks.Warp(inverse, np.zeros((n, 0, 15)) if areas is None else areas, np.full(n, counts, dtype=np.int32))
+def warp(inverse: np.ndarray) -> masks.Warp:
+    """No canvas but the first loses anything."""
+    return masks.Warp(inverse, np.zeros((len(inverse), 0, 15)))
 
 
 def placed(parts: list, rows: CropWindows, inverse: Any = None, *, fill: int = 255, **more: Any) -> Any:
@@ -78,7 +77,7 @@ def written_out(mask: np.ndarray, rows: CropWindows, k: int, moved: masks.Warp |
                 if 0 <= row < h and 0 <= column < w:
                     at = top + (2 * row + 1) * height // (2 * h), left + (2 * column + 1) * width // (2 * w)
                     out[i, j] = mask[at]
-            for area in [] if moved is None else moved.areas[k, : moved.counts[k]].tolist():
+            for area in [] if moved is None else moved.areas[k].tolist():
                 x, y = position([area[:3], area[3:6], area[6:9]], i, j)
                 x1, y1, x2, y2, inside, value = area[9:]
                 if (x1 <= x < x2 and y1 <= y < y2) == inside:
@@ -152,9 +151,7 @@ def random_warp(rng: np.random.Generator, size: Pair, count: int) -> masks.Warp:
     areas[..., 13], areas[..., 14] = rng.random((count, 3)) < 0.5, rng.integers(0, 255, (count, 3))
     areas[rng.random((count, 3)) < 0.3] = masks._NO_AREA
     areas[0, :, 9:13], areas[0, :, 13] = [0, 0, *size[::-1]], 0  # canvases
-    counts = rng.integers(0, 4, count).astype(np.int32)
-    areas[np.arange(3) >= counts[:, None]] = masks._NO_AREA
-    return masks.Warp(np.stack([random_inverse(rng, size) for _ in range(count)]), areas, counts)
+    return masks.Warp(np.stack([random_inverse(rng, size) for _ in range(count)]), areas)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
@@ -271,8 +268,7 @@ def test_a_batch_is_its_rows_with_any_number_of_threads() -> None:
         ({"parts": [np.zeros((10, 10), np.int32)], "dtype": np.uint8}, "masks of int32 do not fit into uint8"),
         ({"parts": []}, "0 masks, but 1 windows"),
         ({"inverse": np.zeros((2, 3, 3))}, "matrices of shape"),
-        ({"inverse": masks.Warp(np.zeros((1, 3, 3)), np.zeros((1, 2, 14)), np.zeros(1))}, "areas of shape"),
-        ({"inverse": masks.Warp(np.zeros((1, 3, 3)), np.zeros((1, 2, 15)), np.full(1, 3))}, "areas of shape"),
+        ({"inverse": masks.Warp(np.zeros((1, 3, 3)), np.zeros((1, 2, 14)))}, "areas of shape"),
         ({"fill": 256}, "fill 256 does not fit into uint8"),
         ({"fill": -1}, "fill -1"),
         ({"dtype": np.float32}, "out must be a contiguous uint8, int32 or int64"),

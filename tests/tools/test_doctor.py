@@ -303,9 +303,9 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("finding", "status", "word"),
     [
-        (command.shared_memory((64 * 2**20, 50 * 2**20)), command.SLOW, "--shm-size"),
-        (command.shared_memory((64 * 2**20, 2**19)), command.BROKEN, "cannot start"),
-        (command.shared_memory((8 * GIB, 8 * GIB)), command.OK, ""),
+        (command.shared_memory((64 * 2**20, 0, 50 * 2**20)), command.SLOW, "--shm-size"),
+        (command.shared_memory((64 * 2**20, 0, 2**19)), command.BROKEN, "cannot start"),
+        (command.shared_memory((8 * GIB, 0, 8 * GIB)), command.OK, ""),
         (command.shared_memory(None), command.NOTE, ""),
         (command.open_files(64, 4096), command.BROKEN, "ulimit -n 4096"),
         (command.open_files(256, -1), command.SLOW, "ulimit -n 65536"),

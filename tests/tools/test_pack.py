@@ -650,7 +650,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     report = json.loads(file.read_text())
     assert report["images"] == 28
     assert main([*words, "format=uint8"]) == 0
-    assert "already finished" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,12 @@ class Storage:
         except OSError as error:
             return error
 
-    def read_file(self, path: str, *, limit: int = 0) -> bytes:
-        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: in bytes; 0: 1 GiB."""
-        (data,) = self.read([Range(path, most=limit)])
+    def read_file(self, path: str, *, limit: int = 0, version: str = "") -> bytes:
+        """All bytes of a file; OSError or ReadError if it cannot be read. ``limit``: in bytes; 0: 1 GiB.
+
+        The disk cache returns only bytes that it stored with the same ``version``.
+        """
+        (data,) = self.read([Range(path, most=limit, version=version)])
         if isinstance(data, Exception):
             raise data
         return data

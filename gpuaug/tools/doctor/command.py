@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
+import resource
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -146,23 +149,23 @@ def limits() -> Iterator[Finding]:
     good, text, default_works, _ = probe("workers")
     advice = "Set start_method to a method that works, or num_workers=0."
     yield Finding("start methods", text, OK if good else SLOW if default_works else BROKEN, advice)
-    yield shared_memory(machine.shared_memory())
-    yield open_files(*machine.limit("NOFILE"))
+    yield shared_memory(shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None)
+    yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield cpus(machine.cpus(), machine.cgroup_cpus())
 
 
-def shared_memory(sizes: tuple[int, int] | None) -> Finding:
-    """Check /dev/shm, which holds the list of samples. ``sizes``: (size, free) in bytes; None: no /dev/shm."""
+def shared_memory(sizes: tuple[int, int, int] | None) -> Finding:
+    """Check /dev/shm, which holds the list of samples. ``sizes``: (size, used, free) in bytes; None: no /dev/shm."""
     if sizes is None:
         return Finding("shared memory", "no /dev/shm on this system", NOTE)
-    size, free = sizes
+    size, _, free = sizes
     status = BROKEN if free < SHARED_LEAST else SLOW if free < SHARED_ENOUGH else OK
     advice = "Start Docker with --shm-size=1g: workers copy their source, or cannot start."
     return Finding("shared memory", f"{format_bytes(free)} of {format_bytes(size)} free", status, advice)
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Check the limit of open files; -1: unlimited."""
+    """Check the limit of open files. Unlimited is -1 on Linux, and ``sys.maxsize`` on macOS."""
     soft, hard = (sys.maxsize if limit < 0 else limit for limit in (soft, hard))
     status = BROKEN if soft < FILES_LEAST else SLOW if soft < FILES_ENOUGH else OK
     text = f"{soft} per process, can be raised to {hard}".replace(str(sys.maxsize), "unlimited")
@@ -211,9 +214,7 @@ def keep(name: str, answer: Answer) -> None:
     entries = {**machine.verdicts(), name: {"good": answer.good, "text": answer.text}}
     values = {"version": machine.VERDICTS_VERSION, "machine": machine.identity(), "verdicts": entries}
     try:
-        file = machine.verdicts_file()
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, because compiled code is there too
-        files.write(file, json.dumps(values, indent=1) + "\n")
+        files.write(machine.verdicts_file(), json.dumps(values, indent=1) + "\n")
     except (OSError, RuntimeError) as error:
         log.info("the results of doctor could not be stored: %s", error)
     machine.verdicts.cache_clear()

@@ -46,8 +46,6 @@ log = logging.getLogger("gpuaug")
 
 USED = ("source", "decode", "faults")  # `gpuaug pack` uses these keys of the loader
 AUGMENTED = ("augment", "seed")  # and, with `epochs`, these
-
-
 # columns of the index; a column that differs between the sizes has a name such as `224.offsets`
 COLUMNS: dict[str, Any] = {
     "numbers": np.int64, "offsets": np.int64, "lengths": np.int32, "checksums": np.int64, "shapes": np.int32,
@@ -77,7 +75,6 @@ def main(request: Request) -> int:
     report = Report(file=settings.json)
     _refuse_overrides_without_effect(request, settings)
     config = request.loader()
-    before = finished(out)
     parts = (config.get(name) for name in ("decode", "faults", "augment" if settings.epochs else ""))
     decode, faults, augment = (None if part is None else request.build(part) for part in parts)
     begin = time.monotonic()
@@ -92,16 +89,15 @@ def main(request: Request) -> int:
         num_workers=settings.num_workers,
         on=settings.on,
     )
-    _add_result(report, manifest, out, seconds=None if before is not None else time.monotonic() - begin)
+    _add_result(report, manifest, out, seconds=time.monotonic() - begin)
     report.write()
     return 0
 
 
-def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: float | None) -> None:
+def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: float) -> None:
     total, bad = manifest["samples"], len(manifest["dropped"])
     left_out = f", {bad} bad samples left out" if bad else ""
-    speed = "already finished" if seconds is None else f"{seconds:.1f} s"
-    report.add("images", total, f"{total}{left_out} ({speed})")
+    report.add("images", total, f"{total}{left_out} ({seconds:.1f} s)")
     report.values |= {"dropped": bad, "seconds": seconds}
     if (targets := manifest.get("targets")) is not None:
         report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))

@@ -29,8 +29,6 @@ from gpuaug.targets.colors import Color
 from gpuaug.targets.objects import output_keypoints
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Orientation, Targets
 
-Columns = dict[str, NDArray[Any]]
-
 EXAMPLES = 4  # number of samples to try if a source does not declare its targets
 KINDS = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}  # for each kind, the field of `Target`
 
@@ -105,9 +103,9 @@ class TargetPacker:
             sizes.append(_moved(objects, matrices, scale.prod(axis=1)))
         return faults, encoded, sizes
 
-    def columns(self, sizes: Sequence[Objects], kept: Sequence[int], names: Sequence[Size]) -> Columns:
+    def columns(self, sizes: Sequence[Objects], kept: Sequence[int], names: Sequence[Size]) -> dict[str, NDArray[Any]]:
         """Columns of the index for the objects of the rows ``kept``. But ``object_bounds`` counts objects per row."""
-        columns: Columns = {}
+        columns: dict[str, NDArray[Any]] = {}
         for name, whole in zip(names, sizes, strict=True) if self._rules.boxes or self._rules.keypoints else ():
             objects = whole.rows(np.array(kept, dtype=np.int64))
             columns |= {"object_bounds": objects.counts, "object_labels": objects.labels}

@@ -17,12 +17,12 @@ from gpuaug.augment.auto_timm import TimmAugment
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.random.generators import restore_generators
 from gpuaug.tools import peers
+from gpuaug.tools.parity.counterpart import NO_LEVEL
 
 DRAWS, DRAWS_OF_CHAINS = 10_000, 1_000  # AugMix computes pixels for each draw
 # Limits that chance exceeds in less than 1 of 10,000 policies
 SIGMAS = 5.0  # of the difference between two numbers of choices
 DISTANCE = 2.5  # Kolmogorov-Smirnov distance, times sqrt(n m / (n + m))
-NO_LEVEL = ("identity", "auto_contrast", "equalize", "invert")
 
 Levels = dict[str, list[float]]  # operation: its level each time it was chosen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,8 @@ class Settings(Keys):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, low in (("samples", 1), ("epoch", 0)):
-            checks.whole_number(name, getattr(self, name), low)
+        checks.whole_number("samples", self.samples, 1)
+        checks.whole_number("epoch", self.epoch, 0)
         object.__setattr__(self, "indices", indices_of(self.indices))
 
 
@@ -45,7 +44,7 @@ def main(request: Request) -> int:
     for line in parity.lines():
         print(printable(line))
     said = summary(parity)
-    print(textwrap.fill(said, 110), flush=True)
+    print(said, flush=True)
     differences = [{**vars(d), "verdict": d.verdict} for d in parity.differences]
     report.values |= {"indices": indices, **vars(parity), "summary": said, "differences": differences}
     report.write()

@@ -21,7 +21,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.tools.parity.differences import Image
 from gpuaug.tools.peers import timm, torchvision
 
-NO_LEVEL = ("AutoContrast", "Equalize", "Invert")  # operations of timm
+NO_LEVEL = ("identity", "auto_contrast", "equalize", "invert")
 Call = tuple[str, dict[str, Any]]  # a function of torchvision.transforms.v2, or "policy", and its arguments
 
 
@@ -177,6 +177,6 @@ def _by_timm(name: str, level: float, image: PIL.Image.Image, module: PillowOp) 
 
     if name.startswith("Translate"):
         name, level = f"{name}Rel", -level / image.size[name == "TranslateY"]
-    levels = () if name in NO_LEVEL else (int(level) if name.startswith(("Poster", "Solar")) else level,)
+    levels = () if module.name in NO_LEVEL else (int(level) if name.startswith(("Poster", "Solar")) else level,)
     resample = PIL.Image.Resampling[module.interpolation.upper()]
     return NAME_TO_OP[name](image, *levels, fillcolor=module.fill, resample=resample)

@@ -110,14 +110,11 @@ def _control(key: str, group: str, title: str, value: Any) -> Control | None:
     whole = largest > 1 and all(isinstance(n, int) for n in numbers)
     low, high, step = RANGES.get("p" if name.endswith("_p") else name, (0, 10, 1) if whole else (0, 1, 0.01))
     if largest > high:
-        high, step = 2 * largest, step if whole else _slider_step(2 * largest)
+        high = 2 * largest
+        if not whole:  # about a hundredth of the slider: 1, 2 or 5 times a power of ten
+            power = 10.0 ** math.floor(math.log10(high / 100))
+            step = next(n * power for n in (1, 2, 5, 10) if n * power * 100 >= high * (1 - 1e-9))
     return Control(key, group, title, value, -high if min(numbers) < 0 else low, high, step)
-
-
-def _slider_step(high: float) -> float:
-    """About a hundredth of the slider: 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(high / 100))
-    return next(n * power for n in (1, 2, 5, 10) if n * power * 100 >= high * (1 - 1e-9))
 
 
 def changed(known: list[Control], changes: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,12 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
         if settings.show == "operations":
             rows, values = _operations(loader, originals(loader, indices, epoch=settings.epoch), settings)
         else:
-            epochs, cell = _epochs(loader, settings), None if is_page else settings.cell or cell_of(loader)
+            wide = WIDE if loader.targets is None else WIDE_WITH_TARGETS
+            draws = settings.draws or max(1, wide // len(loader.augment.at(settings.epoch).views))
+            if settings.draws is None and (augmented := loader.source.augmented_by):
+                draws = min(draws, int(augmented["epochs"]))  # later epochs repeat the stored versions
+            epochs = range(settings.epoch, settings.epoch + draws)
+            cell = None if is_page else settings.cell or cell_of(loader)
             rows, legend = draw(loader, indices, epochs=epochs, cell=cell)
             views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
             values = {"epochs": list(epochs), "views": views}
@@ -121,9 +126,9 @@ def preview(
     if isinstance(epochs, int):
         check_pixels(checks.whole_number("epochs", epochs, 1) * cell**2)
         epochs = range(loader.epoch, loader.epoch + epochs)
-    epochs = _listed("epochs", epochs, cell)
+    epochs = whole_numbers("epochs", epochs).tolist()
     if indices is not None:
-        indices = _listed("indices", [indices] if isinstance(indices, int) else indices, cell)
+        indices = whole_numbers("indices", [indices] if isinstance(indices, int) else indices).tolist()
     numbers = chosen(loader.source, indices, count=SHOWN["samples"])
     if not epochs or not numbers:
         raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
@@ -132,24 +137,9 @@ def preview(
     return sheet(made, heading="Originals and augmented images", lines=lines, legend=legend)
 
 
-def _listed(name: str, given: Any, cell: int) -> list[int]:
-    """Return ``given`` as a list of whole numbers. Raises ConfigError if all cells together have too many pixels."""
-    if isinstance(given, Sized):  # before the list is made, because it could be huge
-        check_pixels(len(given) * cell**2)
-    return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
-
-
 def cell_of(loader: Loader) -> int:
     """The default longer side of a picture, in pixels."""
     return CELL if loader.targets is None else CELL_WITH_TARGETS
-
-
-def _epochs(loader: Loader, settings: Settings) -> range:
-    wide = WIDE if loader.targets is None else WIDE_WITH_TARGETS
-    draws = settings.draws or max(1, wide // len(loader.augment.at(settings.epoch).views))
-    if settings.draws is None and (augmented := loader.source.augmented_by):
-        draws = min(draws, int(augmented["epochs"]))  # later epochs repeat the stored versions
-    return range(settings.epoch, settings.epoch + draws)
 
 
 def draw(

@@ -127,18 +127,17 @@ function show() {
   draw();
 }
 
-async function copy(name) {
+async function copy() {
   if (!shown) return fail(new Error("Nothing is drawn yet, so there is nothing to copy."));
   try {
-    await navigator.clipboard.writeText(await (await call(name, shown)).text());
+    await navigator.clipboard.writeText(await (await call("overrides", shown)).text());
     at("status").textContent = "copied";
   } catch (error) {
     fail(error);
   }
 }
 
-at("copy-overrides").addEventListener("click", () => copy("overrides"));
-at("copy-yaml").addEventListener("click", () => copy("yaml"));
+at("copy-overrides").addEventListener("click", copy);
 at("reset").addEventListener("click", show);
 at("indices").addEventListener("change", draw);
 at("epoch").addEventListener("change", draw);

@@ -50,15 +50,6 @@ class Live:
         words += [word for prefix in call.trust for word in ("--trust", prefix)]
         return shlex.join([*words, *(text for _, text in call.others())])
 
-    def yaml(self, asked: Any = None) -> str:
-        """The changed recipe as the text of a YAML file in the group ``augment``."""
-        from omegaconf import OmegaConf
-
-        augment = self._changed(asked).loader().get("augment")
-        tree = {} if augment is None else OmegaConf.to_container(augment, resolve=True)
-        where = "# Save as conf/gpuaug/augment/NAME.yaml, and select it with: --config-dir conf augment=NAME\n"
-        return where + OmegaConf.to_yaml(OmegaConf.create(tree))
-
     def _changed(self, asked: Any) -> Request:
         asked = {} if asked is None else asked
         if not isinstance(asked, Mapping) or any(name not in QUESTION for name in asked):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Thread
 
@@ -12,7 +13,7 @@ from gpuaug.tools.preview.server import PageServer
 from gpuaug.tools.request import Request
 
 
-class LivePage:
+class LivePage(AbstractContextManager["LivePage"]):
     """A page that a thread of this process serves. ``src`` is its address. See :func:`preview_page`."""
 
     def __init__(self, server: PageServer) -> None:
@@ -23,9 +24,6 @@ class LivePage:
         """End the page, and free its port. A second call does nothing."""
         self._server.shutdown()
         self._server.server_close()
-
-    def __enter__(self) -> LivePage:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -33,7 +33,7 @@ LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any por
 LARGEST_BODY = 1 << 16  # bytes
 TEXT = "text/plain; charset=utf-8"
 FILES = {"": ("live.html", "text/html; charset=utf-8"), "live.js": ("live.js", "text/javascript; charset=utf-8")}
-PLACES = {"GET": (*FILES, "state"), "POST": ("render", "overrides", "yaml")}
+PLACES = {"GET": (*FILES, "state"), "POST": ("render", "overrides")}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; "
