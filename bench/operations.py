@@ -41,7 +41,6 @@ def operations() -> dict[str, Callable[..., Any]]:
         "box_blur": lambda **k: K.RandomBoxBlur((5, 5), **k),
         "median_blur": lambda **k: K.RandomMedianBlur((3, 3), **k),
         "motion_blur": lambda **k: K.RandomMotionBlur(9, 35.0, 0.5, **k),
-        "motion_blur_sizes": lambda **k: K.RandomMotionBlur((3, 11), 35.0, 0.5, **k),
         "gaussian_noise": lambda **k: K.RandomGaussianNoise(0.0, 0.1, **k),
         "salt_and_pepper": lambda **k: K.RandomSaltAndPepperNoise(**k),
         "channel_dropout": lambda **k: K.RandomChannelDropout(**k),

@@ -219,7 +219,7 @@ class _Space:
     def magnitudes(self, bins: Int, negative: NDArray[np.bool_], size: Size) -> tuple[Alternatives, ...]:
         """Compute the parameters of each slot and operation. ``bins`` and ``negative``: [slots, B]."""
         by_bin = _by_bin(self, size)
-        params: list[Alternatives] = [()] * len(bins)
+        params = []
         for row, name in enumerate(self.names):
             values = by_bin[row][bins]
             if name in GEOMETRIC or name in FACTORS:
@@ -228,9 +228,8 @@ class _Space:
                 values = np.trunc(values)
             elif name in FACTORS:
                 values = 1.0 + values
-            single = values.astype(np.float32)
-            params = [(*own, {"magnitude": v}) for own, v in zip(params, single, strict=True)]
-        return tuple(params)
+            params.append(values.astype(np.float32))
+        return tuple(tuple({"magnitude": values[slot]} for values in params) for slot in range(len(bins)))
 
 
 @lru_cache(maxsize=64)

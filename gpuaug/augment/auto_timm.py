@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuaug.augment import auto_pairs
-from gpuaug.augment.auto import (
-    FACTORS,
-    FREE_DEPTH,
-    GEOMETRIC,
-    MOST,
-    Fill,
-    Float64,
-    Policy,
-    chained,
-    uniforms_of_chains,
-)
+from gpuaug.augment.auto import FACTORS, FREE_DEPTH, GEOMETRIC, MOST, Fill, Float64, Policy, chained, uniforms_of_chains
 from gpuaug.augment.parameters import Alternatives, Prepared, Size
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, pick
@@ -227,29 +216,20 @@ def _layers(u: Float, size: Size, *, policy: TimmPolicy, either: bool) -> tuple[
         choice = np.argsort(first, axis=1, kind="stable")[:, : policy.slots].astype(np.int64)
     else:
         choice = pick(slots[0], len(policy.names))
-    level = _noisy(magnitude, slots[2], slots[3], policy).clip(0, policy.highest) / 10.0
+    if policy.std == math.inf:
+        level = magnitude * slots[2]
+    else:  # normal noise, by Box-Muller
+        radius = np.sqrt(-2.0 * np.log1p(-slots[2].astype(np.float64)))
+        level = magnitude + policy.std * radius * np.cos(2.0 * np.pi * slots[3])
+    level = (level.clip(0, policy.highest) / 10.0).T
     moving = [k for k, name in enumerate(policy.names) if name in GEOMETRIC] if either else []
-    # timm negates if its random number is above 1/2
-    params = _arguments([*policy.names, *(policy.names[k] for k in moving)], level, slots[4] > 0.5, policy, size)
+    sign = np.where(slots[4] > 0.5, -1.0, 1.0).T  # timm negates if its random number is above 1/2
+    part = _AUGMIX_SHIFT if policy.chains else _SHIFT
+    arguments = [_ARGUMENTS[name][1] for name in (*policy.names, *(policy.names[k] for k in moving))]
+    values = [argument(level, sign, (part * size[1], part * size[0])).astype(np.float32) for argument in arguments]
     if either:
         other = np.arange(len(policy.names))
         other[moving] = len(policy.names) + np.arange(len(moving))
         choice = np.where(slots[5] < np.float32(0.5), choice, other[choice])
+    params = tuple(tuple({"magnitude": each[slot]} for each in values) for slot in range(policy.slots))
     return np.where(slots[1] < p, choice, -1), params
-
-
-def _noisy(magnitude: Float64, u: Float, v: Float, policy: TimmPolicy) -> Float64:
-    """Draw levels [B, slots]: ``magnitude`` plus normal noise (Box-Muller), or uniform below ``magnitude``."""
-    if policy.std == math.inf:
-        return magnitude * u
-    radius = np.sqrt(-2.0 * np.log1p(-u.astype(np.float64)))
-    return magnitude + policy.std * radius * np.cos(2.0 * np.pi * v)
-
-
-def _arguments(
-    names: Sequence[str], level: Float64, negative: NDArray[np.bool_], policy: TimmPolicy, size: Size
-) -> tuple[Alternatives, ...]:
-    part = _AUGMIX_SHIFT if policy.chains else _SHIFT
-    shift, sign = (part * size[1], part * size[0]), np.where(negative, -1.0, 1.0).T
-    values = [_ARGUMENTS[name][1](level.T, sign, shift).astype(np.float32) for name in names]
-    return tuple(tuple({"magnitude": each[slot]} for each in values) for slot in range(policy.slots))

@@ -309,8 +309,7 @@ def resized_sides(
 
 def _shorter_side(name: str, value: int | Sequence[int]) -> int | tuple[int, int]:
     """Check a size. One int, plain or in a list, is the shorter side; two ints are (h, w)."""
-    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    sides: tuple[Any, ...] = tuple(value) if several else (value,)  # type: ignore[arg-type]
+    sides: tuple[Any, ...] = tuple(value) if isinstance(value, Sequence) else (value,)
     if len(sides) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sides):
         raise ConfigError(f"`{name}` must be a positive int or two positive ints (H, W). Found: {value!r}.")
     if max(sides) > LARGEST_SIDE:

@@ -41,8 +41,8 @@ def as_table(recipe: Any) -> str:
 
 def _steps(view: Any) -> list[tuple[str, str, str]]:
     made = view.augment.settings()
-    steps = {"crop": made["crop"], **made["ops"]}
-    known = [(name, *_text(step)) for name, step in steps.items() if step is not None]
+    known = [] if made["crop"] is None else [("crop", *_text(made["crop"]))]
+    known += [(op["name"], *_text({k: v for k, v in op.items() if k != "name"})) for op in made["ops"]]
     if (normalize := made["normalize"]) is not None:
         known.append(("normalize", "Normalize", _text({"class": "", **normalize})[1]))
     return known or [("", "nothing", "")]

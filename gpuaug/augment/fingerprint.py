@@ -26,11 +26,6 @@ _NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
 _LARGEST_LIST = 100  # elements; a larger tensor is stored as a hash
 
 
-def named(ops: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """List the :func:`settings` of operations, because their order matters. Each entry has the operation's name."""
-    return [{"name": name, **whole} for name, whole in ops.items()]
-
-
 def settings(value: Any) -> Any:
     """Convert an object and its settings to JSON."""
     if value is None or isinstance(value, bool | str):
@@ -45,8 +40,8 @@ def settings(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return _array(value)
     if isinstance(value, OneOf):
-        ops = {k: settings(op) for k, op in value.ops.items() if op is not None}
-        return {"class": "gpuaug.OneOf", "ops": named(ops), "p": settings(value.p)}
+        ops = [{"name": k, **settings(op)} for k, op in value.ops.items() if op is not None]
+        return {"class": "gpuaug.OneOf", "ops": ops, "p": settings(value.p)}
     if isinstance(value, Mapping):
         return {str(k): settings(v) for k, v in value.items()}
     if isinstance(value, Sequence):  # also the lists of a Hydra configuration

@@ -279,12 +279,6 @@ class Chosen:
     keys: Int | None = None
     weights: Float | None = None
 
-    def rows(self, at: Int | slice) -> Chosen:
-        """The choices and parameters of some samples."""
-        params = tuple(tuple({k: v[at] for k, v in a.items()} for a in slot) for slot in self.params)
-        keys = None if self.keys is None else self.keys[at]
-        return Chosen(self.choice[at], params, keys, None if self.weights is None else self.weights[at])
-
 
 def tensors(params: Params, rows: Int | None = None) -> Tensors:
     """Parameters of ``rows`` (None: all) as CPU tensors, because Kornia expects them on the CPU."""

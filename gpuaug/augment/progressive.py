@@ -56,7 +56,11 @@ class Progressive(ReadOnly):
             checks.instance(f"augment.stages.{key}", stage, Augment, MultiView)
             if first in given:
                 raise ConfigError(f"`augment.stages` must have one recipe per epoch. Found: two for {first}.")
-            given[first] = stage if backend is None else _with_backend(stage, backend)
+            if backend is not None and isinstance(stage, Augment):
+                stage = stage.replace(backend=backend)
+            elif backend is not None:
+                stage = MultiView(views={view.name: view.augment for view in stage.views}, backend=backend)
+            given[first] = stage
         if 0 not in given:
             raise ConfigError(f"`augment.stages` must have a stage for epoch 0. Found: {sorted(given) or 'none'}.")
         views = {first: [(view.name, view.copy) for view in stage.views] for first, stage in given.items()}
@@ -64,7 +68,7 @@ class Progressive(ReadOnly):
             names = {first: [name or copy for name, copy in found] for first, found in views.items()}
             raise ConfigError(f"`augment.stages` must all have the same views, in one order. Found, by epoch: {names}.")
         self._firsts = sorted(given)
-        self._recipes = nn.ModuleList(given[first] for first in self._firsts)  # so that `.to()` reaches them
+        self._recipes = nn.ModuleList(given[first] for first in self._firsts)  # torch's repr shows them
         self.backend = backend
         self._made = True
 
@@ -119,9 +123,3 @@ def views_of(recipe: Recipe) -> list[tuple[str, View]]:
         key = f"augment.stages.{first}" if isinstance(recipe, Progressive) else "augment"
         found += [(f"{key}.views.{view.name}" if view.name else key, view) for view in stage.views]
     return found
-
-
-def _with_backend(stage: Augment | MultiView, backend: str) -> Augment | MultiView:
-    if isinstance(stage, Augment):
-        return stage if stage.backend == backend else stage.replace(backend=backend)
-    return MultiView(views={view.name: view.augment for view in stage.views}, backend=backend)

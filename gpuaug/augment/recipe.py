@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gpuaug import checks
 from gpuaug.augment.crop import CROPS, LARGEST_VIEW, Window
-from gpuaug.augment.fingerprint import differences, named, settings
+from gpuaug.augment.fingerprint import differences, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.erasing import check_place
@@ -265,8 +265,7 @@ class RecipeBase(ReadOnly):
         self.check_unchanged()
         output = {name: checks.torch_constant(name, value) for name, value in output.items()}
         images = _channels_last(images)
-        for name, value in (("seed", seed), ("epoch", epoch)):
-            checks.whole_number(name, int(value) if isinstance(value, np.integer) else value, None, optional=True)
+        checks.whole_number("seed", int(seed) if isinstance(seed, np.integer) else seed, None, optional=True)
         if indices is None:
             indices = range(len(images))
             seed = seed_of_call() if seed is None else seed
@@ -352,7 +351,7 @@ class Augment(RecipeBase):
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide random numbers and pixels, as JSON; the backend is not one of them."""
-        return {**self._made, "ops": named(self._made["ops"]), "copies": self.copies}
+        return {**self._made, "copies": self.copies}
 
     def replace(self, **changes: Any) -> Augment:
         """Return a new recipe with ``changes`` of the settings, for example ``replace(normalize=None)``."""
@@ -364,8 +363,10 @@ class Augment(RecipeBase):
         normalize = self.normalize
         return {
             "crop": settings(self.crop),
-            "ops": {name: settings(op) for name, op in self.ops.items()},
-            "normalize": None if normalize is None else normalize.values(),
+            "ops": [
+                {"name": name, **settings(op)} for name, op in self.ops.items()
+            ],  # a list, because the order matters
+            "normalize": None if normalize is None else {"mean": [*normalize.mean], "std": [*normalize.std]},
         }
 
     def extra_repr(self) -> str:
@@ -458,33 +459,22 @@ def _channels_last(images: Any) -> Tensor:
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
         given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
         raise ConfigError(f"{wanted}. Found: {given}.{_conversion(images)}")
-    if not images.numel() and len(images):
-        raise ConfigError(f"{wanted} without empty axes. Found: {list(images.shape)}.")
     first, last = images.shape[1] == 3, images.shape[3] == 3
-    if first == last:
-        what = "could be either. Pad or crop the width" if first else "has no axis with three channels"
-        raise ConfigError(f"{wanted}. Found: {list(images.shape)}, which {what}.")
+    if first == last or (len(images) and not images.numel()):
+        raise ConfigError(f"{wanted}, with one axis of size 3 and without empty axes. Found: {list(images.shape)}.")
     return images.permute(0, 2, 3, 1) if first else images
 
 
 def _conversion(images: Any) -> str:
-    """A sentence that says how to convert ``images`` to a uint8 batch; "" if no way is known."""
+    """A sentence that says how to convert ``images`` to a uint8 batch."""
     if isinstance(images, Tensor) and images.is_floating_point():
         return " If pixels are in 0..1, use `images.mul(255).round().to(torch.uint8)`. Normalize later."
     if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 3:
         return " For a single image, use `images[None]`."
-    if isinstance(images, np.ndarray):
-        return " Use `torch.from_numpy(images)`."
-    kinds = {type(each) for each in images} if isinstance(images, list | tuple) else {type(images)}
-    if any(kind.__module__.startswith("PIL.") for kind in kinds):
-        return (
-            " If all Pillow images have the same size, use "
-            "`torch.stack([torch.from_numpy(np.array(im.convert('RGB'))) for im in images])`. "
-            "A gpuaug.Loader reads files of any size."
-        )
-    if kinds and all(issubclass(kind, Tensor) for kind in kinds):
-        return " If all images have the same size, use `torch.stack(images)`. A gpuaug.Loader reads files of any size."
-    return ""
+    return (
+        " Convert an array by `torch.from_numpy(images)`, and a list of tensors of one size by `torch.stack(images)`. "
+        "A gpuaug.Loader reads files of any size."
+    )
 
 
 def _cut(images: Tensor, windows: CropWindows) -> Tensor:

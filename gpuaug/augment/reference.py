@@ -168,7 +168,7 @@ def _apply_users(x: Tensor, op: Prepared, module: Any, rows: Int, params: Params
     y = _checked(op, module(images, *uniforms), list(images.shape)).to(x.dtype)
     if len(given):
         turned = module(given.flip(0), *(u[some].flip(0) for u in uniforms)).to(x.dtype)
-        _check_repeats(op, y[some], turned.flip(0), _IMPURE_BATCH)
+        _check_repeats(op, y[some], turned.flip(0))
     at = torch.from_numpy(rows).to(x.device, non_blocking=True)
     return x.index_copy_(0, at, y[: len(rows)])
 
@@ -183,7 +183,7 @@ def _apply_seeded(x: Tensor, op: Prepared, keys: Int) -> Tensor:
             x[row : row + 1] = _seeded(op, x[row : row + 1], seed)
         again = [_seeded(op, image[None], seed) for image, seed in zip(given, seeds, strict=False)]
     if again:
-        _check_repeats(op, x[: len(again)], torch.cat(again).to(x.dtype), _IMPURE)
+        _check_repeats(op, x[: len(again)], torch.cat(again).to(x.dtype))
     forget(module)
     return x
 
@@ -218,14 +218,10 @@ _batches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _warned: set[tuple[str, str]] = set()
 
 _IMPURE = (
-    "gives different pixels for the same sample and seed: the operation has its own generator or state, so a run "
-    "cannot be repeated or resumed. Use the global generators of torch, numpy or Python instead: gpuaug seeds them for "
-    "every sample."
-)
-_IMPURE_BATCH = (
-    "gives different pixels for the same sample in another batch: the pixels depend on other samples, or on random "
-    "numbers that gpuaug does not know. Use only the random numbers of the second argument, or remove the attribute "
-    "`uniforms`: then the operation gets one image at a time."
+    "`ops.%s` (%s) gives different pixels for the same sample, so a run cannot be repeated or resumed. The pixels "
+    "depend on other samples, or on a generator or state of the operation. An operation with the attribute `uniforms` "
+    "must use only the random numbers of its second argument. Others get one image at a time, and must use the global "
+    "generators of torch, numpy or Python, which gpuaug seeds for every sample."
 )
 
 
@@ -235,10 +231,10 @@ def _samples_to_check(module: nn.Module, count: int) -> int:
     return min(CHECKED_SAMPLES, count) if number <= CHECKED_BATCHES else 0
 
 
-def _check_repeats(op: Prepared, first: Tensor, again: Tensor, warning: str) -> None:
+def _check_repeats(op: Prepared, first: Tensor, again: Tensor) -> None:
     """Warn once per operation if its two runs gave different results."""
     where = (op.name, type(op.op).__name__)
     # sums on a GPU may differ in the last bits
     if where not in _warned and not torch.allclose(first, again, rtol=0, atol=1e-4, equal_nan=True):
         _warned.add(where)
-        logger.warning("`ops.%s` (%s) %s", *where, warning)
+        logger.warning(_IMPURE, *where)

@@ -67,7 +67,7 @@ FORMS: dict[str, Callable[[], Any]] = {
     "motion": lambda: K.RandomMotionBlur(7, 180.0, 1.0, p=0.8),
     "motion_reflect": lambda: K.RandomMotionBlur(5, 90.0, 0.5, "reflect", "bilinear", p=0.8),
     "motion_circular": lambda: K.RandomMotionBlur(9, 90.0, 0.5, "circular", p=0.8),
-    "motion_sizes": lambda: K.RandomMotionBlur((3, 9), 90.0, 0.5, "replicate", p=0.8),
+    "motion_replicate": lambda: K.RandomMotionBlur(3, 90.0, 0.5, "replicate", p=0.8),
     "rain": lambda: K.RandomRain((0, 90), (1, 20), (-9, 9), p=0.8),
     "affine": lambda: K.RandomAffine(180.0, (0.5, 0.5), (0.3, 2.0), (-40.0, 40.0, -40.0, 40.0), p=0.8),
     "affine_border": lambda: K.RandomAffine(30.0, (0.2, 0.2), (0.5, 2.0), padding_mode="border", p=0.8),
@@ -129,6 +129,13 @@ def draw(prepared: Any, batch: int, size: tuple[int, int], seed: int, extreme: b
         u = np.where(random.random(u.shape) < 0.4, random.integers(0, 2, u.shape) * np.float32(1 - 2**-24), u)
     keys = random.integers(0, 2**32, (batch, 2)) if prepared.keyed else None
     return prepared.draw(u.astype(np.float32), size, keys)
+
+
+def rows_of(chosen: Chosen, at: np.ndarray) -> Chosen:
+    """The choices and parameters of some samples."""
+    params = tuple(tuple({k: v[at] for k, v in a.items()} for a in slot) for slot in chosen.params)
+    keys, weights = (None if values is None else values[at] for values in (chosen.keys, chosen.weights))
+    return Chosen(chosen.choice[at], params, keys, weights)
 
 
 @cache
@@ -328,7 +335,7 @@ def test_a_sample_does_not_depend_on_its_batch() -> None:
     backend = FusedBackend(prepared, NORMALIZE)
     whole = backend(images, chosen)
     for index in (np.arange(1), np.arange(3, 10), np.arange(len(images))[::-1].copy()):
-        part = backend(images[index], [c.rows(index) for c in chosen])
+        part = backend(images[index], [rows_of(c, index) for c in chosen])
         assert torch.equal(part, whole[index])
 
 

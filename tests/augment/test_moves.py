@@ -320,7 +320,7 @@ def test_targets_follow_every_known_operation_and_what_changes_only_values() -> 
     for name in sorted(KNOWN.keys() - FIELDS):
         check_carried(prepare_all({name: KNOWN[name]()}, path="augment.ops"), ("masks", "boxes", "keypoints"))
     check_carried(prepare_all({"elastic": KNOWN["elastic"]()}, path="augment.ops"), ("masks",))
-    for op in (UsersPixels(), K.RandomMotionBlur((3, 5), 9.0, 0.5), K.RandomSaltAndPepperNoise(), K.RandomErasing()):
+    for op in (UsersPixels(), K.RandomMotionBlur(3, 9.0, 0.5), K.RandomSaltAndPepperNoise(), K.RandomErasing()):
         prepared = prepare_all({"op": op}, path="augment.ops")
         check_carried(prepared, ("masks", "boxes", "keypoints"))
         assert moves(prepared, [p.draw(np.zeros((2, p.count), np.float32), (9, 9)) for p in prepared], (9, 9)) == []

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SHARED
-from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs
+from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs, rows_of
 from test_pillow import drawn
 
 import gpuaug
@@ -214,7 +214,7 @@ def test_on_cuda_a_sample_does_not_depend_on_its_batch(name: str) -> None:
     backend = fused.FusedBackend(prepared, NORMALIZE)
     whole = backend(images, [chosen])
     for index in (np.arange(1), np.arange(3, 10), np.arange(len(images))[::-1].copy()):
-        assert torch.equal(backend(images[torch.from_numpy(index).cuda()], [chosen.rows(index)]), whole[index])
+        assert torch.equal(backend(images[torch.from_numpy(index).cuda()], [rows_of(chosen, index)]), whole[index])
 
 
 class Compiler:

@@ -105,10 +105,6 @@ def _clipped(code: Code, argument: Argument) -> Callable[[Any], Steps | None]:
     return lambda op: steps_of(code, argument, argument, argument) if op.clip_output else None
 
 
-def _channel(c: int) -> Argument:
-    return lambda params: params["channels"][:, c]
-
-
 def _grayscale(op: Any) -> Steps | None:
     weights = (0.299, 0.587, 0.114) if op.rgb_weights is None else tuple(float(w) for w in op.rgb_weights)
     return steps_of(Code.GRAY, *weights, min(weights) < 0 or sum(weights) > 1 + 1e-6) if len(weights) == 3 else None
@@ -119,13 +115,8 @@ def _invert(op: Any) -> Steps | None:
     return steps_of(Code.INVERT, float(top)) if getattr(top, "ndim", 0) == 0 else None
 
 
-def _bits(u: Float, size: Size, *, low: Any, high: Any) -> Params:
-    return {"bits_factor": np.rint(scale(u[:, 0], low, high)).astype(np.int32)}  # rounds half to even, as torch does
-
-
-def _posterize(op: Any) -> tuple[int, Rule]:
-    low, high = range_of(op, "bit_sampler")
-    return 1, partial(_bits, low=low, high=high)
+def _bits(u: Float, size: Size, *, drawn: tuple[Any, Any]) -> Params:
+    return {"bits_factor": np.rint(scale(u[:, 0], *drawn)).astype(np.int32)}  # rounds half to even, as torch does
 
 
 def _check_gamma(op: Any, key: str) -> None:
@@ -144,16 +135,8 @@ def _planckian(op: Any) -> Steps:
     return steps_of(Code.MULTIPLY, lambda params: red[params["idx"]], 1, lambda params: blue[params["idx"]])
 
 
-def _channels(u: Float, size: Size) -> Params:
-    return {"channels": np.argsort(u[:, :3], axis=1, kind="stable")}
-
-
-def _dropped(op: Any) -> tuple[int, Rule]:
-    return 3, partial(_first_channels, count=op.num_drop_channels)
-
-
-def _first_channels(u: Float, size: Size, *, count: int) -> Params:
-    return {"channel_idx": _channels(u, size)["channels"][:, :count]}
+def _channels(u: Float, size: Size, *, name: str = "channels", count: int = 3) -> Params:
+    return {name: np.argsort(u[:, :3], axis=1, kind="stable")[:, :count]}
 
 
 def _check_dropped(op: Any, key: str) -> None:
@@ -175,6 +158,7 @@ def _drop(op: Any) -> Steps:
     return Steps((Code.FILL,), write)
 
 
+_SHUFFLED = tuple((lambda params, c=c: params["channels"][:, c]) for c in range(3))
 ENTRIES = {
     "ColorJitter": _jitter(hsv=False),
     "ColorJiggle": _jitter(hsv=True),
@@ -184,7 +168,9 @@ ENTRIES = {
     "RandomHue": Entry("pixels", step(Code.HUE, "hue_factor")),
     "RandomGrayscale": Entry("pixels", _grayscale),
     "RandomSolarize": Entry("pixels", step(Code.SOLARIZE, "thresholds", "additions")),
-    "RandomPosterize": Entry("pixels", step(Code.POSTERIZE, "bits_factor"), _posterize),
+    "RandomPosterize": Entry(
+        "pixels", step(Code.POSTERIZE, "bits_factor"), lambda op: (1, partial(_bits, drawn=range_of(op, "bit_sampler")))
+    ),
     "RandomInvert": Entry("pixels", _invert),
     # torch's `pow` rounds the last pixels of a chunk of memory differently, and the chunks depend on the batch size.
     "RandomGamma": Entry(
@@ -194,8 +180,14 @@ ENTRIES = {
     "RandomPlanckianJitter": Entry(
         "pixels", _planckian, lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist")))
     ),
-    "RandomChannelShuffle": Entry("pixels", step(Code.SHUFFLE, *map(_channel, range(3))), lambda op: (3, _channels)),
-    "RandomChannelDropout": Entry("pixels", _drop, _dropped, check=_check_dropped, fields=_own_row),
+    "RandomChannelShuffle": Entry("pixels", step(Code.SHUFFLE, *_SHUFFLED), lambda op: (3, _channels)),
+    "RandomChannelDropout": Entry(
+        "pixels",
+        _drop,
+        lambda op: (3, partial(_channels, name="channel_idx", count=op.num_drop_channels)),
+        check=_check_dropped,
+        fields=_own_row,
+    ),
     "RandomAutoContrast": Entry("pixels", lambda op: steps_of(Code.AUTOCONTRAST, op.clip_output)),
     "RandomEqualize": Entry("pixels", step(Code.EQUALIZE)),
     "RandomClahe": Entry("pixels"),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.ops.kornia_private import generated, range_of, setting
-from gpuaug.augment.parameters import Entry, Params, Prepared, Rule, Size, Steps, Tensors, step, steps_of, uniform_from
+from gpuaug.augment.parameters import Entry, Params, Rule, Size, Steps, Tensors, step, steps_of, uniform_from
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int, field, pick, scale
+from gpuaug.random.keyed import Float, field, scale
 
 _LEAST = {1: 1, 3: 0}  # minimum of (image side - kernel size // 2), by border type: 1 reflect, 3 circular
 
@@ -49,48 +49,25 @@ def _blur(op: Any, *, sigma: str | float) -> Steps | None:
     return _smoothing(op, steps_of(Code.BLUR, kx, ky, sigma, border), (ky, kx)) if ky % 2 and kx % 2 else None
 
 
-def _motion_sizes(op: Any) -> tuple[int, int]:
-    """Half the size of the smallest and of the largest kernel, rounded down."""
-    given = setting(op, "kernel_size")
-    low, high = (given, given) if isinstance(given, int) else given
-    return low // 2, max(low // 2, (high - 1) // 2)
-
-
 def _check_motion(op: Any, key: str) -> None:
-    if _motion_sizes(op)[0] < 1:
-        raise ConfigError(f"`{key}.kernel_size` must be at least 3. Found: {setting(op, 'kernel_size')!r}.")
+    size = setting(op, "kernel_size")
+    if not isinstance(size, int):
+        raise ConfigError(
+            f"`{key}.kernel_size` must be one number, because Kornia draws one size for a whole batch. "
+            f"Found: {size!r}. Use gpuaug.OneOf with one motion blur per size."
+        )
 
 
 def _motion(op: Any) -> tuple[int, Rule]:
     count, rule = uniform_from("angle_factor", "direction_factor")(op)
-    return count, partial(_motion_parameters, rule=rule, kernel_size=2 * _motion_sizes(op)[0] + 1)
+    return count, partial(_motion_parameters, rule=rule, kernel_size=setting(op, "kernel_size"))
 
 
 def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) -> Params:
     return {"ksize_factor": np.full(len(u), kernel_size, dtype=np.int32), **rule(u, size)}
 
 
-def _prepare_motion(name: str, op: Any) -> Prepared | None:
-    """If the kernel size is a range, each sample draws its own size. Kornia draws one size per batch."""
-    if isinstance(setting(op, "kernel_size"), int):
-        return None
-    low, high = _motion_sizes(op)
-    angle, direction = (tuple(map(float, range_of(op, f"{kind}_sampler"))) for kind in ("angle", "direction"))
-    how = [op.flags[kind].name for kind in ("border_type", "resample")]
-    blurs = tuple(type(op)(2 * half + 1, angle, direction, *how, p=1.0) for half in range(low, high + 1))
-    rules = tuple(_motion(blur)[1] for blur in blurs)
-    return Prepared(name, op, (blurs,), 4, partial(_motion_of_size, p=float(op.p), rules=rules))
-
-
-def _motion_of_size(u: Float, size: Size, *, p: float, rules: tuple[Rule, ...]) -> tuple[Int, Any]:
-    choice = pick(u[:, 3:4], len(rules))
-    choice[u[:, 0] >= np.float32(p)] = -1
-    return choice, (tuple(rule(u[:, 1:3], size) for rule in rules),)
-
-
-def _motion_steps(op: Any) -> Steps | None:
-    if not isinstance(setting(op, "kernel_size"), int):
-        return None
+def _motion_steps(op: Any) -> Steps:
     size, flags = setting(op, "kernel_size"), op.flags
     how = (flags["resample"].value, flags["border_type"].value)
     return _smoothing(op, steps_of(Code.FILTER, size, "angle_factor", "direction_factor", *how), (size, size))
@@ -168,9 +145,7 @@ def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, *, 
     from kornia.contrib import diamond_square
 
     roughness = params["roughness"].to(keys.device, non_blocking=True)
-    count, used = len(keys), 0
-    if count == 1:  # the last bits of torch's convolution differ for a single sample
-        keys, roughness = keys.repeat(2, 1), roughness.repeat(2)
+    used = 0
 
     def random(shape: Any, **_: Any) -> Tensor:
         nonlocal used
@@ -179,7 +154,7 @@ def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, *, 
 
     shape = (len(keys), channels, *size)
     plasma = diamond_square(shape, roughness, random_fn=random, device=keys.device, dtype=torch.float32)
-    return {"plasma": plasma[:count]}
+    return {"plasma": plasma}
 
 
 _RAIN = ("number_of_drops", "drop_height", "drop_width")
@@ -245,7 +220,7 @@ ENTRIES = {
     # the last bits of Kornia's box blur depend on the batch size
     "RandomBoxBlur": Entry("pixels", partial(_blur, sigma=1e9), one_by_one=True),
     "RandomMedianBlur": Entry("pixels"),
-    "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion, prepare=_prepare_motion),
+    "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion),
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
     "RandomGaussianNoise": Entry(
