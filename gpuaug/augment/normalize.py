@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError
 class Normalize(nn.Module):
     """Computes ``(x - mean) / std`` per channel, for float32 images [B, 3, H, W] in 0..1.
 
-    The attributes ``mean`` and ``std`` are tuples, rounded to float32. They do not change if the module is cast.
+    ``.to(device)`` moves the buffers ``mean`` and ``std``. They stay float32 even if the module is cast.
 
     Args:
         mean: three values, for pixels in 0..1.
@@ -25,8 +25,8 @@ class Normalize(nn.Module):
     tensor([2., 2., 2.])
     """
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: Tensor  # float32 [3]
+    std: Tensor
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -45,16 +45,16 @@ class Normalize(nn.Module):
                     f"`augment.normalize.{name}` must be given for pixel values in 0..1. Found: {given!r}. "
                     "If the values are for 0..255, divide by 255."
                 )
-            setattr(self, name, tuple(np.array(values, dtype=np.float32).tolist()))
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32, device="cpu"), persistent=False)
+        self.settings = {"mean": self.mean.tolist(), "std": self.std.tolist()}
 
-    def _constants(self, images: Tensor) -> list[Tensor]:
-        """Mean and std, float32 [3, 1, 1], on the device of ``images``."""
-        both = torch.tensor([self.mean, self.std], dtype=torch.float32, device="cpu").view(2, 3, 1, 1)
-        return list(both.to(images.device, non_blocking=True))
+    def values(self) -> dict[str, list[float]]:
+        """Mean and std as lists. On a GPU: the constructor's values, because reading buffers would wait for the GPU."""
+        return {k: b.tolist() if (b := getattr(self, k)).device.type == "cpu" else v for k, v in self.settings.items()}
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalize float32 ``images`` [B, 3, H, W] in 0..1."""
-        mean, std = self._constants(images)
+        mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
         return (images - mean).div_(std)
 
     def inverse(self, images: Tensor) -> Tensor:
@@ -73,9 +73,16 @@ class Normalize(nn.Module):
                 f"`images` must be a float tensor [B, 3, H, W] or [3, H, W]. Found: {found}. "
                 "If they come from several views, pass one view at a time."
             )
-        mean, std = self._constants(images)
+        mean, std = (b.to(images.device, torch.float32).view(3, 1, 1) for b in (self.mean, self.std))
         return images.float() * std + mean
 
     def extra_repr(self) -> str:
         """Mean and standard deviation."""
-        return f"mean={self.mean}, std={self.std}"
+        return ", ".join(f"{k}={v}" for k, v in self.settings.items())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalize:
+        super()._apply(fn, recurse)
+        for name, values in self.settings.items():  # restore the given values, because a cast to half rounds
+            device = getattr(self, name).device
+            setattr(self, name, torch.tensor(values, dtype=torch.float32, device=device))
+        return self

@@ -366,7 +366,7 @@ class Augment(RecipeBase):
             "ops": [
                 {"name": name, **settings(op)} for name, op in self.ops.items()
             ],  # a list, because the order matters
-            "normalize": None if normalize is None else {"mean": [*normalize.mean], "std": [*normalize.std]},
+            "normalize": None if normalize is None else normalize.values(),
         }
 
     def extra_repr(self) -> str:

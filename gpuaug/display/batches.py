@@ -40,7 +40,7 @@ class Appearance:
         """The look of batches with these ``views`` (:class:`gpuaug.augment.recipe.View`)."""
         names = tuple(name_of(view) if view.name else "" for view in views)
         steps = (view.augment.normalize for view in views)
-        known = (step and (step.mean, step.std) for step in steps)
+        known = (step and (tuple(step.settings["mean"]), tuple(step.settings["std"])) for step in steps)
         return cls(views=names, normalize=tuple(known), style=style)
 
 

@@ -177,6 +177,7 @@ class Loader:
             num_workers=self.num_workers, timeout=timeout, start_method=start_method, read_threads=read_threads
         )
         finalize(self, self.pipeline.close)
+        self.augment.to(self.device)
 
     def _build(self, **reading: Any) -> Pipeline:
         accepted = self.faults.truncated == "accept"

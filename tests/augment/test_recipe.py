@@ -332,6 +332,7 @@ def test_inside_a_model_a_recipe_moves_applies_and_saves_nothing() -> None:
     model.to(torch.float64)
     assert torch.equal(recipe(x, indices=[0, 1, 2]), want)
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert recipe.normalize.to("meta").mean.device.type == "meta"
 
 
 def test_main_thread_only_where_an_operation_draws_by_itself() -> None:
@@ -535,9 +536,10 @@ def test_the_operations_of_a_recipe_are_a_mapping_to_read() -> None:
         (lambda r: setattr(r.ops["policy"], "magnitude", 3), r"`augment\.ops\.policy\.magnitude` was 9 when"),
         (lambda r: setattr(r.crop, "size", (9, 9)), r"`augment\.crop\.size\.0` was 8 when"),
         (
-            lambda r: setattr(r.normalize, "mean", (0.0, 0.0, 0.0)),
+            lambda r: setattr(r.normalize, "mean", torch.zeros(3)),
             r"`augment\.normalize\.mean\.0` was 0\.\d+ when.* 0\.0 now",
         ),
+        (lambda r: r.normalize.std.fill_(0.5), r"`augment\.normalize\.std\.0` was 0\.2"),
     ],
 )
 def test_a_setting_that_was_changed_after_it_was_read_is_named(change: Callable, words: str) -> None:

@@ -233,7 +233,7 @@ def _affine(normalize: Any) -> tuple[Any, Any]:
     """Scale and shift per channel of the normalization ``x * scale + shift``."""
     if normalize is None:
         return _BETWEEN[:2]
-    mean, std = (torch.tensor(v, dtype=torch.float64, device="cpu") for v in (normalize.mean, normalize.std))
+    mean, std = (v.double().cpu() for v in (normalize.mean, normalize.std))
     return tuple((1 / std).tolist()), tuple((-mean / std).tolist())
 
 

@@ -66,10 +66,10 @@ class RandomErasing(RecipeOp):
         self.mode = checks.one_of("mode", mode, ("const", "rand", "pixel"))
         self.count: int = checks.whole_number("count", count, 1, 100)
         try:
-            checked = Normalize(mean, std)
+            checked = Normalize(mean, std).values()
         except ConfigError as error:
             raise ConfigError(str(error).replace("augment.normalize.", "", 1)) from None
-        self.mean, self.std = checked.mean, checked.std
+        self.mean, self.std = tuple(checked["mean"]), tuple(checked["std"])
         self.masks: int | None = checks.whole_number("masks", masks, 0, 2**31 - 1, optional=True)
 
     def forward(self, images: Tensor, params: dict[str, Tensor] | None = None) -> Tensor:
@@ -117,7 +117,7 @@ class RandomErasing(RecipeOp):
 
 def check_place(ops: Sequence[Prepared], normalize: Normalize | None) -> None:
     """Raise ConfigError if ``normalize`` has another mean or std, or if a later operation would clamp the noise."""
-    wanted = None if normalize is None else {"mean": normalize.mean, "std": normalize.std}
+    wanted = None if normalize is None else {k: tuple(v) for k, v in normalize.values().items()}
     leaves = [op.leaves(f"augment.ops.{op.name}") for op in ops]  # per entry
     for place, (key, leaf) in ((n, leaf) for n, entry in enumerate(leaves, start=1) for leaf in entry):
         if not isinstance(op := leaf.op, RandomErasing):
