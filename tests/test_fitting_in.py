@@ -24,7 +24,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import gpuaug
-from gpuaug.errors import ConfigError, ReadOnlyError
+from gpuaug.errors import ConfigError
 
 SMALL = ["num_workers=0", "device=cpu", "batch_size=16", "augment=flip", "augment.crop.size=32"]
 PATHS = os.pathsep.join(map(str, (ROOT, *filter(None, [os.environ.get("PYTHONPATH")]))))
@@ -388,16 +388,6 @@ def test_the_advice_can_be_followed() -> None:
     assert "adds it" not in message(lambda: gpuaug.compose("train", ["batch_siz=1"]))
     added = message(lambda: gpuaug.compose("train", ["augment.ops.invert.p=1"]))
     assert "`+augment.ops.invert.p=...` adds it." in added
-
-
-def test_several_views_have_several_crops() -> None:
-    recipe = gpuaug.build(gpuaug.compose("train", ["augment=dino"]).augment)
-    with pytest.raises(AttributeError, match=r"Each view has its own: `recipe\.augments\[0\]\.crop`"):
-        _ = recipe.crop
-    with pytest.raises(ReadOnlyError, match=r"`MultiView\.crop` cannot be assigned"):
-        recipe.crop = gpuaug.RandomResizedCrop(96)
-    assert recipe.augments[0].crop.size == (224, 224)
-    assert not hasattr(recipe, "nothing")
 
 
 @pytest.mark.parametrize(

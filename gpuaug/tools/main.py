@@ -8,7 +8,6 @@ import difflib
 import importlib
 import logging
 import os
-import select
 import sys
 import textwrap
 import traceback
@@ -79,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except BrokenPipeError:
-            if not _reader_is_gone():  # the broken pipe is not stdout, but a worker's
-                raise
+            # stdout's: that of a worker is a ReadError
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drops buffered output
             return 141
         except (GpuaugError, KeyboardInterrupt) as error:
@@ -112,16 +110,6 @@ def _run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     options = {key: getattr(given, key) for key in ("config_dir", "config_name", "at")}
     request = Request(command=name, overrides=tuple(overrides), trust=tuple(given.trust), **options)
     return int(importlib.import_module(f"gpuaug.tools.{name}.command").main(request))
-
-
-def _reader_is_gone() -> bool:
-    """Whether the reader of stdout, such as `head`, has closed the pipe."""
-    try:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), select.POLLOUT)
-    except (AttributeError, OSError, ValueError):  # stdout is closed or None
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _parser() -> argparse.ArgumentParser:

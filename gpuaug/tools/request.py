@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpuaug import checks, config
-from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError, SourceError
+from gpuaug.loader.loader import Loader
 
 OVERRIDE = re.compile(r"(?P<sign>[+~]*)(?P<root>[^.=@]*)(?P<rest>.*)", re.DOTALL)
 # keys that the held-out loader (`val.`) takes from the training loader if overrides do not set them
@@ -65,7 +65,8 @@ class Request:
 
     @cached_property
     def _keys(self) -> list[str]:
-        return [str(key) for key in OmegaConf.load(conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml")]
+        file = config.conf_folder() / "gpuaug" / "command" / f"{self.command}.yaml"
+        return [str(key) for key in OmegaConf.load(file)]
 
     @cached_property
     def _overrides(self) -> dict[str, list[tuple[str, str]]]:
@@ -85,10 +86,9 @@ class Request:
         """The values of the command's own keys."""
         try:
             composed = config.compose(f"command/{self.command}", [text for _, text in self._overrides["command"]])
+            return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
         except ConfigError as error:
             raise ConfigError(str(error).replace("command.", "")) from error
-        try:
-            return dict(OmegaConf.to_container(composed.command, resolve=True))  # type: ignore[arg-type]
         except OmegaConfBaseException as error:
             key, reason = str(error.full_key).removeprefix("command."), str(error).partition("\n")[0]
             raise ConfigError(f"`{key}` cannot be resolved: {reason}. Give `{key}` a value.") from error
@@ -115,25 +115,19 @@ class Request:
             )
         return part
 
-    def held_out(self, train: DictConfig) -> DictConfig | None:
-        """The configuration of the held-out loader, which overrides with ``val.`` describe; None without them."""
+    def build_held_out(self, train: DictConfig, *, classes: Sequence[str] | None) -> Any:
+        """Build the loader that overrides with ``val.`` describe; None without them.
+
+        If its source sets no classes, the source gets ``classes``.
+        """
         overrides = [text for _, text in self._overrides["held out"]]
         if not overrides:
             return None
-        try:
-            composed = config.compose("eval", overrides, config_dir=self.config_dir)
-        except ConfigError as error:
-            raise ConfigError(f"In the overrides that begin with `val.`: {error}") from error
         given = {text.lstrip("+~").partition("=")[0] for text in overrides}
-        for key in SHARED:
-            if key in train and key not in given:
-                composed[key] = train[key]
-        return composed
-
-    def build_held_out(self, part: DictConfig, *, classes: Sequence[str] | None) -> Any:
-        """Build the held-out loader. If its source sets no classes, the source gets ``classes``."""
-        source = part.get("source")
         try:
+            part = config.compose("eval", overrides, config_dir=self.config_dir)
+            part.update({key: train[key] for key in SHARED if key in train and key not in given})
+            source = part.get("source")
             if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
                 return self.build(part)
             # an object, because OmegaConf would resolve names such as `${oc.env:HOME}` in a configuration
@@ -158,11 +152,20 @@ class Request:
                 raise ConfigError(f"`{text}` is not an override. Write overrides as key=value, and options with --.")
             if re.match(r"\+*hydra[./](?!searchpath)", text):
                 raise ConfigError(f"`{text}` has no effect here, only in Hydra applications. Leave it out.")
-        if self.config_name is not None:
-            return  # compose checks the user's own keys
-        for root, text in self.others():
             near = difflib.get_close_matches(root, self._keys, n=1)
             if not near or root.startswith("hydra") or text.startswith("+") or "/" in root:
                 continue
-            if root not in map(str, config.compose("train", config_dir=self.config_dir)):
+            # compose checks the keys of the user's own configuration
+            if self.config_name is None and root not in map(str, config.compose("train", config_dir=self.config_dir)):
                 raise ConfigError(f"`{root}` is not a key of the command or of the loader. Did you mean `{near[0]}`?")
+
+
+def count_batches(loader: Loader) -> int:
+    """The number of batches of an epoch on this rank. ConfigError if it is 0."""
+    if count := len(loader):
+        return count
+    ranks = loader.epoch_order.world_size
+    raise ConfigError(
+        f"an epoch has no batches: {len(loader.source)} samples, `batch_size={loader.batch_size}`"
+        f"{f' on {ranks} ranks' if ranks > 1 else ''}, `last={loader.last}`. Lower `batch_size` or set `last=pad`."
+    )

@@ -14,6 +14,7 @@ from conftest import ROOT
 from omegaconf import OmegaConf
 from PIL import Image
 
+import gpuaug
 from gpuaug.config import conf_folder
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.tools.main import COMMANDS, main
@@ -134,10 +135,10 @@ def test_tracebacks_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_overrides_go_where_they_belong() -> None:
+def test_overrides_go_where_they_belong(folder: Path) -> None:
     asked = request(
         *("epochs=3", "model._target_=my.Net", "+model.depth=2", "source.root=/a", "~augment.ops.gray", "batch_size=7"),
-        *("val.source.root=/b", "val.augment=none", "val.num_workers=0"),
+        *(f"val.source.root={folder}", "val.augment=none", "val.num_workers=0", "device=cpu"),
     )
     settings, loader = asked.settings(), asked.loader()
     assert settings["epochs"] == 3
@@ -145,11 +146,10 @@ def test_overrides_go_where_they_belong() -> None:
     assert loader.source.root == "/a"
     assert "gray" not in loader.augment.ops
     assert not {"epochs", "model", "val"} & set(loader)
-    held_out = asked.held_out(loader)
-    assert held_out is not None
-    assert (held_out.source.root, held_out.batch_size, held_out.num_workers) == ("/b", 7, 0)
-    assert held_out.augment.crop._target_ == "gpuaug.Resize"
-    assert request("source.root=/a").held_out(loader) is None
+    with asked.build_held_out(loader, classes=None) as held_out:
+        assert (len(held_out.source), held_out.batch_size, held_out.num_workers) == (8, 7, 0)
+        assert isinstance(held_out.augment.crop, gpuaug.Resize)
+    assert request("source.root=/a").build_held_out(loader, classes=None) is None
 
 
 def test_names_of_classes_are_data_and_not_configuration(tmp_path: Path) -> None:
@@ -158,25 +158,16 @@ def test_names_of_classes_are_data_and_not_configuration(tmp_path: Path) -> None
         for name in held:
             (tmp_path / part / name).mkdir(parents=True)
             Image.new("RGB", (8, 8)).save(tmp_path / part / name / "0.png")
-    asked = request(
-        f"source.root={tmp_path}/train",
-        f"val.source.root={tmp_path}/val",
-        "num_workers=0",
-        "device=cpu",
-        "decode.backend=pillow",
-    )
+    words = [f"source.root={tmp_path}/train", "num_workers=0", "device=cpu", "decode.backend=pillow"]
+    asked = request(*words, f"val.source.root={tmp_path}/val")
     train = asked.loader()
-    held_out = asked.held_out(train)
-    assert held_out is not None
-    with asked.build(train) as loader, asked.build_held_out(held_out, classes=loader.source.classes) as val:
+    with asked.build(train) as loader, asked.build_held_out(train, classes=loader.source.classes) as val:
         assert val.source.classes == loader.source.classes == sorted(names)
         assert val.source.labels.tolist() == [sorted(names).index(n) for n in sorted(names[:2])]
-    held_out.source.root = "/no/such/folder"
     with pytest.raises(SourceError, match="no/such/folder"):
-        asked.build_held_out(held_out, classes=names)
-    held_out.source.labels = "???"
-    with pytest.raises(ConfigError, match=r"`source\.labels` must be given"):
-        asked.build_held_out(held_out, classes=names)
+        request("val.source.root=/no/such/folder").build_held_out(train, classes=names)
+    with pytest.raises(ConfigError, match=r"`source\.root` must be given"):
+        request("val.augment=none").build_held_out(train, classes=names)
 
 
 def test_own_configuration(tmp_path: Path, folder: Path) -> None:

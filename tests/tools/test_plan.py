@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ def build(photos: Path, *overrides: str) -> Loader:
 def peak(**measured: Any) -> Peak:
     """60 MiB of work, 20 of workers, 10 of encoded batches; every queue was full."""
     most = Usage(main=100 * MIB, workers=20 * MIB, encoded=10 * MIB)
-    plain = {"base": Usage(main=40 * MIB), "most": most, "ready": 99, "batches": 99, "image": 1e4}
+    plain = {"base": Usage(main=40 * MIB), "most": most, "ready": 99, "batches": 99}
     return Peak(**{**plain, **measured})
 
 
@@ -119,8 +120,9 @@ def test_command_writes_every_term(photos: Path, tmp_path: Path, capsys: pytest.
 def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    config = gpuaug.compose("train", [f"source.root={photos}", "device=cpu", "augment.crop.size=32", *overrides])
-    return {"config": OmegaConf.to_container(config, resolve=True), "trust": (), "left": {}, "seconds": 2.0, **changed}
+    composed = gpuaug.compose("train", [f"source.root={photos}", "device=cpu", "augment.crop.size=32", *overrides])
+    config = OmegaConf.to_container(composed, resolve=True)
+    return {"config": config, "trust": (), "limit": math.inf, "seconds": 2.0, **changed}
 
 
 @pytest.fixture
@@ -155,7 +157,7 @@ def test_a_rehearsal_waits_until_the_queues_are_full(photos: Path) -> None:
 
 @pytest.mark.usefixtures("_forked")
 def test_a_rehearsal_that_needs_too_much_is_ended(photos: Path) -> None:
-    assert plan.rehearse(job(photos, "num_workers=1", "prefetch=8", left={"host": 20 * MIB})) is None
+    assert plan.rehearse(job(photos, "num_workers=1", "prefetch=8", limit=20 * MIB)) is None
 
 
 @pytest.mark.usefixtures("_forked")

@@ -98,23 +98,22 @@ def test_resuming_with_another_batch_size_sees_the_rest_once(
     assert checkpoint(tmp_path)["history"][0]["epoch"] == 0
 
 
-def test_stop_during_held_out_images_keeps_the_epoch(
+def test_stop_during_held_out_images_finishes_them(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "Stop", StopAfter)
-    StopAfter.left = 10  # after 8 steps of training, at the second batch of held-out images
-    more = (f"val.source.root={photos}/val", *HELD_OUT, "val.batch_size=4", "epochs=2")
+    evaluate = training.Training._evaluate
+
+    def stopping(self: training.Training, loader: Any) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, loader)
+
+    monkeypatch.setattr(training.Training, "_evaluate", stopping)
+    more = (f"val.source.root={photos}/val", *HELD_OUT, "epochs=2")
     assert main(words(photos, tmp_path, *more)) == training.TERMINATED
-    assert "SIGTERM: stopped in epoch 1." in capsys.readouterr().err
+    assert "SIGTERM: stopped in epoch 2." in capsys.readouterr().err
     found = checkpoint(tmp_path)
-    assert (found["loader"]["epoch"], found["loader"]["position"]) == (1, 0)
-    assert len(found["history"]) == 1
-    StopAfter.left = 10**6
-    for epochs in (1, 2):  # the stopped evaluation comes again, also after the last epoch
-        assert main(words(photos, tmp_path, *more, "resume=auto", f"epochs={epochs}")) == 0
-        history = checkpoint(tmp_path)["history"]
-        assert [entry["epoch"] for entry in history] == list(range(epochs))
-        assert all(entry["held_out_accuracy"] is not None for entry in history)
+    assert (found["loader"]["epoch"], found["loader"]["position"]) == (1, 8)
+    assert [entry["held_out_accuracy"] is not None for entry in found["history"]] == [True]
 
 
 def test_sigterm_does_not_replace_good_weights_by_nan(
@@ -147,12 +146,9 @@ def test_sigterm_of_the_real_kind(photos: Path, tmp_path: Path) -> None:
     assert main(words(photos, tmp_path, "resume=auto", f"epochs={found['loader']['epoch'] + 1}")) == 0
 
 
-@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
-def test_amp_on_the_cpu(amp: str, photos: Path, tmp_path: Path) -> None:
-    assert main(words(photos, tmp_path, f"amp={amp}", "epochs=1", "limit_batches=3", "dtype=bfloat16")) == 0
-    found = checkpoint(tmp_path)
-    assert all(value.isfinite().all() for value in found["model"].values())
-    assert bool(found["scaler"]) == (amp == "float16")
+def test_amp_on_the_cpu(photos: Path, tmp_path: Path) -> None:
+    assert main(words(photos, tmp_path, "amp=bfloat16", "epochs=1", "limit_batches=3", "dtype=bfloat16")) == 0
+    assert all(value.isfinite().all() for value in weights(tmp_path).values())
 
 
 @pytest.mark.parametrize(
@@ -335,7 +331,7 @@ def test_sigterm_under_torchrun_and_resume_on_one_rank(photos: Path, tmp_path: P
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("amp", ["auto", "float16", "float32"])
+@pytest.mark.parametrize("amp", ["auto", "float32"])
 def test_on_the_gpu(amp: str, photos: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     more = [f"val.source.root={photos}/val", *HELD_OUT, "epochs=3", f"json={file}", "memory_format=channels_last"]

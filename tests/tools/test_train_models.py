@@ -245,9 +245,7 @@ def test_held_out_accuracy_is_the_share_of_right_predictions(nets: Path, photos:
     assert main(arguments) == 0
     found, right = checkpoint(tmp_path), 0
     request = Request(command="train", overrides=tuple(word for word in arguments[1:] if "=" in word))
-    part = request.held_out(request.loader())
-    assert part is not None
-    with request.build(part) as loader:
+    with request.build_held_out(request.loader(), classes=None) as loader:
         for images, labels in loader:
             logits = images.flatten(1) @ found["model"]["1.weight"].T + found["model"]["1.bias"]
             right += int((logits.argmax(dim=1) == labels).sum())

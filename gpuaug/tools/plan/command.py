@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,21 +28,13 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
 from gpuaug.read.reader import Reader
 from gpuaug.tools import child
-from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.memory import Usage, usage
 from gpuaug.tools.report import Report
-from gpuaug.tools.request import Keys, Request
-
-log = logging.getLogger("gpuaug")
+from gpuaug.tools.request import Keys, Request, count_batches
 
 Place = Literal["host", "device"]
 Left = dict[Place, tuple[int, str]]  # bytes left in each known place, and what limits them
-PLACES: dict[Place, str] = {"host": "host memory", "device": "device memory"}
-SECONDS = 15.0  # duration of a rehearsal after its first batch
-SPARE = 0.1  # a plan leaves this share of the free memory for other processes and wrong estimates
-SAMPLED = 128  # images that are read first: they tell the mean size of an image
-FILLED = 64  # batches that a rehearsal tries to run, because malloc's heaps grow until then
-START_S = 60.0  # timeout for imports and opening the source in the child
+PLACES: tuple[Place, ...] = ("host", "device")
 # for `python -c`: with `python -m`, spawned workers would run this file again
 CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"
 
@@ -52,7 +43,7 @@ CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"
 class Settings(Keys):
     """The keys of `gpuaug plan`."""
 
-    seconds: float = SECONDS
+    seconds: float = 15.0  # duration of a rehearsal after its first batch
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,9 +68,9 @@ def main(request: Request) -> int:
     with request.build(config) as loader:
         count_batches(loader)
         left = memory_left(loader.device)
-        job = {"config": OmegaConf.to_container(config, resolve=True), "trust": request.trust}
-        available = {place: size for place, (size, _) in left.items()}
-        peak = rehearse({**job, "seconds": settings.seconds, "left": available})
+        limit = left["host"][0] if "host" in left else math.inf
+        whole = OmegaConf.to_container(config, resolve=True)
+        peak = rehearse({"config": whole, "trust": request.trust, "seconds": settings.seconds, "limit": limit})
         if peak is None:
             here = " and ".join(f"{format_bytes(size)} ({by})" for size, by in left.values())
             text = (
@@ -94,20 +85,20 @@ def main(request: Request) -> int:
 
 def _say(report: Report, loader: Loader, peak: Peak, left: Left, *, prefix: str) -> None:
     listed = stages(loader, peak)
-    report.add("image", peak.image, f"{peak.image / 1024:.0f} KiB encoded, mean of {peak.sampled} images")
     if peak.bad:
-        text = f"{peak.bad} of {peak.images} images could not be read or decoded, so more memory may be needed; "
+        images = peak.batches * loader.batch_size
+        text = f"{peak.bad} of {images} images could not be read or decoded, so more memory may be needed; "
         report.add("faults", peak.bad, f"{text}to list them, train with `faults.policy=blank faults.file=FILE`")
     lines = [f"{each.stage:<20} {each.place:<7} {format_bytes(each.bytes):>11}   {each.text}" for each in listed]
     report.add("stages", [asdict(each) for each in listed], "\n".join(["", *lines]))
     ranks = machine.local_world_size()
-    for place, title in PLACES.items():
+    for place in PLACES:
         if needed := total(listed, place):
             text = f"{format_bytes(needed)}{f' in each of {ranks} ranks' if ranks > 1 else ''}"
             if place in left:
                 available, by = left[place]
                 text += f", {format_bytes(available)} left here{f' ({by})' if place == 'host' else ''}"
-            report.add(title.replace(" ", "_"), needed, text)
+            report.add(f"{place}_memory", needed, text)
     few = peak.batches <= loader.prefetch + 2 and peak.batches < len(loader)
     text = f"{peak.batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
     report.add("rehearsal", peak.batches, f"{text}; pages of libraries and files are not counted")
@@ -151,7 +142,7 @@ def shortage(listed: Sequence[StageMemory], left: Left, *, prefix: str = "") -> 
     needed = [each for each in listed if each.stage != "start"]
     for place, (available, by) in left.items():
         need = total(needed, place) * (1 if place == "device" else ranks)
-        if need > (1 - SPARE) * available:
+        if need > 0.9 * available:  # the rest is for other processes and wrong estimates
             kind = "" if place == "host" else f"{place} "
             lacks.append(f"{format_bytes(need)} of {kind}memory, but {by} has {format_bytes(available)} left")
     if not lacks:
@@ -177,17 +168,14 @@ class Peak:
     ready: int = 0  # largest number of ready batches
     batches: int = 0  # number of all batches
     batch: int = 0  # the images, labels and targets of a finished batch
-    image: float = 0.0  # mean of the encoded images
-    sampled: int = 0  # images of this mean
-    images: int = 0  # all images that were read
-    bad: int = 0  # those that could not be read or decoded
-    began: float = 0.0  # time of the first batch
+    bad: int = 0  # images that could not be read or decoded
 
 
-def measure(loader: Loader, *, seconds: float, watch: Callable[[Peak], None] = lambda peak: None) -> Peak:
+def measure(loader: Loader, *, seconds: float, limit: float = math.inf) -> Peak:
     """Run a loader that has not been iterated yet, and measure its peak memory.
 
-    No batch is requested later than ``seconds`` after the first batch. Another thread calls ``watch`` every 30 ms.
+    No batch is requested later than ``seconds`` after the first batch. If the host memory grows by more than ``limit``
+    bytes, this process and its workers are killed.
     """
     peak, cuda, done, lock = Peak(), loader.device.type == "cuda", threading.Event(), threading.Lock()
     before = torch.cuda.mem_get_info(loader.device)[0] if cuda else 0
@@ -202,12 +190,13 @@ def measure(loader: Loader, *, seconds: float, watch: Callable[[Peak], None] = l
     def sample() -> None:
         while not done.wait(0.03):
             record()
-            watch(peak)
+            if peak.most.host - peak.base.host > limit:
+                os.killpg(os.getpid(), signal.SIGKILL)
 
     sampler = threading.Thread(target=sample, name="gpuaug-memory", daemon=True)
     sampler.start()
     filled, end = 3 * (loader.prefetch + 2) + 2, math.inf
-    wanted = max(filled + 2, FILLED)
+    wanted = max(filled + 2, 64)  # malloc's heaps grow until the 64th batch
 
     def pause(batches_left: int) -> None:
         """Let the queues fill up: at most 30 % of the time, and on a quick machine 10 %."""
@@ -221,9 +210,9 @@ def measure(loader: Loader, *, seconds: float, watch: Callable[[Peak], None] = l
     try:
         while peak.batches < wanted and time.monotonic() < end:
             for number, batch in enumerate(loader, start=1):
-                peak.batches, peak.began = peak.batches + 1, peak.began or time.monotonic()
+                peak.batches += 1
                 peak.batch = max(peak.batch, _bytes_of(batch))
-                end = peak.began + seconds
+                end = min(end, time.monotonic() + seconds)
                 if peak.batches in (2, filled, wanted - 2):
                     pause(len(loader) - number)
                 del batch
@@ -232,18 +221,19 @@ def measure(loader: Loader, *, seconds: float, watch: Callable[[Peak], None] = l
     finally:
         done.set()
         sampler.join()
+    peak.bad = loader.faults.count
     return peak
 
 
 def rehearse(job: Mapping[str, Any]) -> Peak | None:
     """Run a job of :func:`rehearsal` in a child process; None if the job needed more memory than is left."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}  # the child is not a rank
-    command = (sys.executable, "-c", CODE)
-    ended = child.run(command, timeout=2 * job["seconds"] + START_S, job=job, environment=environment)
+    timeout = 60.0 + 2 * job["seconds"]  # 60 s for imports and opening the source
+    ended = child.run((sys.executable, "-c", CODE), timeout=timeout, job=job, environment=environment)
     answer = ended.answer or {}
     if ended.status is None:
         raise GpuaugError("the rehearsal of this run gave no answer in time. Is the source slow to open?")
-    if "over" in answer or (not answer and ended.status == -signal.SIGKILL):  # killed by `watch` or by the kernel
+    if not answer and ended.status == -signal.SIGKILL:  # by itself above `limit`, or by the kernel
         return None
     if "peak" not in answer:
         raise GpuaugError(answer.get("error") or f"the rehearsal of this run failed: {ended.errors.strip()[-1000:]}")
@@ -252,58 +242,39 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
 
 
 def rehearsal() -> None:
-    """In the child process: run the job on stdin, and print the answer as the last line. Job and answer are JSON.
-
-    The job's ``left`` holds the bytes left in each known place.
-    """
+    """In the child process: run the job on stdin, and print the answer as the last line. Job and answer are JSON."""
     job = json.load(sys.stdin)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills this process
 
-    def say(**values: Any) -> None:
-        print(f"\n{json.dumps(values)}", flush=True)
-
-    def watch(peak: Peak) -> None:
-        more = peak.most.host - peak.base.host
-        if more > left.get("host", math.inf):
-            say(over=True)
-        elif peak.began and time.monotonic() > peak.began + 1.3 * job["seconds"]:  # a batch is too slow
-            say(peak=asdict(peak))
-        else:
-            return
-        os.killpg(os.getpid(), signal.SIGKILL)
-
-    config, left = job["config"], job["left"]
+    config = job["config"]
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     config |= {"faults": faults}
     try:
         with Request(command="plan", trust=tuple(job["trust"])).build(config) as loader:
-            image, sampled = set_largest_epoch(loader)
-            peak = measure(loader, seconds=job["seconds"], watch=watch)
-            images = peak.batches * loader.batch_size
-            say(peak=asdict(replace(peak, image=image, sampled=sampled, bad=loader.faults.count, images=images)))
+            set_largest_epoch(loader)
+            answer: dict[str, Any] = {"peak": asdict(measure(loader, seconds=job["seconds"], limit=job["limit"]))}
     except GpuaugError as error:
-        say(error=str(error))
+        answer = {"error": str(error)}
+    print(f"\n{json.dumps(answer)}", flush=True)
 
 
-def set_largest_epoch(loader: Loader) -> tuple[float, int]:
-    """Set the epoch with the largest images. Returns the mean bytes of encoded images, and their number."""
+def set_largest_epoch(loader: Loader) -> None:
+    """Set the epoch in which 16 images of this one are largest."""
+    epochs = [loader.epoch, *(epoch for epoch in loader.augment.stages if epoch > loader.epoch)]
+    if len(epochs) == 1:
+        return
     pipeline, order = loader.pipeline, loader.epoch_order.epoch
-    some = torch.linspace(0, len(order) - 1, min(SAMPLED, len(order))).round().long()
-    tasks = [(order.indices[at], order.repeats[at], torch.ones(len(at), dtype=torch.bool)) for at in some.split(16)]
+    some = torch.linspace(0, len(order) - 1, min(16, len(order))).round().long()
+    task = order.indices[some], order.repeats[some], torch.ones(len(some), dtype=torch.bool)
     reader = Reader(pipeline.reader.source, num_workers=0, targets=pipeline.reader.targets)
-    first, size = list[Any](), 0
-    for encoded in replace(pipeline, reader=reader).read(tasks, loader.epoch):
-        size, first = size + encoded.nbytes, first or [encoded]
+    [encoded] = replace(pipeline, reader=reader).read([task], loader.epoch)
 
     def pixels(epoch: int) -> int:
-        windows = pipeline.read_headers(first[0], epoch).windows
+        windows = pipeline.read_headers(encoded, epoch).windows
         return sum(height * width for height, width in (window.size for window in windows))
 
-    epochs = [loader.epoch, *(epoch for epoch in loader.augment.stages if epoch > loader.epoch)]
-    if len(epochs) > 1:
-        loader.set_epoch(max(epochs, key=pixels))
-    return size / len(some), len(some)
+    loader.set_epoch(max(epochs, key=pixels))
 
 
 def _bytes_of(batch: Batch) -> int:

@@ -11,7 +11,6 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any
@@ -130,10 +129,14 @@ def diagnose(
         for remedy in islice(remedies(loader, found, name, prefix, folder), TRIED):
             log.info("profile: tries %s", " ".join(remedy.overrides))
             trial = tuple(text.replace("=DIR", f"={folder}") for text in remedy.overrides)
-            with contextlib.suppress(GpuaugError), build(trial) as other:
-                pairs = [[trace(each, step, seconds=seconds).rate for each in (loader, other)] for _ in range(repeats)]
-                before, after = map(statistics.median, zip(*pairs, strict=True))
-                tried.append(replace(remedy, rate=after, gain=after / before))
+            try:
+                with build(trial) as other:
+                    pairs = [[trace(it, step, seconds=seconds).rate for it in (loader, other)] for _ in range(repeats)]
+            except GpuaugError as error:
+                log.info("profile: this failed: %s", error)
+                continue
+            before, after = map(statistics.median, zip(*pairs, strict=True))
+            tried.append(replace(remedy, rate=after, gain=after / before))
     return Verdict(loader=loader, trace=found, bottleneck=name, evidence=evidence, tried=tried)
 
 
@@ -152,18 +155,14 @@ def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
                 f"works {found.share('step'):.0%} of the time."
             )
     else:
-        thread = max(THREADS, key=lambda name: found.share(*THREADS[name]))
-        stages = list(THREADS[thread])
+        stages = max(THREADS, key=lambda thread: found.share(*thread))
     stage = max(stages, key=found.share)
     share = f"{found.share(stage):.0%} of the pass"
     if stage == "read":
         return _reading(loader, found, share)
     if stage == "step":
         return "model", f"The training step takes {share}."
-    on_host = {"headers": "Headers, random values and crops", "targets": "Converting targets", "mix": "Mixing"}
-    if stage in on_host:
-        return "host overhead", f"{on_host[stage]}: {share}."
-    return stage, f"`{stage}` works {share}."
+    return "host overhead" if stage in ("headers", "targets", "mix") else stage, f"`{stage}` works {share}."
 
 
 def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
@@ -173,8 +172,8 @@ def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
     reading, all_of_it = read_cpu(loader), found.cpu["read"]
     if loader.num_workers and reading < 0.4 * all_of_it:
         return "inter-process copy", (
-            f"Reading an image takes {reading * 1e3:.2g} ms of processor time, and handing over its "
-            f"{found.encoded / 2**20:.2g} MiB another {(all_of_it - reading) * 1e3:.2g} ms."
+            f"Reading an image takes {reading * 1e3:.2g} ms of processor time, and handing it over another "
+            f"{(all_of_it - reading) * 1e3:.2g} ms."
         )
     return "workers", waits
 
@@ -185,32 +184,31 @@ def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
 def remedies(loader: Loader, found: Trace, name: str, prefix: str, folder: str) -> Iterator[Remedy]:
     """Remedies for a bottleneck, the most likely first. ``folder`` gets what trials write."""
     workers, cores, decoder = loader.num_workers, machine.usable_cpus(), loader.pipeline.decoder
-    key = partial("{}{}".format, prefix)
     if loader.prefetch == 0:
-        yield Remedy((key("prefetch=2"),), "stages work at the same time, and while the model works")
+        yield Remedy((f"{prefix}prefetch=2",), "stages work at the same time, and while the model works")
     if name in ("storage", "workers") and (remote := loader.source.remote) is not None and remote.cache is None:
         text = "a local disk keeps the bytes; helps from the second epoch on, which is what was measured"
-        yield Remedy((key("source.remote.cache=DIR/cache"),), text)
+        yield Remedy((f"{prefix}source.remote.cache=DIR/cache",), text)
     if name == "storage":
         for count in dict.fromkeys((max(16, 2 * workers), max(2, 4 * workers))):
-            yield Remedy((key(f"num_workers={count}"),), f"{count} workers wait for the storage instead of {workers}")
+            yield Remedy((f"{prefix}num_workers={count}",), f"{count} workers wait for storage instead of {workers}")
     if name == "workers" and workers < cores:
-        yield Remedy((key(f"num_workers={cores}"),), f"{cores} workers instead of {workers}")
+        yield Remedy((f"{prefix}num_workers={cores}",), f"{cores} workers instead of {workers}")
     if name == "inter-process copy":
-        yield Remedy((key("num_workers=0"),), "this process reads, so nothing is handed over")
+        yield Remedy((f"{prefix}num_workers=0",), "this process reads, so nothing is handed over")
     if name in ("decode", "masks") and decoder.num_threads < cores:
         text = f"{cores} decoding threads instead of {decoder.num_threads}"
-        yield Remedy((key(f"decode.num_threads={cores}"),), text)
+        yield Remedy((f"{prefix}decode.num_threads={cores}",), text)
     if name == "decode" and decoder.backend == "pillow":
         if find_spec("nvidia.dali") is not None:
-            yield Remedy((key("decode.backend=dali"),), "DALI decodes instead of Pillow", same=False)
+            yield Remedy((f"{prefix}decode.backend=dali",), "DALI decodes instead of Pillow", same=False)
         if not loader.decode.reduced:
             text = "large JPEGs are decoded at a part of their size"
-            yield Remedy((key("decode.reduced=true"),), text, same=False)
+            yield Remedy((f"{prefix}decode.reduced=true",), text, same=False)
     if name in ("decode", "masks", "inter-process copy", "storage", "workers"):
         yield from _packing(loader, found, name, prefix, folder)
     if name == "augment" and any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
-        yield Remedy((key("augment.backend=fused"),), "the fused backend gives the same result in one pass")
+        yield Remedy((f"{prefix}augment.backend=fused",), "the fused backend gives the same result in one pass")
 
 
 def _packing(loader: Loader, found: Trace, name: str, prefix: str, folder: str) -> Iterator[Remedy]:
@@ -228,10 +226,6 @@ def _packing(loader: Loader, found: Trace, name: str, prefix: str, folder: str) 
     with contextlib.suppress(GpuaugError):
         few: Any = adapt(Subset(source, list(numbers)))
         pack(few, f"{folder}/packed", what=Pack(**settings), decode=loader.decode, num_workers=0)
-        use = _group(prefix, "source", "packed")
+        use = f"gpuaug/source@{prefix}source=packed" if prefix else "source=packed"
         words = " ".join(["gpuaug pack", *(f"{key}={value}" for key, value in settings.items()), "out=DIR/packed"])
         yield Remedy((use, f"{prefix}source.root=DIR/packed"), f"after `{words}`: {text}", same=False)
-
-
-def _group(prefix: str, group: str, choice: str) -> str:
-    return f"gpuaug/{group}@{prefix}{group}={choice}" if prefix else f"{group}={choice}"

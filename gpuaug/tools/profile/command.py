@@ -10,16 +10,14 @@ import torch
 from gpuaug import checks, machine
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.profile.advice import TITLES, WORTH, Verdict, diagnose
 from gpuaug.tools.profile.trace import STAGES, Step
 from gpuaug.tools.report import Report
-from gpuaug.tools.request import Keys, Request
+from gpuaug.tools.request import Keys, Request, count_batches
 from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.training import Settings as TrainingSettings
 from gpuaug.tools.train.training import Training
 
-CLASSES = 1000  # default for the number of classes of the model
 NAMES = {
     "read": "waiting for encoded images",
     "headers": "headers, random values, crops",
@@ -65,7 +63,7 @@ def main(request: Request) -> int:
         count_batches(loader)
         step = None
         if settings.model not in (None, {"_target_": None}):
-            step = training_step(request, loader, settings.training, num_classes=settings.num_classes)
+            step = training_step(request, loader, settings)
 
         def build(overrides: tuple[str, ...]) -> Loader:
             other = replace(request, overrides=(*request.overrides, *overrides))
@@ -73,19 +71,17 @@ def main(request: Request) -> int:
             built: Loader = request.build(other.loader(), **same)
             return built
 
-        how: dict[str, Any] = {"repeats": settings.repeats, "seconds": settings.seconds}
-        _say(report, diagnose(loader, step, build, prefix=request.prefix, **how))
+        repeats, seconds = settings.repeats, settings.seconds
+        _say(report, diagnose(loader, step, build, repeats=repeats, seconds=seconds, prefix=request.prefix))
     report.write()
     return 0
 
 
-def training_step(
-    request: Request, loader: Loader, settings: TrainingSettings, *, num_classes: int | None = None
-) -> Step:
+def training_step(request: Request, loader: Loader, settings: Settings) -> Step:
     """A function that runs a training step of `gpuaug train` on a new model. Labels may be missing."""
-    classes = num_classes or loader.num_classes or CLASSES
+    classes = settings.num_classes or loader.num_classes or 1000
     model = build_model(request, settings.model, num_classes=classes, seed=loader.seed)
-    training = Training(loader, model=model, settings=settings)
+    training = Training(loader, model=model, settings=settings.training)
     training.each.train()
 
     def step(batch: Batch) -> None:

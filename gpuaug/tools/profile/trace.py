@@ -23,19 +23,13 @@ from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.passes import Pass
 from gpuaug.loader.pipeline import PartialBatch, Pipeline
-from gpuaug.read.order import Task
 
 Step = Callable[[Batch], None]
 Seconds = defaultdict[str, float]  # by stage
 
-# Thread: its stages. The consumer's thread runs the training step. Without prefetching, one thread runs everything.
-THREADS = {
-    "headers": ("read", "headers"),
-    "decoding": ("decode", "masks"),
-    "loader": ("augment", "targets", "mix"),
-    "consumer": ("step",),
-}
-STAGES = [stage for stages in THREADS.values() for stage in stages]
+# The stages of each thread; the last is the consumer's. Without prefetching, one thread runs everything.
+THREADS = (("read", "headers"), ("decode", "masks"), ("augment", "targets", "mix"), ("step",))
+STAGES = tuple(itertools.chain(*THREADS))
 WARMUP = 2  # batches before the first measured one: they start workers, and compile kernels
 FEWEST = 3  # batches that are measured, even if they take longer than asked
 REPEATED = 64  # images that a pass repeats if the source has a disk cache, so that it holds them
@@ -53,7 +47,6 @@ class Trace:
     # processor time of a worker by its time, without the time in which it waited for a free processor; without
     # workers: the same for `read`
     reading: float
-    encoded: float  # mean size of an encoded image, in bytes
     shorter: float  # median of the images' shorter sides, in pixels; 0: unknown
     largest: int  # the largest side of a view, in pixels; 0: unknown
     faults: int  # number of bad images
@@ -128,7 +121,7 @@ def _timed() -> Any:
 @dataclass(kw_only=True, eq=False)
 class _Traced(Pipeline):
     clock: _Clock
-    images = encoded = largest = 0
+    largest = 0
     shorter = 0.0
 
     @classmethod
@@ -151,7 +144,6 @@ class _Traced(Pipeline):
                     batch = next(batches, None)
                 if batch is None:
                     return
-                self.images, self.encoded = self.images + len(batch), self.encoded + batch.nbytes
                 yield batch
 
     def read_headers(self, encoded: EncodedBatch, epoch: int) -> PartialBatch:
@@ -210,7 +202,9 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
     clock, reader = _Clock(loader.device), loader.pipeline.reader
     faults = _Faults(policy="drop" if loader.faults.policy == "drop" else "blank", truncated=loader.faults.truncated)
     pipeline = _Traced.of(loader.pipeline, clock, faults)
-    tasks, skip = endless(loader), max(WARMUP, loader.num_workers)
+    order, skip = loader.epoch_order, max(WARMUP, loader.num_workers)
+    whole = len(order[0][0])
+    tasks = itertools.cycle(task for task in order if len(task[0]) == whole)
     if loader.source.remote is not None and loader.source.remote.cache is not None:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)
@@ -247,19 +241,11 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
         busy=dict(clock.busy),
         cpu=cpu,
         reading=used / max(used, unqueued, 1e-9),
-        encoded=pipeline.encoded / max(1, pipeline.images),
         shorter=pipeline.shorter,
         largest=pipeline.largest,
         faults=faults.bad,
         tried=faults.tried,
     )
-
-
-def endless(loader: Loader) -> Iterator[Task]:
-    """The batches of the epoch that are as long as the first one, repeated forever."""
-    whole = len(loader.epoch_order[0][0])
-    while True:
-        yield from (task for task in loader.epoch_order if len(task[0]) == whole)
 
 
 def read_cpu(loader: Loader) -> float:

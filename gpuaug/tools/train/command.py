@@ -40,12 +40,11 @@ def main(request: Request) -> int:
             raise ConfigError("`gpuaug train` needs labels, but this source has none.")
         model = build_model(request, settings.model, num_classes=loader.num_classes, seed=loader.seed)
         classes = loader.source.classes
-        held_out = request.held_out(train)
-        val: Loader | None = None
-        if held_out is None:
+        val: Loader | None = request.build_held_out(train, classes=classes)
+        if val is None:
             log.info("no held-out accuracy, because val.source.root is not set")
         else:
-            val = stack.enter_context(request.build_held_out(held_out, classes=classes))
+            stack.enter_context(val)
             _refuse_targets(val, "val.targets")
             if val.source.classes != classes:
                 raise ConfigError(

@@ -30,16 +30,15 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.epoch import count_batches
 from gpuaug.tools.report import Report, output
-from gpuaug.tools.request import Keys
+from gpuaug.tools.request import Keys, count_batches
 from gpuaug.tools.train.checkpoint import VERSION, digest, read_checkpoint
 from gpuaug.tools.train.pace import Pace
 
 log = logging.getLogger("gpuaug")
 
 TERMINATED = 143  # exit status after SIGTERM, as a shell reports it
-AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +117,6 @@ class Training:
         if distributed.active():
             self.each = DistributedDataParallel(self.each, [self.device.index] if self.device.type == "cuda" else None)
         self.optimizer = _optimizer(self.model, settings)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp is torch.float16)
         self.rank, self.ranks = distributed.rank_and_world(None, None)
         self.first = self.rank == 0
         self.pace = Pace(self.device)
@@ -142,18 +140,14 @@ class Training:
         if self.settings.amp == "auto":
             log.info("amp=auto: %s, because the device is %s", str(self.amp).removeprefix("torch."), self.device.type)
         with logging_redirect_tqdm(loggers=[log]):
-            number, ended = self.loader.epoch, True
-            if self._lacks_accuracy():  # the run that wrote the checkpoint may have ended in the evaluation
-                self.save(file)
-                ended = self._hold_out()
-            while ended and self.loader.epoch < self.settings.epochs:
-                number = self.loader.epoch + 1
+            while self.loader.epoch < self.settings.epochs:
                 ended = self._epoch()
                 self.save(file)
-                ended = ended and self._hold_out()
-            if not ended:
-                log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", number, file)
-                return TERMINATED
+                if not ended:
+                    epoch = self.loader.epoch + 1
+                    log.info("SIGTERM: stopped in epoch %d. To continue, set resume=%s", epoch, file)
+                    return TERMINATED
+                self._hold_out()
         self.save(file)  # now with the last held-out accuracy
         self._report(report, file)
         return 0
@@ -230,9 +224,8 @@ class Training:
             losses, right = outcome(logits, batch.labels, self.settings.loss)
             summed = (losses * weight).sum()
             # DDP averages the gradients over ranks, but the average over all valid samples is needed
-            self.scaler.scale(summed * (self.ranks / max(1.0, valid))).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+            (summed * (self.ranks / max(1.0, valid))).backward()
+        self.optimizer.step()
         self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
         self.steps += 1
 
@@ -272,26 +265,19 @@ class Training:
             return text
         return f"{pace.images / pace.seconds:.0f} images/s, {text}, waiting {pace.waited / pace.seconds:.0%}"
 
-    def _lacks_accuracy(self) -> bool:
-        """Whether the weights are those of the end of an epoch whose held-out accuracy is not in the history."""
-        ended = bool(self.history) and self.loader.state_dict()["position"] == 0
-        return self.val is not None and ended and self.history[-1].get("held_out_accuracy") is None
-
-    def _hold_out(self) -> bool:
-        """Add the held-out accuracy to the history. Returns False if SIGTERM came before the end of the evaluation."""
+    def _hold_out(self) -> None:
+        """Add the held-out accuracy to the history, and log the epoch."""
         entry, held_out = self.history[-1], ""
-        sums = [0.0, 0.0] if self.val is None else self._evaluate(self.val).tolist()
-        asked, right, samples = _sum([float(self.stop.asked), *sums])
-        if self.val is not None and not asked:
+        if self.val is not None:
+            right, samples = _sum(self._evaluate(self.val).tolist())
             entry["held_out_accuracy"] = accuracy = right / max(1.0, samples)
             held_out = f", held-out {accuracy:.1%}"
         text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
         log.info("epoch %d: %s", self.loader.epoch, text)
-        return not asked
 
     @torch.no_grad()
     def _evaluate(self, loader: Loader) -> Tensor:
-        """This rank's number of correct predictions and of samples. SIGTERM ends the evaluation early."""
+        """This rank's number of correct predictions and of samples."""
         if self.ranks > 1:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)  # use the first rank's running statistics, because each rank has its own
@@ -302,8 +288,6 @@ class Training:
             _, right = outcome(self._logits(alone, batch), batch.labels, self.settings.loss)
             weight = batch.valid.to(self.device).float()
             sums += torch.stack([(right * weight).sum(), weight.sum()])
-            if self.stop.asked:
-                break
         return sums
 
     def save(self, file: Path) -> None:
@@ -314,7 +298,6 @@ class Training:
             "version": VERSION,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
             "loader": self.loader.state_dict(),
             "classes": self.classes,
             "sums": self.sums.tolist(),
@@ -347,8 +330,6 @@ class Training:
                 if group.keys() != settings.keys():
                     raise ValueError(f"the optimizer of the checkpoint has the settings {', '.join(sorted(group))}")
                 group.update(settings)  # keep the settings of this run, such as a new `weight_decay`
-            if checkpoint["scaler"]:
-                self.scaler.load_state_dict(checkpoint["scaler"])
         except Exception as error:  # torch raises many types
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
             raise StateError(
