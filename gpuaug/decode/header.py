@@ -206,7 +206,9 @@ def _png(data: Buffer) -> Header:
         if kind not in _PIECES:
             ancillary += length
     if exif is None and profile is not None:
-        exif = _unhexed(profile)
+        text = b"".join(profile[:_PROFILE_BYTES].split(b"\n")[3:])  # the first lines are kind and length
+        with suppress(ValueError):  # else it is no hexadecimal text
+            exif = bytes.fromhex(text[: len(text) // 2 * 2].decode("ascii"))
     return Header(
         "png", height, width, oriented(exif, xmp), bits=bits, effort=4 if bits == 16 else 1,
         pixel_bytes=4 if color not in (0, 3) else 2 if bits == 16 else 1, ancillary=ancillary,
@@ -235,15 +237,6 @@ def png_pixels(data: Buffer) -> bytes:
     """Remove PNG chunks that do not affect pixels, because readers may inflate texts to 1,000 times their size."""
     pieces = (data[at - 8 : end] for kind, at, _, end in chunks(data, "png", 8) if kind in _PIECES)
     return b"".join([data[:8], *pieces])
-
-
-def _unhexed(profile: bytes) -> bytes | None:
-    """Convert a raw profile to an EXIF block. Lines with kind and length precede the hexadecimal lines."""
-    text = b"".join(profile[:_PROFILE_BYTES].split(b"\n")[3:])
-    try:
-        return bytes.fromhex(text[: len(text) // 2 * 2].decode("ascii"))
-    except ValueError:
-        return None
 
 
 def _webp(data: Buffer) -> Header:

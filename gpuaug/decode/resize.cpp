@@ -10,7 +10,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <vector>
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define FAST 1
@@ -112,26 +111,18 @@ struct Group {
     int32_t pairs, first;
 };
 
-struct Memory {  // only grows; not initialised, as a vector would be
-    std::unique_ptr<uint8_t[]> bytes;
-    int64_t size = 0;
-
-    void resize(int64_t wanted) {
-        if (wanted <= size) return;
-        bytes.reset();
-        size = 0;
-        bytes.reset(new uint8_t[wanted]);
-        size = wanted;
-    }
-    uint8_t* data() { return bytes.get(); }
-};
+// Only grows, because each byte that a vector adds is set to zero.
+uint8_t* room(std::vector<uint8_t>& memory, int64_t size) {
+    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+    return memory.data();
+}
 
 struct Worker {
     Axis across, down;
     std::vector<Group> groups;
     std::vector<Pair> pairs;
     std::vector<__mmask64> masks;
-    Memory rows, upright;
+    std::vector<uint8_t> rows, upright;
     std::vector<const uint8_t*> lines;
     std::vector<int32_t> both;
 
@@ -225,8 +216,7 @@ struct Worker {
         int64_t pitch = task.row;
         const int64_t h = task.height, w = task.width;
         if (task.column != 3) {
-            upright.resize(h * w * 3);
-            uint8_t* o = upright.data();
+            uint8_t* o = room(upright, h * w * 3);
             for (int64_t y = 0; y < h; ++y)
                 for (int64_t x = 0; x < w; ++x, o += 3) std::memcpy(o, src + y * task.row + x * task.column, 3);
             src = upright.data();
@@ -245,7 +235,7 @@ struct Worker {
         }
         down.make(h, task.to_height, task.cubic, from_y, from_y + high);
         const int64_t stride = (wide * 3 + 2 * WINDOW - 1) / WINDOW * WINDOW;  // room for reads and writes past the row
-        rows.resize(h * stride);
+        room(rows, h * stride);
         int64_t made = down.start[0];
         lines.resize(down.taps);
         both.resize(down.taps / 2);

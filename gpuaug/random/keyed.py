@@ -130,7 +130,11 @@ def uniforms(
         pointers = [None if a is None else a.ctypes.data for a in (keys, indices, again, values)]
         native.gpuaug_uniforms(pointers[0], blocks, *pointers[1:3], batch, int(epoch), pointers[3])
     else:
-        _uniforms(keys, indices, again, int(epoch), values)
+        k0, k1, number = keys.astype(np.uint64)[:, None, :]
+        extra = number if again is None else number | (again.astype(np.uint64)[:, None] << np.uint64(16))
+        for lane, word in enumerate(_counted(indices.astype(np.uint64)[:, None], int(epoch), extra, (k0, k1))):
+            values[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits are exact in float32
+        values *= np.float32(2.0**-24)
     flat = values.reshape(batch, 4 * blocks)
     named, start = {}, 0
     for s in streams:
@@ -142,15 +146,6 @@ def uniforms(
 def _counted(index: NDArray[np.uint64], epoch: int, extra: Any, key: Sequence[Any]) -> list[NDArray[np.uint64]]:
     """Four words per index. ``extra`` holds the repeat and the block."""
     return philox((index & np.uint64(_LOW), index >> np.uint64(32), np.uint64(epoch), extra), key)
-
-
-def _uniforms(keys: NDArray[np.uint32], indices: Int, repeats: Int | None, epoch: int, out: Float) -> None:
-    """The same as keyed.cpp, in numpy."""
-    k0, k1, number = keys.astype(np.uint64)[:, None, :]
-    extra = number if repeats is None else number | (repeats.astype(np.uint64)[:, None] << np.uint64(16))
-    for lane, word in enumerate(_counted(indices.astype(np.uint64)[:, None], epoch, extra, (k0, k1))):
-        out[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits are exact in float32
-    out *= np.float32(2.0**-24)
 
 
 def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) -> NDArray[np.uint64]:

@@ -15,7 +15,7 @@
 #include <memory>
 #include <thread>
 #include <vector>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -481,23 +481,21 @@ inline Wide wide(float x) { return _mm512_set1_ps(x); }
 inline Wide wide(const float* p) { return _mm512_loadu_ps(p); }
 inline Wide wide_fma(Wide a, Wide b, Wide c) { return _mm512_fmadd_ps(a, b, c); }
 inline void wide_store(float* p, Wide x) { _mm512_storeu_ps(p, x); }
-inline void wide_stream(float* p, Wide x) { _mm512_stream_ps(p, x); }
 #elif defined(__AVX2__) && defined(__FMA__)
 typedef __m256 Wide;
 inline Wide wide(float x) { return _mm256_set1_ps(x); }
 inline Wide wide(const float* p) { return _mm256_loadu_ps(p); }
 inline Wide wide_fma(Wide a, Wide b, Wide c) { return _mm256_fmadd_ps(a, b, c); }
 inline void wide_store(float* p, Wide x) { _mm256_storeu_ps(p, x); }
-inline void wide_stream(float* p, Wide x) { _mm256_stream_ps(p, x); }
 #endif
 
 // Writes x * scale + shift. `stream`: bypasses the caches, because the output is not read again here.
 void scale_out(const float* __restrict p, float* __restrict o, int n, float scale, float shift, bool stream) {
     int i = 0;
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(__SSE2__)
     if (stream && reinterpret_cast<uintptr_t>(o) % 64 == 0)
         for (; i + 16 <= n; i += 16)  // whole cache lines
-            for (int h = i; h < i + 16; h += sizeof(Wide) / 4) wide_stream(o + h, wide(p + h) * wide(scale) + wide(shift));
+            for (int h = i; h < i + 16; h += 4) _mm_stream_ps(o + h, _mm_loadu_ps(p + h) * _mm_set1_ps(scale) + _mm_set1_ps(shift));
 #endif
     for (; i < n; ++i) o[i] = p[i] * scale + shift;
 }
@@ -1259,7 +1257,7 @@ extern "C" int gpuaug_augment(const Job* job) {
         } catch (...) {  // only std::bad_alloc is possible
             failed = 1;
         }
-#if defined(__AVX2__)
+#if defined(__SSE2__)
         _mm_sfence();  // orders the streaming stores of scale_out
 #endif
     };

@@ -191,9 +191,13 @@ def run_step(
     elif group.code is Code.RESAMPLE or group.static == (1.0,):
         y = pillow.run(group.code, y, own, interpolation=int(group.static[0]))
     elif group.code is Code.AUTOCONTRAST:
-        y = _autocontrast(y, own[:, 0, None, None, None])
+        low, high = y.amin((2, 3), keepdim=True), y.amax((2, 3), keepdim=True)
+        y = (y - low) / (high - low + 1e-6)
+        y = torch.where(own[:, 0, None, None, None] > 0, y.clamp(0, 1), y)
     elif group.code is Code.EQUALIZE:
-        y = _equalize(y.clamp(0, 1))
+        y = y.clamp(0, 1)
+        levels, flat = pillow.equalized((y * 255).long())
+        y = torch.where(flat, y, levels.float() / 255.0)
     elif group.code is Code.SHARPNESS:
         y = _sharpness(y.clamp(0, 1), own[:, 0, None, None, None])
     else:
@@ -275,17 +279,6 @@ def _snow(x: Tensor, a: Tensor) -> Tensor:
     saturation = delta / torch.where(room == 0, 1.0, room + 1e-8)
     ratio = 2 * saturation * torch.minimum(to, 1 - to) / torch.where(delta == 0, 1.0, delta)
     return (to + (x - light) * ratio).clamp_(0, 1)
-
-
-def _autocontrast(x: Tensor, clamp: Tensor) -> Tensor:
-    low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
-    y = (x - low) / (high - low + 1e-6)
-    return torch.where(clamp > 0, y.clamp(0, 1), y)
-
-
-def _equalize(x: Tensor) -> Tensor:
-    levels, flat = pillow.equalized((x * 255).long())
-    return torch.where(flat, x, levels.float() / 255.0)
 
 
 def _sharpness(x: Tensor, factor: Tensor) -> Tensor:
