@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,15 +126,22 @@ def preview(
     if isinstance(epochs, int):
         check_pixels(checks.whole_number("epochs", epochs, 1) * cell**2)
         epochs = range(loader.epoch, loader.epoch + epochs)
-    epochs = whole_numbers("epochs", epochs).tolist()
+    epochs = _listed("epochs", epochs, cell)
     if indices is not None:
-        indices = whole_numbers("indices", [indices] if isinstance(indices, int) else indices).tolist()
+        indices = _listed("indices", [indices] if isinstance(indices, int) else indices, cell)
     numbers = chosen(loader.source, indices, count=SHOWN["samples"])
     if not epochs or not numbers:
         raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
     made, legend = draw(loader, numbers, epochs=epochs, cell=cell)
     lines = _lines(loader, len(numbers), epoch=epochs[0])
     return sheet(made, heading="Originals and augmented images", lines=lines, legend=legend)
+
+
+def _listed(name: str, given: Any, cell: int) -> list[int]:
+    """Return ``given`` as a list of whole numbers. Raises ConfigError if all cells together have too many pixels."""
+    if isinstance(given, Sized):  # before the list is made, because it could be huge
+        check_pixels(len(given) * cell**2)
+    return whole_numbers(name, list(given) if isinstance(given, Iterable) else given).tolist()
 
 
 def cell_of(loader: Loader) -> int:
