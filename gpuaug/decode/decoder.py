@@ -442,15 +442,19 @@ class Decoder:
             reason = f"decoding {h}x{w} pixels takes {sizes[k]} bytes, more than `decode.max_bytes` ({most}). Raise it"
             faults[k] = decode_fault(int(request.rows[k]), headers.encoded[k], reason)
         beside_dali = most // 2 if isinstance(self._dali, dali.CpuPipeline) else most  # DALI keeps up to the other half
-        heap = most // (4 * self.num_threads)  # all heaps together keep a quarter of the limit
-        if sizes.max(initial=0) > heap:  # each thread's heap would keep the memory of its largest image
-            buffers.keep_little(heap)
         for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, beside_dali):
             if sizes[group].sum() > beside_dali:
                 self._renew_pipeline()
+                self._return_freed_memory()
             self.each(group[np.argsort(-sizes[group])].tolist(), one)  # sorted, so that threads get equal shares
+            if 4 * self.num_threads * sizes[group].max() > most:
+                self._return_freed_memory()  # each thread's heap would keep the memory of its largest image
         self.rescued += sum(fault is None for fault, r in zip(faults, headers.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
+
+    def _return_freed_memory(self) -> None:
+        keep = self.settings.max_bytes // (4 * self.num_threads)  # all heaps together keep a quarter of the limit
+        buffers.return_freed_memory(self._pool, self.num_threads, keep)
 
     def each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
         """Call ``work(k)`` for every k of ``rows``, with one task per thread, because a task costs 30 µs."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import threading
 import weakref
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 import numpy as np
@@ -75,16 +77,36 @@ def mapped(size: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
-def keep_little(most: int) -> None:
-    """From now on, each thread's heap keeps about ``most`` bytes of freed memory at its end.
+def return_freed_memory(pool: ThreadPoolExecutor, num_threads: int, keep: int) -> None:
+    """Return the freed memory of all heaps to the system. From then on, each heap keeps at most about ``keep`` bytes.
 
-    Only glibc keeps freed memory, with one heap per thread. It maps larger blocks on their own, and unmaps them.
+    Only glibc keeps freed memory, with one heap per thread. `malloc_trim` leaves the end of each heap, which is up to
+    64 MiB. glibc returns it when a block is freed while the threshold is 0. ``num_threads``: the threads of ``pool``.
     """
-    with suppress(AttributeError, OSError, TypeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        most = min(max(most, 1 << 20), 32 << 20)  # smaller: the whole process becomes slow; larger: glibc refuses
-        mallopt(_MMAP_THRESHOLD, most)
-        mallopt(_TRIM_THRESHOLD, most)
+    try:
+        mallopt, malloc_trim = ctypes.CDLL(None).mallopt, ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    tasks = list[Future[None]]()
+    mallopt(_TRIM_THRESHOLD, 0)
+    with ThreadPoolExecutor(2 * num_threads) as new:  # new threads take over the heaps of threads that have ended
+        for threads, count in (pool, num_threads), (new, 2 * num_threads):
+            met = threading.Barrier(count)  # so that each thread gets one task
+
+            def free_block(met: threading.Barrier = met) -> None:
+                bytes(100_000)  # glibc looks at the heap's end if at least 64 KiB are freed
+                met.wait()
+
+            try:
+                tasks += [threads.submit(free_block) for _ in range(count)]
+            except RuntimeError:  # no new threads while the interpreter shuts down
+                met.abort()
+        wait(tasks)
+    bytes(100_000)
+    malloc_trim(0)
+    keep = min(max(keep, 1 << 20), 32 << 20)  # smaller: the whole process becomes slow; larger: glibc refuses
+    mallopt(_MMAP_THRESHOLD, keep)
+    mallopt(_TRIM_THRESHOLD, keep)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
