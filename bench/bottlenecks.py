@@ -106,7 +106,7 @@ PLANTS = [
         ("num_workers=2",),
     ),
     Plant("busy worker", "workers", lambda d: planted.Source(d.files(), work=0.012)),
-    Plant("large copies between processes", "inter-process copy", lambda d: planted.Source(planted.raws(1800)), RAW),
+    Plant("large copies between processes", "workers", lambda d: planted.Source(planted.raws(1800)), RAW),
     Plant("one thread decodes", "decode", lambda d: planted.Source(d.files((1200, 900))), ("decode.num_threads=1",)),
     Plant("large images", "decode", None, where=lambda d: [f"source.root={d.large()}"]),
     Plant(

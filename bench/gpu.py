@@ -8,7 +8,9 @@
 Each part is a process of its own with a time limit, so a failure does not stop the other parts. A part that exceeds its
 time prints its traceback before it is killed. After each part OUT has summary.json, report.txt (the last lines of every
 part, and what they mean) and results.tar.gz (logs, reports), so the results are there even if this program is killed.
-Parts that are done according to OUT/summary.json do not run again, except with `--again`.
+To continue, run the same command again: parts that have succeeded on this machine do not run again without `--again`.
+To send the results, attach OUT/results.tar.gz to an issue with the form "GPU report". The logs have the paths of this
+machine. `gpuaug doctor report=FILE` makes a smaller report without them, in a few minutes.
 """
 
 from __future__ import annotations
@@ -157,6 +159,7 @@ class Part:
         limit: seconds after which the part is killed.
         wants: figures of its report, the JSON file with the part's name.
         needs_gpu: whether it cannot run on a CPU.
+        makes: a file or folder that later parts need; without it the part runs again.
     """
 
     name: str
@@ -167,6 +170,7 @@ class Part:
     reads: str = "Yes."
     wants: tuple[Want, ...] = ()
     needs_gpu: bool = False
+    makes: Path | None = None
 
     def meaning(self, code: int | str, work: Path) -> list[str]:
         """What the part's result means for its question, line by line."""
@@ -186,7 +190,7 @@ def _kernels(report: Any, recipe: str) -> Any:
 AS_BELOW = "The figures are below, or in its log."
 ENGINE = ("ours_engine", "dali_reader_engine", "dali_proxy_engine")
 TESTS = {  # seconds expected of the files of tests that take long; the limit is thrice that
-    "gpu": 120, "doctor": 90, "train": 80, "reference": 50, "decode": 40, "pack_epochs": 40,
+    "gpu": 120, "doctor": 90, "doctor_report": 120, "train": 80, "reference": 50, "decode": 40, "pack_epochs": 40,
 }  # fmt: skip
 
 
@@ -236,7 +240,8 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
     train = [python, "-m", "gpuaug.tools", "train", f"device={device}"]
     few = ["--count", "60"] if small else []
     return [
-        Part("photographs", [python, "bench/photographs.py", str(photographs), *few], "Are there photographs?", 15, 90),
+        Part("photographs", [python, "bench/photographs.py", str(photographs), *few], "Are there photographs?", 15, 90,
+             makes=Path(root)),
         Part("import", [python, "-c", IMPORT, device], "Is everything installed, and does it import?", 25, 90),
         Part(
             "decode", [python, "-c", DECODE, root, device], "Are decoded and augmented pixels those of the CPU?", 40,
@@ -287,7 +292,8 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
         hazard("parts", 20, 80, "Can DALI decode parts of images here?", "If not, DALI decodes whole ones."),
         *map(tests, gpu_tests),
         Part("data", [python, "bench/gpu.py", str(work), "--make-data", str(data)], "Are there files to load?", 25, 120,
-             needs_gpu=True),  # the rehearsal's are few, and made by bench/loader.py
+             needs_gpu=True,  # the rehearsal's are few, and made by bench/loader.py
+             makes=data / f"large_{LARGE}" / "done"),
         loader(
             "loader", "photos", ["ours", "ours_engine", "read", "decode", "augment"],
             "Is the whole as fast as its slowest stage?", 90, 240,
@@ -343,6 +349,17 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
             "Are other block sizes faster?", 110, 300, "Where a row is below the one as shipped.", needs_gpu=True,
         ),
         Part(
+            "peers", [python, "bench/peers_gpu.py", "--device", device, *to("peers"), *(["--quick"] * small)],
+            "How fast are two published recipes here, ours and Kornia's?", 90, 280, AS_BELOW,
+        ),
+        Part(
+            "roofline",
+            [python, "bench/roofline.py", *to("roofline"), "--traced", "16",
+             *(["--recipe", "flip", "--batch", "4"] * small)],
+            "What does paper say of the recipes of `kernels`?", 120, 400,
+            "The table below. `kernels` has the measured microseconds.",
+        ),
+        Part(
             "train",
             [*train, f"source.root={root}", f"val.source.root={photographs / 'val'}", "augment=standard",
              f"out={work / 'train'}", f"json={work / 'train.json'}",
@@ -390,9 +407,10 @@ def run(part: Part, log: Path, limit: float, more: dict[str, str]) -> int | str:
 
 
 def write(out: Path, work: Path, summary: dict[str, dict[str, Any]]) -> None:
-    """Write the three files with all results. Each is replaced in one step."""
-    (out / "summary.json.part").write_text(json.dumps(summary, indent=1) + "\n")
-    (out / "summary.json.part").replace(out / "summary.json")
+    """Write the three files with all results, and a copy of the summary. Each is replaced in one step."""
+    for folder in (work, out):
+        (folder / "summary.json.part").write_text(json.dumps(summary, indent=1) + "\n")
+        (folder / "summary.json.part").replace(folder / "summary.json")
     text = []
     for name, result in summary.items():
         log = work / f"{name}.log"
@@ -445,7 +463,8 @@ def main() -> int:
     more = {"CUDA_VISIBLE_DEVICES": ""} if args.rehearse else {}
     failed = 0
     for part in chosen:
-        if summary.get(part.name, {}).get("exit") == 0 and not args.again:
+        done = summary.get(part.name, {}).get("exit") == 0 and (part.makes is None or part.makes.exists())
+        if done and not args.again:
             continue
         if args.rehearse and part.needs_gpu:
             print(f"{part.name:20} left out: needs a GPU", flush=True)
@@ -465,7 +484,6 @@ def main() -> int:
         print(f"{part.name:20} exit {code}  {seconds:6.1f} s  {' '.join(last)[:160]}", flush=True)
         for line in means:
             print(f"{'':20} {line}", flush=True)
-        kept.write_text(json.dumps(summary, indent=1) + "\n")
         write(out, work, summary)
     return int(failed > 0)
 

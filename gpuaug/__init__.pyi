@@ -50,6 +50,7 @@ from gpuaug.augment.auto import AutoAugment as AutoAugment
 from gpuaug.augment.auto import AugMix as AugMix
 from gpuaug.augment.auto_timm import TimmAugment as TimmAugment
 from gpuaug.augment.policy import OneOf as OneOf
+from gpuaug.augment.policy import SomeOf as SomeOf
 from gpuaug.augment.ops.photometric import PhotometricDistort as PhotometricDistort
 from gpuaug.augment.ops.erasing import RandomErasing as RandomErasing
 

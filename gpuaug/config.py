@@ -35,7 +35,7 @@ _LOCK = RLock()  # Hydra's state is global, and the live page composes in a thre
 OWN = ("train", "eval")  # gpuaug's main configurations
 _DEEPEST = 100  # levels of nesting in a YAML file; OmegaConf fails at about 150
 _MOST = 100_000  # values in a YAML file, after OmegaConf has expanded aliases; a recipe has about 50
-_NAMED = ("ops", "views", "stages")  # mappings of named objects; null switches an entry off
+_NAMED = ("ops", "views", "schedule")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
 # for example, `augment=timm:rand-m9-mstd0.5-inc1`
@@ -47,9 +47,6 @@ def conf_folder() -> Path:
     package = Path(__file__).resolve().parent
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
-
-
-# -- compose ----------------------------------------------------------------------------------------------------------
 
 
 def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: str | Path | None = None) -> DictConfig:
@@ -251,7 +248,7 @@ def _elsewhere(word: str, node: Mapping[Any, Any], *, key: str) -> str:
     """A sentence that names the right place for ``word``, which ``node`` does not have; "" if none is known."""
     if str(node.get("_target_")).endswith(".RandAugment") and word in ("mstd", "inc", "mmax"):
         return f" `{word}` is part of timm's strings: augment=timm:rand-m9-mstd0.5-inc1."
-    for name in ("views", "stages"):
+    for name in ("views", "schedule"):
         inner = node.get(name)
         inner = inner if isinstance(inner, Mapping) else {}
         places = [f"`{_join(key, name)}.{k}.{word}`" for k, v in inner.items() if isinstance(v, Mapping) and word in v]
@@ -267,9 +264,6 @@ def _nearest(word: str, options: Iterable[str], *, key: str = "") -> str:
     for near in longer[:1] or get_close_matches(word, options, n=1):
         return f" Did you mean {key}={near}?" if key else f" Did you mean {near!r}?"
     return ""
-
-
-# -- build ------------------------------------------------------------------------------------------------------------
 
 
 def build(cfg: Mapping[str, Any] | DictConfig, *, trust: str | Iterable[str] = (), **objects: Any) -> Any:
@@ -352,22 +346,22 @@ def _check(
     if "_target_" in value:
         called = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
         _check_arguments(called, {**given, **objects}, key=key, target=value["_target_"])
-        given |= {k: _named_objects(given[k], key=_join(key, k)) for k in _NAMED if isinstance(given.get(k), Mapping)}
+        for k in _NAMED:
+            _check_named(given.get(k), key=_join(key, k))
     items = {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in given.items()}
     if "_target_" not in value:
         return lambda: {k: make() for k, make in items.items()}
     return lambda: _call(called, {k: make() for k, make in items.items()} | dict(objects), key=key)
 
 
-def _named_objects(entries: Mapping[Any, Any], *, key: str) -> dict[Any, Any]:
-    """Remove the entries that null switches off. Check that the others name a class."""
-    for name, entry in entries.items():
+def _check_named(entries: Any, *, key: str) -> None:
+    """Check that the entries of a mapping name a class or are null, which switches an entry off."""
+    for name, entry in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(entry, Mapping) and "_target_" not in entry:
             raise ConfigError(
                 f"`{_join(key, name)}` needs a `_target_`, such as kornia.augmentation.RandomErasing. "
                 f"Found keys: {', '.join(map(str, entry)) or 'none'}."
             )
-    return {name: entry for name, entry in entries.items() if entry is not None}
 
 
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:
@@ -528,8 +522,7 @@ def _call(called: Target, kwargs: dict[str, Any], *, key: str) -> Any:
     try:
         return called(**kwargs)
     except ConfigError as error:
-        message = _at(key, str(error), of_loader=called.__name__ == "Loader")
-        raise ConfigError(message + _as_number(message)) from error
+        raise ConfigError(_at(key, str(error), of_loader=called.__name__ == "Loader")) from error
     except GpuaugError as error:
         error.add_note(f"raised while building `{key}`")
         raise
@@ -537,17 +530,10 @@ def _call(called: Target, kwargs: dict[str, Any], *, key: str) -> Any:
         hints = _hints(called)
         for name, value in kwargs.items():  # the constructor's error may not name the argument
             if name in hints and not _fits(value, hints[name]):
-                wrong = f"`{_join(key, name)}` must be {_words(hints[name])}. Found: {value!r}."
-                raise ConfigError(wrong + _as_number(wrong)) from error
+                wanted = _words(hints[name])
+                raise ConfigError(f"`{_join(key, name)}` must be {wanted}. Found: {value!r}.") from error
         where, own = f"`{key}`: " if key else "", f"{called.__module__}.{called.__qualname__}"
         raise ConfigError(f"{where}{own} refused its arguments: {type(error).__name__}: {error}") from error
-
-
-def _as_number(message: str) -> str:
-    """A remedy if the message is about a number in quotes; "" for other messages."""
-    if not re.search(r"number|int|true or false", message) or not re.search(r"Found: '[-+.\deE]+'\.$", message):
-        return ""
-    return " In quotes it is text. For an environment variable, write '${oc.decode:${oc.env:NAME}}'."
 
 
 def _at(key: str, message: str, *, of_loader: bool) -> str:

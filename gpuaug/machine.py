@@ -1,6 +1,7 @@
-"""This machine's CPUs, memory, NVIDIA devices and local rank, and the results of ``gpuaug doctor``.
+"""This machine's CPUs, memory, NVIDIA devices and local ranks, and the results of ``gpuaug doctor``.
 
-Only :func:`choose_device` may start CUDA or import large packages. Missing files in /proc and /sys raise no errors.
+Only :func:`choose_device` may start CUDA, and only it and :func:`identity` import torch. Missing files in /proc and
+/sys raise no errors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -68,79 +69,65 @@ def cgroup_left(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
     File cache that the system can drop does not count as used.
     """
     left: list[int] = []
-    for folder in _groups("memory", proc, Path(root)):
-        for limit, used, key in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            text = read(folder / limit)
-            if text is not None and text.isdigit() and int(text) < 1 << 60:  # version 1: a huge number means no limit
-                match = re.search(rf"^{key} (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
-                held = int(read(folder / used) or 0) - (int(match[1]) if match else 0)
-                left.append(max(0, int(text) - max(0, held)))
+    for folder in _groups(proc, Path(root)):
+        if (limit := read(folder / "memory.max") or "").isdigit():  # no limit: "max"
+            match = re.search(r"^inactive_file (\d+)$", read(folder / "memory.stat") or "", re.MULTILINE)
+            held = int(read(folder / "memory.current") or 0) - (int(match[1]) if match else 0)
+            left.append(max(0, int(limit) - max(0, held)))
     return min(left, default=None)
 
 
 def cgroup_cpus(*, proc: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float | None:
     """CPU quota of the strictest control group, as a number of CPUs; None without a quota."""
     quotas: list[float] = []
-    for folder in _groups("cpu", proc, Path(root)):
+    for folder in _groups(proc, Path(root)):
         quota, _, period = (read(folder / "cpu.max") or "").partition(" ")
-        if not quota:
-            quota, period = read(folder / "cpu.cfs_quota_us") or "", read(folder / "cpu.cfs_period_us") or ""
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def _groups(controller: str, proc: str, root: Path) -> Iterator[Path]:
-    """Folders of this process's control group and all its parents, for cgroup versions 1 and 2."""
-    for line in (read(proc) or "").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            base = root
-        elif controller in controllers.split(","):
-            base = next((p for p in (root / controllers, root / controller) if p.is_dir()), root)
-        else:
-            continue
-        here = base / path.lstrip("/")
-        while here != base and base in here.parents:
+def _groups(proc: str, root: Path) -> Iterator[Path]:
+    """Folders of this process's control group (version 2) and all its parents."""
+    if match := re.search(r"^0::/(.*)$", read(proc) or "", re.MULTILINE):
+        here = root / match[1]
+        while here != root and root in here.parents:
             yield here
             here = here.parent
-        yield base  # in a container, /proc may name a path that only the host has, so all folders above are missing
+        yield root  # in a container, /proc may name a path that only the host has, so all folders above are missing
 
 
 def gpus(root: str = NVIDIA) -> list[str]:
     """Models of the NVIDIA devices."""
     texts = [read(file) or "" for file in sorted(Path(root).glob("gpus/*/information"))]
     models = re.findall(r"^Model:\s*(.*\S)", "\n".join(texts), re.MULTILINE)
-    return models or [line.partition(",")[0].strip() for line in _smi(root)]
+    return models or _smi("--query-gpu=name", root)
 
 
 def driver(root: str = NVIDIA) -> str | None:
     """Version of NVIDIA's kernel driver."""
     match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", read(Path(root) / "version") or "")
-    return match[1] if match else next((line.partition(",")[2].strip() for line in _smi(root)), None)
+    return match[1] if match else next(iter(_smi("--query-gpu=driver_version", root)), None)
 
 
-def _smi(root: str) -> list[str]:
-    """One line "model, driver version" per device, from nvidia-smi. Some systems have no /proc/driver."""
+@lru_cache(maxsize=8)
+def _smi(query: str, root: str = NVIDIA) -> list[str]:
+    """The lines that nvidia-smi prints. Some systems have no /proc/driver, and MIG is not in it."""
     program = shutil.which("nvidia-smi")
-    if program is None or root != NVIDIA or not Path("/dev/nvidia0").exists():
+    if program is None or root != NVIDIA or not next(Path("/dev").glob("nvidia[0-9]*"), None):
         return []
-    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    command = [program, query, *["--format=csv,noheader"] * (query != "-L")]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[:-1]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
 
 
-# -- stored results of `gpuaug doctor`, used for automatic choices; gpuaug/tools/doctor runs the checks --
+# -- stored results, used for automatic choices: gpuaug/tools/doctor and gpuaug/loader/self_check.py run the checks --
 
-# Checks with a stored result, which is called a verdict. tools/doctor/command.py says what each one checks.
+# Checks of doctor with a stored result, which is called a verdict. tools/doctor/command.py says what each one checks.
 VERDICTS = ("decoder_cpu", "decoder_mixed", "hardware", "stream", "fused_cuda")
-VERDICTS_VERSION = 3  # files of other versions are ignored; increase it when a check becomes stricter
+VERDICTS_VERSION = 4  # files of other versions are ignored; increase it when a check becomes stricter
 PACKAGES = (
     "torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13",
     "hydra-core", "triton", "pillow", "numpy",
@@ -161,30 +148,51 @@ def verdicts() -> dict[str, dict[str, Any]]:
         return {
             name: {"good": entry["good"], "text": str(entry["text"])}
             for name, entry in entries.items()
-            if name in VERDICTS and isinstance(entry["good"], bool)
+            if isinstance(entry["good"], bool)
         }
     except FileNotFoundError:
         return {}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.info("doctor's stored results cannot be read and are ignored: %s: %s", type(error).__name__, error)
+        log.info("the stored results of checks cannot be read and are ignored: %s: %s", type(error).__name__, error)
         return {}
+
+
+def store(entries: Mapping[str, dict[str, Any] | None]) -> None:
+    """Add entries to the stored :func:`verdicts`. None removes an entry."""
+    verdicts.cache_clear()  # other processes may have added some
+    merged = {name: entry for name, entry in {**verdicts(), **entries}.items() if entry}
+    values = {"version": VERDICTS_VERSION, "machine": identity(), "verdicts": merged}
+    try:
+        files.write(verdicts_file(), json.dumps(values, indent=1) + "\n")
+    except (OSError, RuntimeError) as error:
+        log.info("the results of checks could not be stored: %s", error)
+    verdicts.cache_clear()
 
 
 def verdicts_file() -> Path:
     """The JSON file with the verdicts for this kind of machine."""
-    digest = hashlib.blake2b(json.dumps(identity(), sort_keys=True).encode(), digest_size=12).hexdigest()
-    return files.cache_folder() / f"doctor-{digest}.json"
+    return files.cache_folder() / f"doctor-{digest(identity())}.json"
+
+
+def digest(value: Any) -> str:
+    """A short hash of a JSON value."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def identity() -> dict[str, Any]:
     """What verdicts depend on: processor, devices, driver and versions. Equal machines share verdicts."""
-    models = gpus()
-    alike = len(set(models)) < 2
+    from torch.version import cuda
+
+    models, mig = gpus(), re.findall(r"^ +MIG (\S+)", "\n".join(_smi("-L")), re.MULTILINE)
+    alike = len(set(models)) < 2 and len(set(mig)) < 2
     return {
         "cpu": cpu_model(),
         "gpus": sorted(set(models)) if alike else models,
+        "capability": sorted(set(_smi("--query-gpu=compute_cap"))),
+        "mig": sorted(set(mig)) if alike else mig,
         "visible": None if alike else os.environ.get("CUDA_VISIBLE_DEVICES"),
         "driver": driver(),
+        "cuda": cuda,
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in ("gpuaug", *PACKAGES)},
     }
@@ -196,12 +204,6 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def local_rank() -> int:
-    """Local rank of this process, from torchrun, Slurm or Open MPI; 0 without them."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def local_world_size() -> int:

@@ -39,9 +39,10 @@ TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, ou
 # more than 10 seconds of a processor each, the longest first
 LONGEST = [
     "profile", "remote", "train", "triton_kernels", "failures", "fuzz", "truth_batches", "recipe", "train_models",
-    "plan", "pack_epochs", "gpu", "live", "fitting_in", "docs", "decode", "read", "examples",
-    "pack", "forged", "fused", "doctor", "loader", "distributed", "shards", "config", "preview", "truth",
-    "loader_targets", "auto", "profile_targets", "bad_values", "bench_gpu", "progressive", "install", "parity",
+    "plan", "pack_epochs", "gpu", "install", "live", "fitting_in", "docs", "decode", "read", "missing_waits",
+    "examples", "pack", "forged", "fused", "doctor_report", "doctor", "loader", "distributed", "shards", "config",
+    "preview", "truth", "loader_targets", "self_check", "auto", "profile_targets", "bad_values", "bench_gpu",
+    "progressive", "parity",
     "notebooks", "site", "coco",
 ]  # fmt: skip
 

@@ -123,7 +123,6 @@ UNITS = {
     "cache_bytes": "byte",
     "max_pixels": "pixel",
     "padding": "pixel",
-    "window": "samples",
     "prefetch": "batches",
 }
 

@@ -88,7 +88,7 @@ def recipe(backend="fused"):
 def build(source, device, backend="fused", **settings):
     source = gpuaug.FolderSource(source) if isinstance(source, Path) else source
     settings = {"batch_size": 16, "num_workers": 1, "seed": 2, "augment": recipe(backend), **settings}
-    return gpuaug.Loader(source, device=device, **settings)
+    return gpuaug.Loader(source, device=device, **{"self_check": False, **settings})
 
 
 def images_of(batches):
@@ -143,6 +143,16 @@ def test_pixels_are_the_cpus(request, which, backend, device):
             # nvJPEG may differ by 4 levels, and the outermost ring of a smaller image by its border
             assert difference.mean() < 1.0
             assert (difference > 6).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("augment", ["standard", "simclr", "dino", "randaugment_torchvision", "timm"])
+@cuda
+def test_the_self_check_finds_no_difference(plain, augment, tmp_path, monkeypatch, device):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    augment = gpuaug.build(gpuaug.compose("train", [f"augment={augment}", "source.root=."]).augment)
+    with build(plain, device, augment=augment, self_check=True) as loader:
+        next(iter(loader))
+        assert repr(loader).count("8 images agree with") == 2, loader
 
 
 @pytest.mark.parametrize("which", ["photos", "plain"])

@@ -105,6 +105,8 @@ def test_the_workflow_runs_what_the_makefile_has() -> None:
     assert runs["test"] == ["make test"]
     assert runs["docs"] == ["make docs"]
     assert runs["build"][1:] == ["python -m build", "python -m twine check --strict dist/*"]
+    assert runs["wheels"][1:] == ["python -m cibuildwheel --output-dir dist"]
+    assert "python tests/levels.py" in runs["without-a-compiler"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = [
         c.rpartition(" ")[2] for c in project["classifiers"] if c.startswith("Programming Language :: Python :: 3.")
@@ -116,7 +118,7 @@ def test_the_citation_and_the_issue_forms_are_valid() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == gpuaug.__version__
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()  # the format's required keys
-    for name in ("bug", "question"):
+    for name in ("bug", "gpu", "question"):
         form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text(encoding="utf-8"))
         assert {"name", "description", "body"} <= form.keys()
         assert any("gpuaug doctor" in part["attributes"]["label"] for part in form["body"])

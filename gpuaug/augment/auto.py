@@ -18,7 +18,7 @@ from gpuaug.augment.crop import color
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.parameters import Alternatives, Prepared, RecipeOp, Size
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int, pick
+from gpuaug.random.keyed import Float, Int, exponential, pick
 
 GEOMETRIC = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
 FACTORS = ("brightness", "color", "contrast", "sharpness")
@@ -123,17 +123,17 @@ class AutoAugment(Policy):
     the policy as an entry of a recipe's ``ops``.
 
     Args:
-        policy: the dataset for which the pairs were found: ``imagenet``, ``cifar10`` or ``svhn``.
+        policy: the dataset for which the pairs were found: ``imagenet`` or ``cifar10``.
         interpolation: ``nearest``, ``bilinear`` or ``bicubic``, for operations that move pixels.
         fill: colour of pixels from outside the image: 0..255, one number or three. None: black.
 
-    >>> AutoAugment("svhn").policy
-    'svhn'
+    >>> AutoAugment("cifar10").policy
+    'cifar10'
     """
 
     def __init__(self, policy: str = "imagenet", interpolation: str = "nearest", fill: Fill = None) -> None:
         super().__init__(interpolation, fill)
-        self.policy = checks.one_of("policy", policy, ("imagenet", "cifar10", "svhn"))
+        self.policy = checks.one_of("policy", policy, ("imagenet", "cifar10"))
 
     def prepare(self, name: str) -> Prepared:
         pairs = auto_pairs.read(self.policy)
@@ -279,6 +279,6 @@ def chained(
         depths = 1 + pick(u[:, 1 + chains : 1 + 2 * chains], FREE_DEPTH)
         position = np.arange(choice.shape[1])
         choice = np.where(position % FREE_DEPTH < depths[:, position // FREE_DEPTH], choice, -1)
-    exponential = -np.log(u[:, 1 : 1 + chains].astype(np.float64) + 2.0**-25)  # + 2^-25, because a uniform can be 0
-    shares = exponential / exponential.sum(axis=1, keepdims=True)  # distributed as Dirichlet(1, ..., 1)
+    shares = exponential(u[:, 1 : 1 + chains])
+    shares /= shares.sum(axis=1, keepdims=True)  # distributed as Dirichlet(1, ..., 1)
     return choice, params, np.concatenate([u[:, :1], shares.astype(np.float32)], axis=1)  # Beta(1, 1) is uniform

@@ -88,33 +88,6 @@ auto_contrast 0.9; solarize 0.8 3
 equalize 0.8; invert 0.1
 translate_y 0.7 9; auto_contrast 0.9
 """,
-    "svhn": """
-shear_x 0.9 4; invert 0.2
-shear_y 0.9 8; invert 0.7
-equalize 0.6; solarize 0.6 6
-invert 0.9; equalize 0.6
-equalize 0.6; rotate 0.9 3
-shear_x 0.9 4; auto_contrast 0.8
-shear_y 0.9 8; invert 0.4
-shear_y 0.9 5; solarize 0.2 6
-invert 0.9; auto_contrast 0.8
-equalize 0.6; rotate 0.9 3
-shear_x 0.9 4; solarize 0.3 3
-shear_y 0.8 8; invert 0.7
-equalize 0.9; translate_y 0.6 6
-invert 0.9; equalize 0.6
-contrast 0.3 3; rotate 0.8 4
-invert 0.8; translate_y 0 2
-shear_y 0.7 6; solarize 0.4 8
-invert 0.6; rotate 0.8 4
-shear_y 0.3 7; translate_x 0.9 3
-shear_x 0.1 6; invert 0.6
-solarize 0.7 2; translate_y 0.6 7
-shear_y 0.8 4; invert 0.8
-shear_x 0.7 9; translate_y 0.8 3
-shear_y 0.8 5; auto_contrast 0.7
-shear_x 0.7 2; invert 0.1
-""",
     "v0": """
 equalize 0.8; shear_y 0.8 4
 color 0.4 9; equalize 0.6

@@ -22,7 +22,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, pick
 
 ALLOWED = (
-    "`rand` with any of -mN -nN -pP -mstdX -mmaxN -inc0 -inc1 -tweights; `original`, `originalr`, `v0` or `v0r`, also "
+    "`rand` with any of -mN -nN -pP -mstdX -mmaxN -inc0 -inc1; `original`, `originalr`, `v0` or `v0r`, also "
     "with -mstdX; `augmix` with any of -mN -wN -dN -mstdX. N is a whole number of at most four digits, and at most "
     f"{MOST} for -n, -w and -d; P is from 0 to 1, X is at least 0"
 )
@@ -34,7 +34,7 @@ _SHIFT, _AUGMIX_SHIFT = 0.45, 0.3  # largest translation, as a fraction of the i
 class TimmAugment(Policy):
     """RandAugment, AutoAugment or AugMix from a string of timm, such as ``rand-m9-mstd0.5-inc1``.
 
-    Supported: ``rand`` with any of ``-m -n -p -mstd -mmax -inc -tweights``; ``original``, ``originalr``, ``v0`` and
+    Supported: ``rand`` with any of ``-m -n -p -mstd -mmax -inc``; ``original``, ``originalr``, ``v0`` and
     ``v0r``, also with ``-mstd``; ``augmix`` with any of ``-m -w -d -mstd``. The pixels equal Pillow's. Use the policy
     as an entry of a recipe's ``ops``.
 
@@ -61,7 +61,7 @@ class TimmAugment(Policy):
     def prepare(self, name: str) -> Prepared:
         policy = self._policy
         rule: Any = partial(_layers, policy=policy, either=self.interpolation == "random")
-        count = policy.leading + _EACH * policy.slots
+        count = (policy.pairs is not None) + _EACH * policy.slots  # the first uniform selects a pair
         if policy.chains:
             rule = partial(chained, layers=rule, chains=policy.chains, free=policy.free)
             count += uniforms_of_chains(policy.chains)
@@ -88,20 +88,14 @@ class TimmPolicy:
     std: float = 0.0  # standard deviation of the normal noise; infinite: the level is uniform from 0 to `magnitude`
     highest: float = _HIGHEST  # largest level
     p: float = 0.5  # probability that a chosen operation is applied
-    weights: tuple[float, ...] | None = None  # one per name; if set, no operation repeats. None: equal weights
     pairs: tuple[str, str] | None = None  # for AutoAugment: `auto_pairs.read(*pairs)` has levels and probabilities
     chains: int = 0  # number of AugMix's chains
     free: bool = False  # whether chains have a random number of operations
 
-    @property
-    def leading(self) -> int:
-        """Number of random values before those of the slots."""
-        return 1 if self.pairs else len(self.weights or ())
-
 
 _WHOLE, _COUNT, _DECIMAL = "[0-9]{1,4}", "[1-9][0-9]?|100", r"[0-9]+\.?[0-9]*"
 _STD = {"mstd": _DECIMAL}
-_RAND = {"m": _WHOLE, "n": _COUNT, "p": r"0\.?[0-9]*|1\.?0*", "mmax": "[1-9][0-9]{0,3}", "inc": _WHOLE, "t": "weights"}
+_RAND = {"m": _WHOLE, "n": _COUNT, "p": r"0\.?[0-9]*|1\.?0*", "mmax": "[1-9][0-9]{0,3}", "inc": _WHOLE}
 _AUGMIX = {"m": _WHOLE, "w": _COUNT, "d": f"0|{_COUNT}", "a": r"1\.?0*", "b": "0"}
 _PARTS: dict[str, dict[str, str]] = {  # by the first word of a string: keys of its parts, and patterns of their values
     "rand": _RAND | _STD,
@@ -139,19 +133,13 @@ def _policy_of(kind: str, given: dict[str, str]) -> TimmPolicy:
         magnitude, std = float(given.get("m", 3)), float(given.get("mstd", math.inf))
         return TimmPolicy(_AUGMIX_NAMES, slots, magnitude, std, p=1.0, chains=chains, free=depth == 0)
     if kind == "rand":
-        weights = tuple(_WEIGHTS.values()) if "t" in given else None
-        names = _RAND_INCREASING if weights or int(given.get("inc", 0)) else _RAND_NAMES
-        slots = int(given.get("n", 2))
-        if weights and slots > len(names):
-            raise ConfigError(f"`config` must have at most -n{len(names)} with -tweights. Found: -n{slots}.")
         return TimmPolicy(
-            names,
-            slots=slots,
+            _RAND_INCREASING if int(given.get("inc", 0)) else _RAND_NAMES,
+            slots=int(given.get("n", 2)),
             magnitude=float(given.get("m", _HIGHEST)),
             std=math.inf if std > 100 else std,
             highest=float(given.get("mmax", _HIGHEST)),
             p=float(given.get("p", 0.5)),
-            weights=weights,
         )
     pairs = {
         "original": ("imagenet", "posterize_original"),
@@ -192,10 +180,6 @@ _RAND_INCREASING = tuple(
     f"{name}_increasing" if name in (*FACTORS, "posterize", "solarize") else name for name in _RAND_NAMES
 )
 _AUGMIX_NAMES = tuple(name for name in _RAND_INCREASING if name not in ("invert", "solarize_add"))
-_WEIGHTS = dict.fromkeys(_RAND_INCREASING, 0.05) | {
-    **{"rotate": 3, "shear_x": 2, "shear_y": 2, "translate_x": 1, "translate_y": 1},
-    **{"color_increasing": 0.25, "sharpness_increasing": 0.25, "auto_contrast": 0.25},
-}
 
 # --- choices
 
@@ -204,16 +188,12 @@ _EACH = 6  # random values per slot: operation, applied or not, two for the leve
 
 def _layers(u: Float, size: Size, *, policy: TimmPolicy, either: bool) -> tuple[Int, tuple[Alternatives, ...]]:
     """Draw one operation per slot. If ``either``, operations that move pixels are bilinear or bicubic, at random."""
-    slots = u[:, policy.leading :].reshape(len(u), policy.slots, _EACH).transpose(2, 0, 1)
+    slots = u[:, -_EACH * policy.slots :].reshape(len(u), policy.slots, _EACH).transpose(2, 0, 1)
     p, magnitude = np.full((1, 1), policy.p, dtype=np.float32), np.full((1, 1), policy.magnitude)
     if policy.pairs:
         pairs = auto_pairs.read(*policy.pairs)
         taken = pick(u[:, 0], len(pairs.p))
         choice, p, magnitude = pairs.ops[taken], pairs.p[taken], pairs.magnitudes[taken].astype(np.float64)
-    elif policy.weights:
-        # The smallest exponential values, with the weights as rates, are a weighted choice without repetition.
-        first = -np.log1p(-u[:, : policy.leading].astype(np.float64)) / np.array(policy.weights)
-        choice = np.argsort(first, axis=1, kind="stable")[:, : policy.slots].astype(np.int64)
     else:
         choice = pick(slots[0], len(policy.names))
     if policy.std == math.inf:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gpuaug.augment.parameters import Chosen, Prepared
+from gpuaug.native.buffers import to_device
 
 
 def one_chain(op: Prepared) -> Prepared:
@@ -22,25 +23,19 @@ def mixed(x: Tensor, op: Prepared, chosen: Chosen, run: Callable[[Tensor, Chosen
     ``run`` applies one chain, with the given choices, to a copy of ``x``.
     """
     assert chosen.weights is not None
-    weights = torch.from_numpy(chosen.weights).to(x.device, non_blocking=True)
+    weights = to_device(torch.from_numpy(chosen.weights), x.device)
     mix, *shares = weights.T[..., None, None, None]
-    made = (_levels(run(x, own)) for own in _each(op, chosen))
-    image = _levels(x)
+    image, depth = _levels(x), len(op.slots) // op.chains
     # Multiply and add are separate calls, because addcmul does not round all elements in the same way.
     total = torch.zeros_like(image) if op.rounds_twice else (1 - mix) * image
-    for share, levels in zip(shares, made, strict=True):
+    for chain, share in enumerate(shares):
+        own = slice(chain * depth, (chain + 1) * depth)
+        levels = _levels(run(x, Chosen(chosen.choice[:, own], chosen.params[own], chosen.keys)))
         total += (share if op.rounds_twice else share * mix) * levels
     total.clamp_(0, 255).floor_()
     if op.rounds_twice:  # timm: the sum of the chains was rounded down, and is now blended with the image
         total = (image + mix * (total - image)).floor_()
     return total.div_(255)
-
-
-def _each(op: Prepared, chosen: Chosen) -> Iterator[Chosen]:
-    depth = len(op.slots) // op.chains
-    for first in range(0, len(op.slots), depth):
-        own = slice(first, first + depth)
-        yield Chosen(chosen.choice[:, own], chosen.params[own], chosen.keys)
 
 
 def _levels(x: Tensor) -> Tensor:

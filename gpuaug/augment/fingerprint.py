@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Uniform
 
 from gpuaug.augment.ops.kornia_private import fixed_order, generator_values
-from gpuaug.augment.policy import OneOf
+from gpuaug.augment.policy import OneOf, SomeOf
 
 _NOT_SETTINGS = {*vars(nn.Module()), "device", "dtype"}
 _LARGEST_LIST = 100  # elements; a larger tensor is stored as a hash
@@ -39,9 +39,9 @@ def settings(value: Any) -> Any:
         return int(number) if number == int(number) else number  # 1 and 1.0 are the same setting
     if isinstance(value, Tensor | np.ndarray):
         return _array(value)
-    if isinstance(value, OneOf):
+    if isinstance(value, OneOf | SomeOf):
         ops = [{"name": k, **settings(op)} for k, op in value.ops.items() if op is not None]
-        return {"class": "gpuaug.OneOf", "ops": ops, "p": settings(value.p)}
+        return {"class": _public_name(type(value)), **settings(vars(value)), "ops": ops}
     if isinstance(value, Mapping):
         return {str(k): settings(v) for k, v in value.items()}
     if isinstance(value, Sequence):  # also the lists of a Hydra configuration

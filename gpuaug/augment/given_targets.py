@@ -14,7 +14,7 @@ from torch import Tensor
 from gpuaug import checks
 from gpuaug.augment.moves import check_carried
 from gpuaug.augment.parameters import Chosen
-from gpuaug.augment.target_mover import LARGEST_BYTE, TargetMover, TargetView
+from gpuaug.augment.target_mover import TargetMover, TargetView
 from gpuaug.batch import CropWindows, Int64, Objects
 from gpuaug.errors import ConfigError
 from gpuaug.read.targets import join
@@ -48,20 +48,20 @@ def augment_targets(
             kind = type(view.augment.crop).__name__
             raise ConfigError(f"`augment.crop` ({kind}) needs {name}. Found: {', '.join(rules.names)}. Give `{name}`.")
     table = _table(given, rules, len(indices))
-    stage = TargetMover(rules, recipe)
+    mover = TargetMover(rules, recipe)
     decoded = None
     if rules.masks is not None:
-        decoded = _label_maps(given["masks"], rules.masks, (len(indices), *size), stage.lookup)
+        decoded = _label_maps(given["masks"], rules.masks, (len(indices), *size), mover.lookup)
     objects = by_rules(replace(table, ids=np.arange(len(table))), rules)
     sizes = np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
     matrices = np.tile(np.eye(3), (len(indices), 1, 1))
     upright = TargetView(table=table, objects=objects, matrices=matrices, sizes=sizes, decoded=decoded)
-    windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded)
+    windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded, empty=size)
     chosen = recipe.choose(drawn, [window.size for window in windows])
-    views = stage.place(upright, windows, chosen, epoch=drawn.epoch)
+    views = mover.place(upright, windows, chosen, epoch=drawn.epoch)
     if decoded is not None:
-        stage.sample(views, iter([decoded]), device)
-    return windows, chosen, stage.finish(views, torch.from_numpy(indices), bad=[], keep=None, device=device)
+        mover.sample(views, iter([decoded]), device)
+    return windows, chosen, mover.finish(views, torch.from_numpy(indices), bad=[], keep=None, device=device)
 
 
 def _table(given: Mapping[str, Any], rules: Targets, count: int) -> Objects:
@@ -104,10 +104,7 @@ def _label_maps(
     if rules.colors is not None:
         raise ConfigError("`targets.masks.colors` must be null, because `masks` are class numbers.")
     small = values.astype(np.uint8 if values.dtype in (np.bool_, np.uint8) else np.int32, copy=False)
-    small = small if table is None else table.apply(small)
-    if rules.dtype == "uint8" and (high := int(small.max(initial=0))) > LARGEST_BYTE:
-        raise ConfigError(f"`targets.masks.dtype` uint8 holds 0 .. 255. Found: {high} in `masks`. Set int64.")
-    return list(small)
+    return list(small if table is None else table.apply(small))
 
 
 def _array(value: Any) -> NDArray[Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError
+from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Stream, uniforms
 
 _LARGEST_ALPHA = 1e9  # for any alpha this large, Beta(alpha, alpha) is almost exactly 1/2
@@ -84,7 +85,7 @@ class Mix:
 
         order = rows[torch.from_numpy(np.argsort(u[_FIXED:][rows.numpy()], kind="stable"))]
         mates = order.roll(-1)  # one random cycle, so no sample is mixed with itself
-        rows, mates = (x.to(soft.device, non_blocking=True) for x in (order, mates))
+        rows, mates = (to_device(x, soft.device) for x in (order, mates))
         lam = _symmetric_beta(self.cutmix_alpha if cut else self.mixup_alpha, float(u[2]), float(u[3]))
         if cut:
             boxes = [_box(lam, x.shape[-2], x.shape[-1], float(u[4]), float(u[5])) for x in images]

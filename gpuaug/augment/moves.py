@@ -20,6 +20,7 @@ from gpuaug.augment.parameters import Chosen, Matrix, Params, Prepared, Size
 from gpuaug.augment.policy import entry_of, fields
 from gpuaug.augment.reference import exact_products
 from gpuaug.errors import ConfigError
+from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Int
 from gpuaug.targets.geometry import Bool, Float64, both, from_indices, hulls, inverse
 from gpuaug.targets.masks import Erased
@@ -40,7 +41,7 @@ class Elastic:
         size = (masks.shape[1], masks.shape[2])
         # A single sample is duplicated, as for the images: with one sample, the last bits would differ.
         group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
-        at, keys = (torch.from_numpy(v[group]).to(masks.device, non_blocking=True) for v in (self.rows, self.keys))
+        at, keys = (to_device(torch.from_numpy(v[group]), masks.device) for v in (self.rows, self.keys))
         labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # grid_sample fills with 0
         flags = self.module.flags
         settings = (flags["kernel_size"], flags["sigma"], flags["alpha"], flags["align_corners"])
@@ -84,52 +85,39 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
         alone[rows] = from_indices(matrices)
         return [alone]
     outward, inward = _across_border(matrices, size)
-    paths, done, number = _Paths(count), list[Move](), 0
+    done, number = list[Move](), 0
+    made: list[Float64] = []  # number k holds the matrix k of each sample, or the identity; pixel indices
+    length = np.zeros(count, dtype=np.int64)  # number of closed matrices of each sample
+    last = np.tile(np.eye(3), (count, 1, 1))  # the matrix that may still grow
+    is_open = np.zeros(count, dtype=bool)  # whether an operation has gone into it
+    lost = np.zeros(count, dtype=bool)  # whether it has moved something out of the canvas
+
+    def close(rows: Int) -> None:
+        rows = rows[is_open[rows]]
+        for k in np.unique(length[rows]).tolist():
+            if k == len(made):
+                made.append(np.tile(np.eye(3), (count, 1, 1)))
+            own = rows[length[rows] == k]
+            made[k][own] = last[own]
+        length[rows] += 1
+        last[rows] = np.eye(3)
+        is_open[rows] = lost[rows] = False
+
     for part in parts:
         if isinstance(part, _MatrixMove):
-            own = slice(number, number := number + len(part.rows))
-            paths.add(part.rows, matrices[own], outward[own], inward[own])
+            rows, own = part.rows, slice(number, number := number + len(part.rows))
+            close(rows[lost[rows] & inward[own]])
+            last[rows] = matrices[own] @ last[rows]
+            is_open[rows] = True
+            lost[rows] |= outward[own]
             continue
         # only the samples that it changes need a matrix of their own before it
-        changed = part.rows if isinstance(part, Elastic) else np.flatnonzero(part.boxes.any(axis=1))
-        done += [*paths.taken(changed), part]
-    return done + paths.taken(np.arange(count))
-
-
-class _Paths:
-    """Composes the matrices of each of ``count`` samples. Every sample has its own list of composed matrices."""
-
-    def __init__(self, count: int) -> None:
-        self._list: list[Float64] = []  # number k holds the matrix k of each sample, or the identity; pixel indices
-        self._length = np.zeros(count, dtype=np.int64)
-        self._last = np.tile(np.eye(3), (count, 1, 1))  # the matrix that may still grow
-        self._open = np.zeros(count, dtype=bool)  # whether an operation has gone into it
-        self._lost = np.zeros(count, dtype=bool)  # whether it has moved something out of the canvas
-
-    def add(self, rows: Int, matrices: Float64, outward: Bool, inward: Bool) -> None:
-        """Apply ``matrices`` [n, 3, 3] to the samples ``rows`` [n], after all before."""
-        self._close(rows[self._lost[rows] & inward])
-        self._last[rows] = matrices @ self._last[rows]
-        self._open[rows] = True
-        self._lost[rows] |= outward
-
-    def taken(self, rows: Int) -> list[Float64]:
-        """Remove and return the matrices, in pixel edges. Matrices of samples not in ``rows`` may still grow."""
-        self._close(rows)
-        made, self._list = [from_indices(m) for m in self._list], []
-        self._length[:] = 0
-        return made
-
-    def _close(self, rows: Int) -> None:
-        rows = rows[self._open[rows]]
-        for k in np.unique(self._length[rows]).tolist():
-            if k == len(self._list):
-                self._list.append(np.tile(np.eye(3), (len(self._last), 1, 1)))
-            own = rows[self._length[rows] == k]
-            self._list[k][own] = self._last[own]
-        self._length[rows] += 1
-        self._last[rows] = np.eye(3)
-        self._open[rows] = self._lost[rows] = False
+        close(part.rows if isinstance(part, Elastic) else np.flatnonzero(part.boxes.any(axis=1)))
+        done += [*map(from_indices, made), part]
+        made.clear()
+        length[:] = 0
+    close(np.arange(count))
+    return [*done, *map(from_indices, made)]
 
 
 def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> list[_MatrixMove | Elastic | Erased]:

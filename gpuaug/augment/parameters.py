@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from gpuaug.augment.ops.codes import ARGS, Code
 from gpuaug.augment.ops.kornia_private import Range, range_of, ranges
 from gpuaug.errors import ConfigError
+from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Float, Int
 
 Size = tuple[int, int]  # H, W of the images an operation is applied to
@@ -204,7 +206,7 @@ class RecipeOp(nn.Module):
             )
         args = np.zeros((len(images), 1, ARGS), dtype=np.float32)
         steps.write(args, {k: v.numpy() for k, v in params.items()}, (images.shape[2], images.shape[3]))
-        return steps.formula(images, torch.from_numpy(args[:, 0]).to(images.device, non_blocking=True))
+        return steps.formula(images, to_device(torch.from_numpy(args[:, 0]), images.device))
 
     def prepare(self, name: str) -> Prepared:
         """Prepare the operation for the key ``name`` of a recipe's ``ops``."""
@@ -233,7 +235,8 @@ class Prepared:
         keyed: whether each sample also needs a key, for per-pixel noise or as a seed.
         seeded: reason why gpuaug cannot draw the parameters; None: it can. A seeded module keeps its own ``p`` and
             runs on one sample at a time. The sample's key seeds the global generators.
-        members: the prepared operations that a OneOf chooses from; () for other operations.
+        members: for a OneOf or SomeOf, the places where a sample gets one operation or none, one after the other, each
+            with the operations that it can get there; () for other operations.
         chains: number of chains, or 0. ``slots`` holds the slots of all chains, chain after chain. Each chain starts
             from the unchanged image, and the results are mixed (chains.py).
         rounds_twice: True: the mixture is rounded twice, as in timm. False: once, as in torchvision.
@@ -246,14 +249,21 @@ class Prepared:
     rule: Callable[[Float, Size], Any]
     keyed: bool = False
     seeded: str | None = None
-    members: tuple[Prepared, ...] = ()
+    members: tuple[tuple[Prepared, ...], ...] = ()
     chains: int = 0
     rounds_twice: bool = False
 
     def leaves(self, key: str) -> list[tuple[str, Prepared]]:
-        """This operation and its configuration key; for a OneOf: all operations that it can choose."""
-        leaves = [leaf for member in self.members for leaf in member.leaves(f"{key}.ops.{member.name}")]
-        return leaves or [(key, self)]
+        """This operation and its configuration key; for a OneOf or SomeOf: all operations that it can choose."""
+        return list(dict.fromkeys(leaf for place in self.places(key) for leaf in place))
+
+    def places(self, key: str) -> list[list[tuple[str, Prepared]]]:
+        """Like :meth:`leaves`, but one list for each place, so an operation may be in several lists."""
+        found = [] if self.members else [[(key, self)]]
+        for place in self.members:
+            inner = [member.places(f"{key}.ops.{member.name}") for member in place]
+            found += [[leaf for leaves in each for leaf in leaves] for each in zip_longest(*inner, fillvalue=[])]
+        return found
 
     def draw(self, u: Float, size: Size, keys: Int | None = None) -> Chosen:
         """Draw from uniforms float32 [B, count] for images of ``size``. ``keys``, int64 [B, 2], are only stored."""

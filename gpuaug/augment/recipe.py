@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.crop import CROPS, LARGEST_VIEW, Window
+from gpuaug.augment.crop import CROPS, Window
+from gpuaug.augment.cut import cut
 from gpuaug.augment.fingerprint import differences, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
@@ -84,11 +84,6 @@ class ReadOnly(nn.Module):
             raise ReadOnlyError(f"`{type(self).__name__}.{name}` cannot be assigned: {_READ_ONCE}")
         super().__setattr__(name, value)
 
-    def _repr_html_(self) -> str:
-        from gpuaug.augment.describe import as_table  # imports Pillow, which a loader does not need
-
-        return as_table(self)
-
 
 class RecipeBase(ReadOnly):
     """Base of Augment and MultiView: recipes with at least one view."""
@@ -100,8 +95,8 @@ class RecipeBase(ReadOnly):
         return self
 
     @property
-    def stages(self) -> Mapping[int, Self]:
-        """Maps the first epoch of each stage to its recipe. Only a :class:`~gpuaug.Progressive` has several stages."""
+    def schedule(self) -> Mapping[int, Self]:
+        """Maps the first epoch of each recipe to the recipe. Only a :class:`~gpuaug.Progressive` has several."""
         return {0: self}
 
     def check_unchanged(self, *, key: str = "augment") -> None:
@@ -163,6 +158,7 @@ class RecipeBase(ReadOnly):
         *,
         objects: Objects | None = None,
         masks: Sequence[NDArray[Any] | None] | None = None,
+        empty: Size = (1, 1),
     ) -> list[CropWindows]:
         """Compute the crop windows of each view.
 
@@ -171,11 +167,12 @@ class RecipeBase(ReadOnly):
             heights, widths: int64 [B], image sizes after EXIF orientation.
             objects: boxes after EXIF orientation, if a crop needs them.
             masks: B masks [h, w] after EXIF orientation, if a crop needs them.
+            empty: (H, W) of views without a crop if the batch has no images.
         """
         windows = []
         for view in self.views:
             if (crop := view.augment.crop) is None:
-                windows.append(_whole_images(heights, widths))
+                windows.append(_whole_images(heights, widths, empty))
                 continue
             u = drawn.uniforms[view.name, view.copy, "crop"]
             redraw = partial(drawn.again, view=view)
@@ -287,9 +284,9 @@ class RecipeBase(ReadOnly):
             for name in ("targets", "labels"):
                 if given[name] is not None:
                     raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give one, too.")
-            windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T)
-        cut = [_cut(images, each) for each in windows]
-        made: Any = self.render(cut, drawn, chosen=chosen, **output)
+            windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T, empty=size)
+        views = [cut(images, each) for each in windows]
+        made: Any = self.render(views, drawn, chosen=chosen, **output)
         if moved is None:
             return made[0] if len(made) == 1 else made
         return (made[0], moved[0]) if len(made) == 1 else (made, moved)
@@ -314,6 +311,7 @@ class Augment(RecipeBase):
     """
 
     _read_once = ("crop", "ops", "normalize", "copies", "backend", "prepared", "views")
+    cuda_is_wrong: bool | None = None  # True: CUDA's compiled kernels fail a check, so Kornia takes images on CUDA
 
     def __init__(
         self,
@@ -363,9 +361,8 @@ class Augment(RecipeBase):
         normalize = self.normalize
         return {
             "crop": settings(self.crop),
-            "ops": [
-                {"name": name, **settings(op)} for name, op in self.ops.items()
-            ],  # a list, because the order matters
+            # a list, because the order matters
+            "ops": [{"name": name, **settings(op)} for name, op in self.ops.items()],
             "normalize": None if normalize is None else normalize.values(),
         }
 
@@ -379,13 +376,15 @@ class Augment(RecipeBase):
 
         ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
         """
-        if self._executor is None:
-            kind = ReferenceBackend if self.backend == "kornia" else FusedBackend
-            if kind is FusedBackend and images.is_cuda and verdict("fused_cuda") is False:
+        if images.is_cuda and self.cuda_is_wrong is None:
+            self.cuda_is_wrong = verdict("fused_cuda") is False
+            if self.cuda_is_wrong and self.backend == "fused":
                 log.warning("using backend=kornia: `gpuaug doctor` found that compiled kernels fail on this machine")
-                kind = ReferenceBackend
-            self._executor = kind(self.prepared, self.normalize)
-        return self._executor(images, chosen, **output)
+        kind = ReferenceBackend if self.backend == "kornia" or (images.is_cuda and self.cuda_is_wrong) else FusedBackend
+        executor = self._executor
+        if not isinstance(executor, kind):
+            executor = self._executor = kind(self.prepared, self.normalize)
+        return executor(images, chosen, **output)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_executor": None}  # a copied recipe makes its own
@@ -438,7 +437,7 @@ class MultiView(RecipeBase):
         return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
 
 
-def _whole_images(heights: Int, widths: Int) -> CropWindows:
+def _whole_images(heights: Int, widths: Int, empty: Size) -> CropWindows:
     """The windows of a view without a crop."""
     sizes = np.stack([heights, widths], axis=1).astype(np.int32)
     known = sizes[:, 0] > 0  # a sample that cannot be decoded has size 0
@@ -449,7 +448,7 @@ def _whole_images(heights: Int, widths: Int) -> CropWindows:
             "`augment.crop` must be set if the images of a batch differ in size. Found: "
             f"{sizes[0].tolist()} and {other.tolist()}. Use gpuaug.Resize((H, W)) or another crop."
         )
-    height, width = sizes[0].tolist() if len(sizes) else (1, 1)
+    height, width = sizes[0].tolist() if len(sizes) else empty
     zero = np.zeros_like(sizes)
     return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
 
@@ -462,47 +461,32 @@ def _channels_last(images: Any) -> Tensor:
     first, last = images.shape[1] == 3, images.shape[3] == 3
     if first == last or (len(images) and not images.numel()):
         raise ConfigError(f"{wanted}, with one axis of size 3 and without empty axes. Found: {list(images.shape)}.")
+    if images.is_meta:
+        raise ConfigError("`images` must be on a device that stores pixels, such as cpu or cuda. Found: meta.")
     return images.permute(0, 2, 3, 1) if first else images
 
 
 def _conversion(images: Any) -> str:
-    """A sentence that says how to convert ``images`` to a uint8 batch."""
-    if isinstance(images, Tensor) and images.is_floating_point():
-        return " If pixels are in 0..1, use `images.mul(255).round().to(torch.uint8)`. Normalize later."
-    if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 3:
-        return " For a single image, use `images[None]`."
-    return (
-        " Convert an array by `torch.from_numpy(images)`, and a list of tensors of one size by `torch.stack(images)`. "
-        "A gpuaug.Loader reads files of any size."
-    )
-
-
-def _cut(images: Tensor, windows: CropWindows) -> Tensor:
-    """Crop and resize uint8 images [B, H, W, 3] to uint8 [B, h, w, 3], as the decoder does on the CPU."""
-    H, W = windows.size
-    placed = np.hstack([windows.window, windows.resized, windows.offset])
-    if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
-        return images
-    pixels = windows.resized.prod(axis=1, dtype=np.int64)
-    if pixels.max(initial=0) > LARGEST_VIEW:  # torch resizes the whole window before it is cut
-        height, width = windows.resized[pixels.argmax()].tolist()
-        raise ConfigError(
-            f"`augment.crop` must resize images to at most {LARGEST_VIEW} pixels. Found: image {pixels.argmax()} of "
-            f"{images.shape[1]}x{images.shape[2]} becomes {height}x{width}. Leave out thin images or change the crop."
+    """Sentences that say how to convert ``images`` to a uint8 batch."""
+    if not isinstance(images, Tensor):
+        return (
+            " Convert an array by `torch.from_numpy(images)`, and a list of tensors of one size by "
+            "`torch.stack(images)`. A gpuaug.Loader reads files of any size."
         )
-    out = torch.tensor(windows.fill, dtype=torch.uint8, device=images.device).expand(len(images), H, W, 3).clone()
-    for i, (top, left, height, width, h, w, y, x) in enumerate(placed.tolist()):
-        part = images[i, top : top + height, left : left + width]
-        if (h, w) != (height, width):
-            part = _resized(part, (h, w), windows.interpolation)
-        y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + h, H), min(x + w, W)
-        if y0 < y1 and x0 < x1:
-            out[i, y0:y1, x0:x1] = part[y0 - y : y1 - y, x0 - x : x1 - x]
-    return out
+    if images.is_floating_point():
+        dtype = " If pixels are in 0..1, use `images.mul(255).round().to(torch.uint8)`. Normalize later."
+    else:
+        dtype = _INTEGERS.get(images.dtype, " If pixels are in 0..255, use `images.to(torch.uint8)`.")
+    return dtype + _AXES.get(images.dim(), "")
 
 
-def _resized(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    x = image.contiguous().permute(2, 0, 1)[None]  # torch's kernel and its rounding depend on the layout
-    x = x.float() if x.is_cuda else x  # torch resizes uint8 on the CPU only
-    y = F.interpolate(x, size=size, mode=interpolation, antialias=True)
-    return (y.round_().clamp_(0, 255) if x.is_cuda else y)[0].permute(1, 2, 0).to(torch.uint8)
+_INTEGERS = {
+    torch.uint8: "",
+    torch.uint16: " If pixels are in 0..65535, use `images.float().div(257).round().to(torch.uint8)`.",
+    torch.bool: " If True is white, use `images.to(torch.uint8).mul(255)`.",
+}
+_AXES = {
+    3: " For a single image, use `images[None]`.",
+    5: " For clips [B, T, 3, H, W], use `images.flatten(0, 1)`, and repeat each clip's number T times in `indices`: "
+    "then its frames have the same random numbers.",
+}

@@ -26,7 +26,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
 from gpuaug.source.base import Source
 from gpuaug.targets import geometry, masks
-from gpuaug.targets.batch import BatchTargets, upload
+from gpuaug.targets.batch import BatchTargets
 from gpuaug.targets.geometry import Float64
 from gpuaug.targets.masks import Erased, Warp
 from gpuaug.targets.objects import by_rules, carry, output_keypoints
@@ -34,7 +34,6 @@ from gpuaug.targets.rules import Masks, Targets
 
 log = logging.getLogger("gpuaug")
 
-LARGEST_BYTE = 255
 _SHOWN = 8  # values in a warning
 
 
@@ -67,7 +66,7 @@ class TargetMover:
         rules: which targets the run has, and how they are made.
         recipe: an Augment, MultiView or Progressive. Its type is Any, because recipe.py imports this module.
         source: the source, for its ``flip_pairs``, ``image_ids`` and ``mask_path``; None: it has none.
-        quiet: True: log nothing, because another stage logs the same.
+        quiet: True: log nothing, because another mover logs the same.
     """
 
     def __init__(self, rules: Targets, recipe: Any, *, source: Source | None = None, quiet: bool = False) -> None:
@@ -79,7 +78,7 @@ class TargetMover:
         self._image_ids: Tensor | None = source.image_ids
         path = source.mask_path
         self._mask_path: Callable[[int], str | None] = path if callable(path) else lambda index: None
-        views = [view for stage in recipe.stages.values() for view in stage.views]
+        views = [view for each in recipe.schedule.values() for view in each.views]
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
         self._orientation_logged = quiet
@@ -88,7 +87,6 @@ class TargetMover:
         self._unnamed_logged = quiet
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
         self._largest = max([self.fill, *(_erasing_values(views, rules.masks) if rules.masks is not None else ())])
-        self._dtype: torch.dtype = getattr(torch, rules.masks.dtype if rules.masks is not None else "int64")
 
     def upright(self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder) -> tuple[TargetView, list[Fault]]:
         """Check the annotated sizes, convert fractions to pixels, and decode masks that a crop needs."""
@@ -207,10 +205,10 @@ class TargetMover:
             rows = np.arange(first, first + len(decoded))
             if first == 0:
                 small = len(decoded) == count and all(m is None or m.dtype == np.uint8 for m in decoded)
-                warps = self._begin(views, count, device, small=small and self._largest <= LARGEST_BYTE)
+                warps = self._begin(views, count, device, small=small and self._largest <= 255)
             for view, warp in zip(views, warps, strict=True):
                 assert view.masks is not None
-                out, own = view.masks.numpy()[rows[0] : rows[-1] + 1], None if warp is None else warp.rows(rows)
+                out, own = view.masks.numpy()[first : first + len(decoded)], None if warp is None else warp.rows(rows)
                 masks.place(decoded, view.windows.take(rows), out, warp=own, fill=self.fill, threads=threads)
             first += len(decoded)
             del decoded
@@ -230,9 +228,8 @@ class TargetMover:
             warps.append(first if isinstance(first, Warp) else None)
             view.moves = view.moves if warps[-1] is None else view.moves[1:]
             dtype = torch.uint8 if small else torch.int32
-            last = device.type == "cpu" and not view.moves and not self._instances
-            if last and (small or self._dtype != torch.uint8):
-                dtype = self._dtype  # the last step writes the final dtype
+            if device.type == "cpu" and not view.moves and not self._instances:
+                dtype = torch.int64  # the last step writes the final dtype
             view.masks = buffers.outputs.take((count, 1, *view.windows.size), dtype, False)[:, 0]
         return warps
 
@@ -260,7 +257,10 @@ class TargetMover:
                 objects = objects.rows(rows)
             corners = None if objects.boxes is None else objects.boxes.astype(np.float32)
             columns = (corners, objects.labels, output_keypoints(objects, self.rules), objects.sample)
-            boxes, labels, keypoints, sample = upload(columns, device)
+            uploaded: list[Any] = [
+                None if column is None else buffers.to_device(torch.from_numpy(column), device) for column in columns
+            ]
+            boxes, labels, keypoints, sample = uploaded
             windows = view.windows
             covered = np.concatenate([windows.offset, windows.offset + windows.resized], axis=1)
             covered = np.clip(covered, 0, [*windows.size, *windows.size])
@@ -303,9 +303,9 @@ class TargetMover:
             made = made.index_fill(0, buffers.to_device(torch.from_numpy(np.array(bad)), device), self.fill)
         if len(rows) < len(made):
             made = made.index_select(0, buffers.to_device(torch.from_numpy(rows), device))
-        if made.dtype != self._dtype and device.type == "cpu":  # reused memory, because new memory takes longer
-            return buffers.outputs.take((len(made), 1, *made.shape[1:]), self._dtype, False)[:, 0].copy_(made)
-        return made.to(self._dtype)
+        if made.dtype != torch.int64 and device.type == "cpu":  # reused memory, because new memory takes longer
+            return buffers.outputs.take((len(made), 1, *made.shape[1:]), torch.int64, False)[:, 0].copy_(made)
+        return made.to(torch.int64)
 
     def _decoded(
         self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, faults: list[Fault]
@@ -358,7 +358,7 @@ class TargetMover:
         def one(row: int) -> None:
             height, width, exif = int(info.height[row]), int(info.width[row]), int(info.orientation[row])
             try:
-                mask = masks.decode(
+                found[row] = masks.decode(
                     data[row].tobytes(),
                     stored=(width, height) if exif > 4 else (height, width),
                     exif=exif,
@@ -367,11 +367,6 @@ class TargetMover:
                     table=self.lookup,
                     unnamed=None if self._unnamed_logged else unnamed[row],
                 )
-                if self._dtype == torch.uint8 and mask.dtype != np.uint8 and mask.max() > LARGEST_BYTE:
-                    raise HeaderError(
-                        f"a value of {mask.max()}, but `targets.masks.dtype` is uint8. Set int32 or int64"
-                    )
-                found[row] = mask
             except HeaderError as error:
                 faults.append(self._mask_fault(encoded, row, str(error)))
 
@@ -424,8 +419,6 @@ def _erasing_values(views: Sequence[Any], rules: Masks) -> list[int]:
         value = op.op.masks if isinstance(op.op, RandomErasing) else None
         if value and rules.kind == "instances":
             raise ConfigError(f"`{key}.masks` must be 0 or null if `targets.masks.kind` is instances. Found: {value}.")
-        if value is not None and value > LARGEST_BYTE and rules.dtype == "uint8":
-            raise ConfigError(f"`{key}.masks` must be at most 255 for `targets.masks.dtype` uint8. Found: {value}.")
         values += [] if value is None else [value]
     return values
 

@@ -142,6 +142,7 @@ class Decoder:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
         self._dali = self._new_pipeline()
+        self._failed = False  # whether the last run of this pipeline failed
         self._deep_logged = False
         if settings.hardware_load and device.type == "cuda" and self.backend == "dali":
             log.info("decode with hardware_load=%g: pixels depend on the batch", settings.hardware_load)
@@ -152,7 +153,6 @@ class Decoder:
         orientation = np.ones(len(batch), dtype=np.int64)
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
         memory = np.zeros(len(batch), dtype=np.int64)
-        repaired = np.zeros(len(batch), dtype=bool)
         codec, faults, images = [""] * len(batch), [], list(batch.images)
         unread = {fault.row for fault in batch.faults}
         for row, encoded in enumerate(batch.images):  # 10 µs per sample
@@ -163,14 +163,13 @@ class Decoder:
             except HeaderError as e:
                 faults.append(decode_fault(row, encoded, str(e)))
                 continue
-            repaired[row] = images[row] is not encoded
             codec[row], orientation[row] = info.codec, info.orientation
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
             each = info.pixel_bytes + (3 if info.orientation == 1 else 6)
             memory[row] = info.height * info.width * each + len(encoded)
         height, width = shape.T.copy()
-        return HeaderInfo(codec, height, width, orientation, faults, route, memory, images, repaired)
+        return HeaderInfo(codec, height, width, orientation, faults, route, memory, images)
 
     def pixels(self, headers: HeaderInfo, windows: Sequence[CropWindows]) -> tuple[list[Tensor], list[Fault]]:
         """Decode each image once and make all its views. On CUDA, the work is queued on torch's current stream.
@@ -212,6 +211,12 @@ class Decoder:
         (view,), faults = self.pixels(headers, [window])
         return view[0, :0, :0] if faults else view[0]
 
+    def use_pillow(self) -> None:
+        """From the next batch on, let Pillow decode everything, also images whose headers were read for DALI."""
+        with self._lock:
+            self.backend = "pillow"
+            self._renew_pipeline()
+
     def close(self) -> None:
         """Free threads and DALI's memory. A forked child leaves them to its parent."""
         self._closed = True
@@ -226,8 +231,6 @@ class Decoder:
         finally:
             if free:
                 self._lock.release()
-
-    # -- headers --
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels]:
         """The image's header and route, and the bytes to decode: ``encoded``, or repaired bytes."""
@@ -275,8 +278,6 @@ class Decoder:
             return info, Route.PILLOW
         return info, Route.DALI if dali.accepts(encoded, info) else Route.REFUSED
 
-    # -- pixels --
-
     def _too_large(self, request: DecodeRequest) -> list[Fault]:
         """Faults of images that would be too large after resizing, such as very thin images."""
         most = self.settings.max_pixels
@@ -302,7 +303,7 @@ class Decoder:
         for part, regions in self._by_dali(request, failed):
             self._paint(part, regions, canvases)
             del regions  # free memory before the next chunk is decoded
-        rest = _left(request, failed)
+        rest = self._left(request, failed)
         raw = rest.take(np.flatnonzero(rest.headers.route == Route.RAW))
         self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)
         faults = self._by_pillow(rest.take(np.flatnonzero(rest.headers.route != Route.RAW)), canvases)
@@ -331,7 +332,7 @@ class Decoder:
                 k = np.flatnonzero(orientation == value)
                 at = buffers.to_device(torch.from_numpy(k), self.device)
                 put(part.rows[k], [oriented_batch(view[at], int(value)) for view in views])
-        rest = _left(request, failed)
+        rest = self._left(request, failed)
         if not len(rest) and images:
             return images, []
         views, faults = self._on_host(len(rest), replace(rest, rows=np.arange(len(rest))))
@@ -345,8 +346,6 @@ class Decoder:
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(request.windows, canvases, strict=True)):
             resize.views(request.view_parts(view, regions), windows, canvas, request.rows, threads=threads, each=each)
-
-    # -- by DALI, by Pillow --
 
     def _new_pipeline(self) -> dali.CpuPipeline | dali.CudaPipeline | None:
         if self.backend != "dali":
@@ -365,7 +364,7 @@ class Decoder:
         self._dali = None
         with suppress(RuntimeError):  # a failed pipeline may fail here again
             dali.release_memory()
-        self._dali = self._new_pipeline()
+        self._dali, self._failed = self._new_pipeline(), False
 
     def _by_dali(self, request: DecodeRequest, failed: list[int]) -> Iterator[tuple[DecodeRequest, Any]]:
         """Let DALI decode its rows in chunks. Add rows that DALI cannot decode to ``failed``."""
@@ -375,12 +374,16 @@ class Decoder:
             assert self._dali is not None
             try:
                 result = self._dali.run(part)
+                self._failed = False
             except RuntimeError as e:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # raises if the device itself failed
                 message = pillow.last_line(str(e))
                 of_decoding, k = dali.failed_sample(str(e))
-                if not of_decoding:
+                named = k is not None and k < len(part)
+                # DALI says that a pipeline is no longer valid after an error; so far this was true of none on a CPU
+                invalid, self._failed = self._failed and not named and not rebuilds, True
+                if invalid or not of_decoding:
                     if rebuilds == _MAX_REBUILDS:
                         raise GpuaugError(f"DALI failed while decoding on {self.device}: {message}") from e
                     rebuilds += 1
@@ -406,7 +409,7 @@ class Decoder:
     def _chunks(self, request: DecodeRequest) -> list[DecodeRequest]:
         if self._dali is None:
             return []
-        rows, pixels = np.flatnonzero(_for_dali(request)), request.headers.height * request.headers.width
+        rows, pixels = np.flatnonzero(self._for_dali(request)), request.headers.height * request.headers.width
         if isinstance(self._dali, dali.CudaPipeline):  # a run has one output size; swapped rows need another size
             swapped = request.headers.swapped[rows]
             groups = [rows[~swapped], rows[swapped]]
@@ -416,6 +419,19 @@ class Decoder:
         most = most // 2 if self.device.type == "cpu" else most
         return [request.take(k) for group in groups for k in split_by_bytes(group, sizes, most)]
 
+    def _for_dali(self, request: DecodeRequest) -> NDArray[np.bool_]:
+        """The rows that DALI decodes, bool [n].
+
+        If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
+        """
+        return (request.headers.route == Route.DALI) & (request.union[:, 3] > 1) & (self._dali is not None)
+
+    def _left(self, request: DecodeRequest, failed: list[int]) -> DecodeRequest:
+        """The rows that DALI has not decoded. Rows in ``failed`` get `Route.REFUSED`."""
+        route = np.where(np.isin(request.rows, failed), Route.REFUSED, request.headers.route).astype(np.int8)
+        request = replace(request, headers=replace(request.headers, route=route))
+        return request.take(np.flatnonzero(~self._for_dali(request)))
+
     def _by_pillow(self, request: DecodeRequest, canvases: list[Pixels]) -> list[Fault]:
         faults: list[Fault | None] = [None] * len(request)
         headers, stored = request.headers, request.headers.stored
@@ -423,8 +439,7 @@ class Decoder:
         def one(k: int) -> None:
             data, codec, row = headers.encoded[k].data, headers.codec[k], request.take(np.array([k]))
             try:
-                reduced = self._reduced and codec == "jpeg"
-                views = pillow.reduced(data, stored[k], row.stored_views()) if reduced else None
+                views = pillow.reduced(data, row) if self._reduced and codec == "jpeg" else None
                 if views is None:
                     image = pillow.decode(data, codec, stored[k], request.union[k], self.settings.max_pixels)
                     self._paint(row, [image], canvases, alone=True)
@@ -491,18 +506,3 @@ def _threads() -> int:
     count = max(1, min(8, cpus // ranks))
     log.info("decode with num_threads=%d (CPUs: %d, ranks on this machine: %d)", count, cpus, ranks)
     return count
-
-
-def _for_dali(request: DecodeRequest) -> NDArray[np.bool_]:
-    """The rows that DALI decodes, bool [n].
-
-    If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
-    """
-    return (request.headers.route == Route.DALI) & (request.union[:, 3] > 1)
-
-
-def _left(request: DecodeRequest, failed: list[int]) -> DecodeRequest:
-    """The rows that DALI has not decoded. Rows in ``failed`` get `Route.REFUSED`."""
-    route = np.where(np.isin(request.rows, failed), Route.REFUSED, request.headers.route).astype(np.int8)
-    request = replace(request, headers=replace(request.headers, route=route))
-    return request.take(np.flatnonzero(~_for_dali(request)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpuaug.files import CODECS, Buffer, sniff
 
-BY_PILLOW = ("bmp", "tiff", "jpeg2000", "ppm", "avif", "heif")  # codecs whose headers only Pillow reads
+BY_PILLOW = ("webp", "bmp", "tiff", "jpeg2000", "ppm", "avif", "heif")  # codecs whose headers only Pillow reads
 
 # "raw" is gpuaug's own format: magic, height and width as little-endian uint32, then height * width * 3 bytes of RGB
 RAW_HEADER = 16  # bytes
@@ -193,7 +193,7 @@ def _png(data: Buffer) -> Header:
     bits, color = data[24], data[25]
     exif = xmp = profile = None
     ancillary = 0
-    for kind, at, length, _ in chunks(data, "png", 8):
+    for kind, at, length, _ in chunks(data):
         if kind == b"eXIf":
             exif = bytes(data[at : at + length])
         elif kind == b"iTXt" and data[at : at + len(_PNG_XMP)] == _PNG_XMP:
@@ -215,54 +215,25 @@ def _png(data: Buffer) -> Header:
     )  # fmt: skip
 
 
-def chunks(data: Buffer, codec: str, at: int) -> Iterator[tuple[bytes, int, int, int]]:
-    """Yield (kind, content start, content length, chunk end) for each chunk of a PNG or WebP."""
+def chunks(png: Buffer) -> Iterator[tuple[bytes, int, int, int]]:
+    """Yield (kind, content start, content length, chunk end) for each chunk of a PNG."""
+    at = 8
     for _ in range(_CHUNKS):
-        if at + 8 > len(data):
+        if at + 8 > len(png):
             return
-        if codec == "png":
-            length, kind = struct.unpack_from(">I4s", data, at)
-            end = at + 12 + length
-        else:
-            kind, length = struct.unpack_from("<4sI", data, at)
-            end = at + 8 + length + (length & 1)
+        length, kind = struct.unpack_from(">I4s", png, at)
+        end = at + 12 + length
         yield kind, at + 8, length, end
         if kind == b"IEND":
             return
         at = end
-    raise HeaderError(f"{codec} with more than {_CHUNKS} chunks")
+    raise HeaderError(f"png with more than {_CHUNKS} chunks")
 
 
 def png_pixels(data: Buffer) -> bytes:
     """Remove PNG chunks that do not affect pixels, because readers may inflate texts to 1,000 times their size."""
-    pieces = (data[at - 8 : end] for kind, at, _, end in chunks(data, "png", 8) if kind in _PIECES)
+    pieces = (data[at - 8 : end] for kind, at, _, end in chunks(data) if kind in _PIECES)
     return b"".join([data[:8], *pieces])
-
-
-def _webp(data: Buffer) -> Header:
-    kind = bytes(data[12:16])
-    if kind == b"VP8 ":
-        if data[23:26] != b"\x9d\x01\x2a":
-            raise HeaderError("webp without a key frame")
-        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
-        return Header("webp", height, width, pixel_bytes=_MEMORY["webp"])
-    if kind == b"VP8L":
-        if data[20] != 0x2F:
-            raise HeaderError("webp with a broken lossless header")
-        (bits,) = struct.unpack_from("<I", data, 21)
-        return Header("webp", (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1, pixel_bytes=_MEMORY["webp"])
-    if kind != b"VP8X":
-        raise HeaderError(f"webp with an unknown first chunk {kind!r}")
-    flags = data[20]
-    width = int.from_bytes(data[24:27], "little") + 1
-    height = int.from_bytes(data[27:30], "little") + 1
-    exif = xmp = None
-    for kind, at, length, _ in chunks(data, "webp", 12):  # EXIF and XMP follow the pixels
-        if kind == b"EXIF" and flags & 0x08:
-            exif = bytes(data[at : at + length])
-        elif kind == b"XMP " and flags & 0x04:
-            xmp = bytes(data[at : at + length])
-    return Header("webp", height, width, oriented(exif, xmp), pixel_bytes=_MEMORY["webp"])
 
 
 def _gif(data: Buffer) -> Header:
@@ -293,6 +264,4 @@ def _raw(data: Buffer) -> Header:
     return Header("raw", height, width)
 
 
-_PARSERS: dict[str, Callable[[Buffer], Header]] = {
-    "jpeg": _jpeg, "png": _png, "webp": _webp, "gif": _gif, "raw": _raw
-}  # fmt: skip
+_PARSERS: dict[str, Callable[[Buffer], Header]] = {"jpeg": _jpeg, "png": _png, "gif": _gif, "raw": _raw}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 from gpuaug.batch import Int32, Int64, Interpolation
 from gpuaug.decode import header
 from gpuaug.decode.header import Header, HeaderError
-from gpuaug.decode.request import Pixels
+from gpuaug.decode.request import DecodeRequest, Pixels
 from gpuaug.files import Buffer
-
-# box (top, left, height, width), size (height, width) after resizing, and filter of one view
-View = tuple[list[int], list[int], Interpolation]
 
 # Pillow's plugin has the name of the codec, capitalised; these are the exceptions
 _PLUGINS = {"webp": "WebP", "jpeg2000": "Jpeg2K"}
@@ -33,7 +30,8 @@ def complete(info: Header, data: Buffer) -> Header:
     image = _open(data, info.codec)
     effort = 8 if image.tile and image.tile[0][0] in _IN_PYTHON else info.effort
     info = replace(info, height=image.height, width=image.width, bits=_bits(image), effort=effort)
-    if info.codec != "avif":  # Pillow turns TIFF upright, and pillow-heif turns HEIF; JPEG 2000 has no orientation
+    # Pillow turns TIFF upright, and pillow-heif turns HEIF; JPEG 2000 has no orientation
+    if info.codec not in ("webp", "avif"):
         return info
     return replace(info, orientation=header.oriented(image.info.get("exif"), image.info.get("xmp")))
 
@@ -92,14 +90,17 @@ def decode(data: Buffer, codec: str, size: Int64, box: Int32, max_pixels: int) -
         return rgb
 
 
-def reduced(data: Buffer, size: Int64, views: Sequence[View]) -> Iterator[Pixels] | None:
+def reduced(data: Buffer, row: DecodeRequest) -> Iterator[Pixels] | None:
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its size with Pillow's draft mode, and yield each view's resized box.
 
     None: a view needs more pixels. The edges of a box may lie between the pixels of the smaller image. Pillow's resize
-    takes such edges exactly, so views are not shifted.
+    takes such edges exactly, so views are not shifted. ``row``: a request for this image.
     """
+    turn = -1 if row.headers.swapped[0] else 1  # boxes and sizes are those before orientation
+    each = zip(row.parts, row.windows, strict=True)
+    views = [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in each]
     with _faults("jpeg"):
-        image, (height, width) = _open(data, "jpeg"), size.tolist()
+        image, (height, width) = _open(data, "jpeg"), row.headers.stored[0].tolist()
         least = [(-(-width * wide // w), -(-height * high // h)) for (_, _, h, w), (high, wide), _ in views]
         drafted = image.draft(None, tuple(map(max, zip(*least, strict=True))))
         if drafted is None or drafted[1] == (0, 0, width, height):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.batch import CropWindows, Fault, Int32, Int64, Interpolation
+from gpuaug.batch import CropWindows, Fault, Int32, Int64
 from gpuaug.decode.header import RAW_HEADER
 from gpuaug.errors import ConfigError
 
@@ -44,9 +44,8 @@ class HeaderInfo:
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
         route: [B], the :class:`Route` of each row.
         memory: [B], bytes that Pillow takes to decode the image.
-        encoded: [B], the bytes to decode, uint8 arrays.
-        repaired: [B], whether ``encoded`` differs from the sample's bytes: a JPEG to which an end marker was added, or
-            a PNG from which long texts and profiles were removed.
+        encoded: [B], the bytes to decode, uint8 arrays: the batch's own, except for a JPEG to which an end marker was
+            added, or a PNG from which long texts and profiles were removed.
     """
 
     codec: list[str]
@@ -57,7 +56,6 @@ class HeaderInfo:
     route: NDArray[np.int8]
     memory: Int64
     encoded: list[Pixels]
-    repaired: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.codec)
@@ -134,12 +132,6 @@ class DecodeRequest:
         """The pixels of row ``k`` inside its ``union`` box, without a copy. Only for rows with `Route.RAW`."""
         y, x, height, width = self.union[k].tolist()
         return self.headers.encoded[k][RAW_HEADER:].reshape(*self.headers.stored[k], 3)[y : y + height, x : x + width]
-
-    def stored_views(self) -> list[tuple[list[int], list[int], Interpolation]]:
-        """For each view: the first row's window and resized size, both before orientation, and the resize filter."""
-        turn = -1 if self.headers.swapped[0] else 1
-        views = zip(self.parts, self.windows, strict=True)
-        return [(part[0].tolist(), b.resized[0, ::turn].tolist(), b.interpolation) for part, b in views]
 
     def view_parts(self, view: int, regions: Sequence[Pixels]) -> list[Pixels]:
         """The view's region of every row, upright. ``regions``: the pixels of each row's ``union`` box."""

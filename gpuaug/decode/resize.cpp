@@ -21,6 +21,7 @@
 struct Task {
     const uint8_t* src;          // first pixel of the part
     int64_t row, column;         // bytes to the pixel below, and to the pixel on the right; negative if mirrored
+    int64_t channel;             // bytes to the next channel
     uint8_t* canvas;             // uint8 [canvas_height, canvas_width, 3], contiguous
     int32_t height, width;       // size of the part
     int32_t to_height, to_width; // size after resizing
@@ -215,10 +216,15 @@ struct Worker {
         const uint8_t* src = task.src;
         int64_t pitch = task.row;
         const int64_t h = task.height, w = task.width;
-        if (task.column != 3) {
-            uint8_t* o = room(upright, h * w * 3);
-            for (int64_t y = 0; y < h; ++y)
-                for (int64_t x = 0; x < w; ++x, o += 3) std::memcpy(o, src + y * task.row + x * task.column, 3);
+        if (task.column != 3 || task.channel != 1) {
+            uint8_t* __restrict o = room(upright, h * w * 3);
+            for (int64_t y = 0; y < h; ++y, o += w * 3) {
+                const uint8_t *r = src + y * task.row, *g = r + task.channel, *b = g + task.channel;
+                if (task.column == 1)  // planes: the compiler vectorises this loop
+                    for (int64_t x = 0; x < w; ++x) o[3 * x] = r[x], o[3 * x + 1] = g[x], o[3 * x + 2] = b[x];
+                else
+                    for (int64_t x = 0, at = 0; x < w; ++x, at += task.column) o[3 * x] = r[at], o[3 * x + 1] = g[at], o[3 * x + 2] = b[at];
+            }
             src = upright.data();
             pitch = w * 3;
         }

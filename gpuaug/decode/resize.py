@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ _TORCH = {
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
 }
 _TASK = np.dtype(  # ``Task`` of resize.cpp
-    [("src", np.uint64), ("row", np.int64), ("column", np.int64), ("canvas", np.uint64)]
+    [("src", np.uint64), ("row", np.int64), ("column", np.int64), ("channel", np.int64), ("canvas", np.uint64)]
     + [(name, np.int32) for name in ("height", "width", "to_height", "to_width", "top", "left", "H", "W")]
     + [("fill", np.int32), ("cubic", np.int32)]
 )
@@ -38,7 +37,7 @@ def one_by_one(rows: Sequence[int], work: Work) -> None:
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled resize.cpp, or None if it cannot be built or the CPU lacks AVX-512 VBMI."""
-    built = build.load(Path(__file__).with_name("resize.cpp"), name="resize", without="is torch's, half as fast")
+    built = build.load("decode/resize.cpp", name="resize", without="is torch's, half as fast")
     if built is None or not built.gpuaug_resize_fast():
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -58,7 +57,7 @@ def views(
     """Resize every part to ``windows.resized`` and put it at ``windows.offset`` on its canvas.
 
     Args:
-        parts: n regions of images, uint8 [h, w, 3], with any strides between rows and between pixels.
+        parts: n regions of images, uint8 [h, w, 3], with any strides.
         windows: n rows; ``windows.window`` is not used.
         canvases: uint8 [B, H, W, 3], contiguous.
         rows: [n], canvas number of each part.
@@ -75,7 +74,7 @@ def views(
     tasks = np.zeros(len(parts), dtype=_TASK)
     interfaces = [part.__array_interface__ for part in parts]
     tasks["src"] = [x["data"][0] for x in interfaces]
-    tasks["row"], tasks["column"] = np.array([part.strides[:2] for part in parts]).T
+    tasks["row"], tasks["column"], tasks["channel"] = np.array([part.strides for part in parts]).T
     tasks["height"], tasks["width"] = np.array([part.shape[:2] for part in parts]).T
     tasks["canvas"] = canvases.ctypes.data + np.asarray(rows) * (H * W * 3)
     tasks["to_height"], tasks["to_width"] = windows.resized.T

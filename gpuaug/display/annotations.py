@@ -232,7 +232,8 @@ def _labels(
         places = [(left, y1 - height), (left, y1), (left, y2), (left, y2 - height), (max(0, x2 - width), y1)]
         for x, y in places:
             here = (x, y, x + width, y + height)
-            if y >= 0 and here[3] <= size[1] and not any(_overlap(here, other) for other in taken):
+            is_free = not any(x < c and a < here[2] and y < d and b < here[3] for a, b, c, d in taken)
+            if y >= 0 and here[3] <= size[1] and is_free:
                 color = style.color(annotations, number)
                 pen.rectangle((x, y, here[2] - 1, here[3] - 1), fill=color)
                 pen.text((x + 2, y + height / 2), text, _contrast(color), face, anchor="lm")
@@ -260,7 +261,3 @@ def _points(pen: Any, points: NDArray[Any], color: Color, skeleton: Sequence[tup
 def _contrast(color: Color) -> Color:
     """Black or white: the one that is easier to see beside ``color``."""
     return (0, 0, 0) if 0.3 * color[0] + 0.59 * color[1] + 0.11 * color[2] > 110 else (255, 255, 255)
-
-
-def _overlap(a: Sequence[int], b: Sequence[int]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

@@ -7,7 +7,7 @@ import bisect
 import html
 import io
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,20 +147,12 @@ def _chip(color: Color | None, text: str) -> str:
     return f'<span style="border-left: 14px {line} {code}">&nbsp;{html.escape(text)}</span>&ensp;'
 
 
-def table(rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
-    """An HTML table of texts, for notebooks. Without a ``head``, the first column is bold."""
-    lines = [f"<tr>{''.join(f'<th>{_cell(text)}</th>' for text in head)}</tr>"] if head else []
-    for row in rows:
-        kinds = ["td" if head else "th", *["td"] * (len(row) - 1)]
-        cells = (
-            f'<{kind} style="text-align: left">{_cell(text)}</{kind}>' for kind, text in zip(kinds, row, strict=True)
-        )
-        lines.append(f"<tr>{''.join(cells)}</tr>")
+def table(rows: Mapping[str, str]) -> str:
+    """An HTML table of names and values, for notebooks."""
+    left = 'style="text-align: left"'
+    cells = (["<br>".join(html.escape(printable(line)) for line in x.split("\n")) for x in row] for row in rows.items())
+    lines = (f"<tr><th {left}>{name}</th><td {left}>{text}</td></tr>" for name, text in cells)
     return f"<table>{''.join(lines)}</table>"
-
-
-def _cell(text: str) -> str:
-    return "<br>".join(html.escape(printable(line)) for line in text.split("\n"))
 
 
 def check_pixels(count: int) -> None:

@@ -1,11 +1,10 @@
-"""Describes a loader as text and as a table, without reading a sample."""
+"""Describes a loader and its recipe as text, without reading a sample."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
-from gpuaug.augment import describe as recipes
 from gpuaug.read import order as orders
 
 
@@ -19,7 +18,7 @@ def facts(loader: Any) -> dict[str, str]:
     sizes = ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in counts)
     made = {
         "source": repr(source)[:200] if own else f"{type(source).__name__}: {len(source)} samples",
-        "augment": "\n".join(recipes.lines(loader.augment, loader.epoch)),
+        "augment": "\n".join(steps(loader.augment, loader.epoch)),
         "images": f"{dtype} {sizes} on {loader.device}",
         "batches": f"{loader.batch_size} samples, {orders.describe(loader.order)}, seed {loader.seed}, "
         f"epoch {loader.epoch}",
@@ -29,6 +28,22 @@ def facts(loader: Any) -> dict[str, str]:
         made["targets"] = ", ".join(loader.targets.names)
     if loader.mix is not None:
         made["mix"] = repr(loader.mix)
+    if loader.device.type == "cuda":
+        made["self-check"] = str(loader.pipeline.self_check or "off")
+    return made
+
+
+def steps(recipe: Any, epoch: int) -> list[str]:
+    """List the recipe's steps at ``epoch``, one line for each view and its copies."""
+    made = []
+    for view in recipe.at(epoch).views:
+        augment = view.augment
+        if not view.copy:
+            crop = [] if augment.crop is None else [type(augment.crop).__name__]
+            copies = f"{augment.copies} views" if augment.copies > 1 else ""
+            name = f"{view.name} ({copies})" if view.name and copies else view.name or copies
+            listed = ", ".join([*crop, *augment.ops]) or "nothing"
+            made.append(f"{name}: {listed}" if name else listed)
     return made
 
 

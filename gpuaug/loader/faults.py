@@ -7,7 +7,7 @@ import fcntl
 import json
 import logging
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -28,16 +28,15 @@ class Faults:
     Args:
         policy: ``raise`` stops with a :class:`~gpuaug.errors.DataError`. ``blank`` sets the image to zero and
             ``batch.valid`` to False; the label and the batch size stay. ``drop`` removes the sample from the batch.
-        max: maximum number of bad samples. An int is a count over the whole run. A float in [0, 1] is a rate over the
-            last ``window`` samples. More bad samples raise :class:`~gpuaug.errors.FaultBudgetError`. None: no limit.
-        window: number of samples over which the rate is computed.
+        max: maximum number of bad samples in the whole run. More raise :class:`~gpuaug.errors.FaultBudgetError`. None:
+            no limit.
         truncated: ``reject`` treats a truncated JPEG as bad. ``accept`` uses the part that is present.
         file: path of a file to which each process appends one JSON line per bad sample, with the fields ``key``,
             ``index``, ``epoch``, ``stage``, ``reason``, ``bytes`` and ``head``. Ranks and runs may share the file.
             ``source.exclude`` accepts the file. If it can no longer be written, the log says so once, and the run goes
             on.
 
-    >>> Faults(policy="blank", max=0.01, window=10_000).policy  # at most one sample in a hundred
+    >>> Faults(policy="blank", max=100).policy
     'blank'
     """
 
@@ -45,30 +44,26 @@ class Faults:
         self,
         *,
         policy: Policy = "raise",
-        max: int | float | None = None,
-        window: int = 1000,
+        max: int | None = None,
         truncated: Literal["reject", "accept"] = "reject",
         file: str | None = None,
     ) -> None:
         checks.one_of("faults.policy", policy, get_args(Policy))
-        if max is not None and not (type(max) is int and max >= 0) and not (type(max) is float and 0 <= max <= 1):
-            raise ConfigError(f"`faults.max` must be a count (an int >= 0) or a rate (a float 0..1). Found: {max!r}.")
-        checks.whole_number("faults.window", window, 1)
+        checks.whole_number("faults.max", max, 0, optional=True)
         checks.one_of("faults.truncated", truncated, ("reject", "accept"))
         self.truncated = truncated
-        self.policy, self.max, self.window, self.file = policy, max, window, _writable(file)
+        self.policy, self.max, self.file = policy, max, _writable(file)
         self.count = 0  # bad samples so far; a sample counts again in each epoch
-        self._totals = deque([(0, 0)])  # sums (samples, bad samples) before the window, and after each of its batches
         self._recorded: set[str] = set()  # keys that this process has logged, and written to the file
         self._incomplete = False  # a bad sample could not be written to the file
         self._by_epoch: Counter[int] = Counter()  # bad samples; a pass that was left keeps its count
 
     def handle(
-        self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, samples: int, key_of: Callable[[int], str]
+        self, faults: Sequence[Fault], *, indices: Sequence[int], epoch: int, key_of: Callable[[int], str]
     ) -> None:
         """Record the ``faults`` of a batch in ``epoch``.
 
-        ``indices`` are the sample numbers of the ``samples`` rows. ``key_of`` maps a sample number to a path or name.
+        ``indices`` are the sample numbers of the rows. ``key_of`` maps a sample number to a path or name.
 
         Raises:
             DataError: under policy ``raise``, for the first fault.
@@ -81,7 +76,12 @@ class Faults:
         if faults and self.policy == "raise":
             index = indices[faults[0].row]
             raise DataError(key_of(index), index, faults[0].stage, faults[0].reason)
-        self._check_budget(samples, len(faults))
+        if self.max is not None and self.count > self.max:
+            where = f"They are listed in {self.file}." if self.file else "Set `faults.file` to list them."
+            raise FaultBudgetError(
+                f"{self.count} bad samples could not be read or decoded; `faults.max` allows {self.max}. {where} "
+                "Then `source.exclude=FILE` leaves the listed samples out."
+            )
 
     def end_of_epoch(self, epoch: int, *, log: Log = log) -> None:
         """Log how many samples of ``epoch`` were bad. ``log``: the logger."""
@@ -104,28 +104,6 @@ class Faults:
             if not self._incomplete:
                 log.warning("`faults.file` cannot be written (%s). Bad samples may be missing in it from now on", error)
             self._incomplete = True
-
-    def _check_budget(self, samples: int, bad: int) -> None:
-        if isinstance(self.max, float):
-            all_samples, all_bad = self._totals[-1][0] + samples, self._totals[-1][1] + bad
-            self._totals.append((all_samples, all_bad))
-            while all_samples - self._totals[1][0] >= self.window:
-                self._totals.popleft()
-            recent, recent_bad = all_samples - self._totals[0][0], all_bad - self._totals[0][1]
-            # The rate is computed over at least `window` samples. Otherwise the first bad sample could exceed the rate.
-            if recent_bad <= self.max * max(self.window, recent):
-                return
-            bad_ones = f"{recent_bad} of the last {recent} samples"
-            limit = f"a rate of {self.max} over {self.window}"
-        else:
-            if self.max is None or self.count <= self.max:
-                return
-            bad_ones, limit = f"{self.count} bad samples", str(self.max)
-        where = f"They are listed in {self.file}." if self.file else "Set `faults.file` to list them."
-        raise FaultBudgetError(
-            f"{bad_ones} could not be read or decoded; `faults.max` allows {limit}. {where} "
-            "Then `source.exclude=FILE` leaves the listed samples out."
-        )
 
 
 def _append(path: str, line: bytes) -> None:

@@ -29,6 +29,7 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.passes import Pass, PassEndedError
 from gpuaug.loader.pipeline import LazyDecoder, Pipeline, Streams
+from gpuaug.loader.self_check import SelfCheck
 from gpuaug.loader.state import VERSION, check_state, compare, locate, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
@@ -51,8 +52,8 @@ class Loader:
             ``(bytes, label, extra)``.
         augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
         batch_size: samples per batch and rank.
-        order: ``"shuffle"`` (the default), ``"sequential"``, an order such as :class:`~gpuaug.Weighted`, or a
-            torch Sampler.
+        order: ``"shuffle"`` (the default), ``"sequential"``, an order such as :class:`~gpuaug.Weighted`, a list or
+            array of positions, or an object with the method ``order(seed, epoch, source)``.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. ``shuffle`` replaces an ``order``
             that is a :class:`~gpuaug.Shuffle` or :class:`~gpuaug.Sequential`.
         last: what to do with samples that do not fill a batch on every rank. ``pad`` adds repeated samples, whose
@@ -83,6 +84,9 @@ class Loader:
         rank, world_size: rank of this process and number of ranks; None: torch.distributed's values.
         limit_batches: maximum number of batches per epoch.
         name: stands at the beginning of the loader's log lines, such as ``train``; None: nothing does.
+        self_check: on CUDA, compare eight images of the first batch with Kornia's, and eight decoded JPEGs with
+            Pillow's. If they differ, the loader logs an error and uses ``augment.backend=kornia`` or
+            ``decode.backend=pillow``. The result is stored: on this machine, the same recipe is not checked again.
 
     Attributes:
         source: the given source, or a wrapper of the given dataset.
@@ -148,6 +152,7 @@ class Loader:
         world_size: int | None = None,
         limit_batches: int | None = None,
         name: str | None = None,
+        self_check: bool = True,
     ) -> None:
         self._settings = frozenset(locals()) - {"self"}
         self.name: str | None = checks.text("name", name, optional=True)
@@ -173,6 +178,7 @@ class Loader:
         self.prefetch: int = checks.whole_number("prefetch", prefetch, 0)
         self.limit_batches: int | None = checks.whole_number("limit_batches", limit_batches, 1, optional=True)
         self._rank, self._world_size = rank, world_size
+        self.self_check: bool = checks.flag("self_check", self_check)
         self.pipeline = self._build(
             num_workers=self.num_workers, timeout=timeout, start_method=start_method, read_threads=read_threads
         )
@@ -187,6 +193,7 @@ class Loader:
             from gpuaug.augment.target_mover import TargetMover
 
             targets = TargetMover(self.targets, self.augment, source=self.source)
+        on_cuda = self.device.type == "cuda"
         recipe, style = self.augment, Style.of(self.source, self.targets)  # the pipeline must not refer to the loader
         return Pipeline(
             reader=Reader(self.source, targets=getattr(self.targets, "names", ()), **reading),
@@ -203,6 +210,7 @@ class Loader:
             key_of=self.source.key,
             appearance_at=lru_cache(maxsize=1)(lambda epoch: Appearance.of(recipe.at(epoch).views, style)),
             first_row=self.source.first_row,
+            self_check=SelfCheck(self.source.key, self._log) if self.self_check and on_cuda else None,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -448,7 +456,7 @@ class Loader:
         return describe.text(self)
 
     def _repr_html_(self) -> str:
-        return table(list(describe.facts(self).items()))
+        return table(describe.facts(self))
 
     def close(self) -> None:
         """Stop the workers and threads, and close the decoder. A closed loader cannot be opened again."""

@@ -23,6 +23,7 @@ from gpuaug.display.batches import Appearance
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
+from gpuaug.loader.self_check import SelfCheck
 from gpuaug.native.buffers import to_device
 from gpuaug.read.order import Task
 from gpuaug.read.reader import Reader
@@ -123,6 +124,7 @@ class Pipeline:
     key_of: Callable[[int], str]
     appearance_at: Callable[[int], Appearance]  # maps an epoch to `Batch.look`
     first_row: Callable[[int], int]  # maps an epoch to what is added to sample numbers before reading
+    self_check: SelfCheck | None  # None: off, or on the CPU
     running: weakref.ref[Any] | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
 
@@ -152,6 +154,8 @@ class Pipeline:
     def decode(self, batch: PartialBatch) -> PartialBatch:
         """Decode every image and mask once, and collect all faults of the batch so far."""
         with self.streams.on(decoding=True) as stream:
+            if self.self_check is not None:
+                self.self_check.decode(self.decoder, batch)
             images, bad = self.decode_images(batch)
             bad = [*bad, *self.decode_masks(batch)]
             ready = None if stream is None else stream.record_event()
@@ -173,10 +177,11 @@ class Pipeline:
 
     def augment(self, batch: PartialBatch) -> list[Tensor]:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
-        views: list[Tensor] = self.recipe.at(batch.drawn.epoch).render(
-            batch.images, batch.drawn, chosen=batch.chosen, dtype=self.dtype, memory_format=self.memory_format
-        )
-        return views
+        recipe = self.recipe.at(batch.drawn.epoch)
+        output: dict[str, Any] = {"dtype": self.dtype, "memory_format": self.memory_format}
+        if self.self_check is not None:
+            self.self_check.augment(recipe, batch, **output)
+        return recipe.render(batch.images, batch.drawn, chosen=batch.chosen, **output)
 
     def finish_targets(self, batch: PartialBatch, bad: Sequence[int], keep: Tensor | None) -> list[BatchTargets] | None:
         """Return the targets per view, on the device. Rows ``bad`` have a fault. ``keep``: rows to keep; None: all."""
@@ -193,9 +198,8 @@ class Pipeline:
         encoded, faults = decoded.encoded, decoded.faults
         self.faults.handle(
             [fault for fault in faults if encoded.valid[fault.row]],  # padding does not count
-            indices=encoded.indices.tolist() if faults else [],
+            indices=encoded.indices.tolist(),
             epoch=epoch,
-            samples=len(encoded),
             key_of=self.key_of,
         )
         bad = [fault.row for fault in faults]

@@ -114,7 +114,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     A copy from unpinned memory to CUDA may wait for all earlier work of the device, so the tensor is pinned first.
     """
-    if device.type == "cuda" and not tensor.is_pinned():
+    if device.type == "cuda" and tensor.is_cpu and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

@@ -1,6 +1,7 @@
-"""Compiles C++ with an installed compiler, and caches the library.
+"""Loads compiled C++: libraries that were installed with gpuaug. Without them, it compiles and caches the library.
 
-The file name depends on the source, compiler, flags and processor, so different machines can share a cache folder.
+hatch_build.py puts libraries for several levels of processors into wheels. A checkout has none. The file name of a
+cached library depends on the source, compiler, flags and processor, so different machines can share a cache folder.
 torch.utils.cpp_extension has no such names, needs ninja, and does not check a library before it loads the library.
 """
 
@@ -26,42 +27,82 @@ logger = logging.getLogger("gpuaug")
 
 _LIBRARY = ("-std=c++17", "-shared", "-fPIC", "-pthread")
 FLAGS = (*_LIBRARY, "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
-_THREADS = Path(__file__).with_name("threads.hpp")  # prepended to every source
+_PACKAGE = Path(__file__).parents[1]
+INSTALLED = _PACKAGE / "native/lib"  # LEVEL/NAME-HASH.so; the hash is that of the source and the flags
+_V2 = "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3"
+_V3 = f"{_V2} abm avx avx2 bmi1 bmi2 f16c fma movbe"
+_V4 = f"{_V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+LEVELS = {  # machine: level: flags of the compiler, and the flags in /proc/cpuinfo that it needs; the fastest first
+    "x86_64": {
+        "x86-64-v4-vbmi": ("-march=x86-64-v4 -mavx512vbmi", f"{_V4} avx512vbmi"),  # a quarter faster than v4
+        "x86-64-v4": ("-march=x86-64-v4", _V4),
+        "x86-64-v3": ("-march=x86-64-v3", _V3),
+        "x86-64-v2": ("-march=x86-64-v2", _V2),
+    },
+    "aarch64": {"armv8-a": ("-march=armv8-a", "")},
+}
 _lock = threading.Lock()
 
 
 def load(
-    source: Path, *, name: str, without: str, flags: Sequence[str] = FLAGS, definitions: str = ""
+    source: str, *, name: str, without: str, flags: Sequence[str] = FLAGS, definitions: str = ""
 ) -> ctypes.CDLL | None:
-    """Build or load the library of one C++ file. If that fails, log a warning and return None.
+    """Load or build the library of one C++ file. If that fails, log a warning and return None.
 
-    ``definitions``: C++ to put before that of the file. ``name``: start of the file name. ``without``: what a failure
-    means. The warning is ``NAME on cpu WITHOUT: REASON``.
+    ``source``: a path within the package. ``definitions``: C++ to put before that of the file. ``name``: start of the
+    library's file name. ``without``: what a failure means. The warning is ``NAME on cpu WITHOUT: REASON``.
     """
-    given = os.environ.get("CXX", "").strip()  # a path, or several words, such as `ccache g++`
-    choices = [[given], given.split()] if given else [["g++"], ["clang++"], ["c++"]]
     with _lock:
-        compiler = next((words for words in choices if shutil.which(words[0])), None)
-        if compiler is None:
+        text, file = source_text(source, name=name, flags=flags, definitions=definitions)
+        if (library := _installed(file)) is not None:
+            return library
+        if (compiler := find_compiler()) is None:
             logger.warning(
                 "%s on cpu %s: no C++ compiler found. Looked for: %s. Install g++ or clang++, or set CXX to one.",
-                *(name, without, given or "g++, clang++, c++"),
+                *(name, without, os.environ.get("CXX", "").strip() or "g++, clang++, c++"),
             )
             return None
         try:
-            text = _THREADS.read_text() + definitions + source.read_text()
             folder = cache()
             try:
                 return _library(compiler, (*flags, "-march=native"), text, folder, name)
             except subprocess.CalledProcessError as error:  # some compilers do not support it on some machines
-                library = _library(compiler, flags, text, folder, name)
-                words = " ".join(compiler)
-                logger.info("%s on cpu is slower: %s fails with -march=native: %s", name, words, error.stderr)
-                return library
+                logger.info("%s on cpu is slower: %s fails with -march=native: %s", name, compiler[0], error.stderr)
+                return _library(compiler, flags, text, folder, name)
         except (OSError, subprocess.SubprocessError) as error:
             detail = getattr(error, "stderr", None) or error
             logger.warning("%s on cpu %s: %s failed: %s", name, without, " ".join(compiler), detail)
             return None
+
+
+def source_text(source: str, *, name: str, flags: Sequence[str] = FLAGS, definitions: str = "") -> tuple[str, str]:
+    """The C++ of a file, and the file name of its installed library: an edited source never gets the old library."""
+    text = (_PACKAGE / "native/threads.hpp").read_text() + definitions + (_PACKAGE / source).read_text()
+    return text, name + "-" + _digest("\0".join((text, *flags)).encode()) + ".so"
+
+
+def find_compiler() -> list[str] | None:
+    given = os.environ.get("CXX", "").strip()  # a path, or several words, such as `ccache g++`
+    choices = [[given], given.split()] if given else [["g++"], ["clang++"], ["c++"]]
+    return next((words for words in choices if shutil.which(words[0])), None)
+
+
+def compile_file(compiler: Sequence[str], flags: Sequence[str], text: str, path: Path) -> None:
+    """Compile ``text`` to the library ``path``. Raises CalledProcessError with the compiler's output."""
+    command = [*compiler, *flags, "-x", "c++", "-", "-o", str(path)]
+    subprocess.run(command, input=text, capture_output=True, text=True, errors="replace", check=True, timeout=300)
+
+
+def _installed(file: str) -> ctypes.CDLL | None:
+    flags = set((machine.read("/proc/cpuinfo") or "").split()) if INSTALLED.exists() else set[str]()
+    for level, (_, needed) in LEVELS.get(platform.machine(), {}).items():
+        path = INSTALLED / level / file
+        if path.exists() and flags.issuperset(needed.split()):
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:  # for example, it was built for a newer C library
+                logger.info("%s is not used: %s", path, error)
+    return None
 
 
 def cache() -> Path | None:
@@ -121,10 +162,8 @@ def _library(compiler: list[str], flags: Sequence[str], source: str, folder: Pat
         return ctypes.CDLL(str(kept))
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpuaug-") as inside:
-        text, path = Path(inside, "source.cpp"), Path(inside, "built.so")
-        text.write_text(source)
-        command = [*compiler, *flags, str(text), "-o", str(path)]
-        subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=300)
+        path = Path(inside, "built.so")
+        compile_file(compiler, flags, source, path)
         seconds = time.perf_counter() - start
         logger.info("%s on cpu: compiled %s in %.1f s with %s", name, stem, seconds, " ".join(compiler))
         if folder:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +92,7 @@ def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled keyed.cpp, or None if it cannot be compiled. numpy and torch give the same bits."""
-    native = build.load(Path(__file__).with_name("keyed.cpp"), name="draw", without="runs in numpy, ten times slower")
+    native = build.load("random/keyed.cpp", name="draw", without="runs in numpy, ten times slower")
     if native is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         native.gpuaug_uniforms.argtypes = [pointer, number, pointer, pointer, number, ctypes.c_uint32, pointer]
@@ -158,7 +157,7 @@ def integers(name: str, *, seed: int, epoch: int, count: int, start: int = 0) ->
 def sample_keys(
     stream: Stream, *, seed: int, epoch: int, indices: Int, repeats: Int | None = None
 ) -> NDArray[np.int64]:
-    """Two 32-bit key words per sample, int64 [B, 2], for :func:`field`."""
+    """Two 32-bit key words per sample, int64 [B, 2], for :func:`uniform_field`."""
     index = np.asarray(indices, dtype=np.int64).astype(np.uint64)
     again = np.zeros_like(index) if repeats is None else np.asarray(repeats).astype(np.uint64)
     extra = (again << np.uint64(16)) | np.uint64(0xFFFF)
@@ -168,7 +167,7 @@ def sample_keys(
 _AT_ONCE = 2**21  # values per call; each value needs about 40 bytes of temporary memory
 
 
-def field(keys: Tensor, count: int) -> Tensor:
+def uniform_field(keys: Tensor, count: int) -> Tensor:
     """Uniform values in (0, 1], float32 [B, count], on the device of ``keys``. :func:`sample_keys` makes ``keys``."""
     if keys.device.type == "cpu" and (native := library()) is not None:
         keys, values = keys.contiguous(), torch.empty((len(keys), count), dtype=torch.float32, device="cpu")
@@ -176,7 +175,7 @@ def field(keys: Tensor, count: int) -> Tensor:
         native.gpuaug_field(keys.data_ptr(), *values.shape, threads, values.data_ptr())
         return values
     if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
-        return torch.cat([field(some, count) for some in keys.split(rows)])
+        return torch.cat([uniform_field(some, count) for some in keys.split(rows)])
     block = torch.arange(-(-count // 4), device=keys.device)[None, :].expand(len(keys), -1)
     zero = torch.zeros_like(block)
     made = philox((block, zero, zero, zero), (keys[:, :1], keys[:, 1:]))
@@ -189,7 +188,7 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     if len(keys) > (rows := max(1, _AT_ONCE // max(count, 1))):
         return torch.cat([normal_field(some, count) for some in keys.split(rows)])
     half = -(-count // 2)
-    u = field(keys, 2 * half)
+    u = uniform_field(keys, 2 * half)
     radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
     angle = 2.0 * torch.pi * u[:, half:]
     return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=1)[:, :count].contiguous()
@@ -198,6 +197,11 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
 def pick(u: Float, count: int) -> Int:
     """Whole numbers from 0 to ``count - 1``, all equally likely."""
     return (u * np.float32(count)).astype(np.int64)
+
+
+def exponential(u: Float) -> NDArray[np.float64]:
+    """Exponentially distributed values with mean 1."""
+    return -np.log(u.astype(np.float64) + 2.0**-25)  # + 2^-25, because a uniform can be 0
 
 
 def scale(u: Float, low: float, high: float) -> Float:

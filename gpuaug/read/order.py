@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import WeightedRandomSampler
 
 from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
-from gpuaug.random.generators import restore_generators
 from gpuaug.source.adapt import active_numbers, numbers_by_position
 from gpuaug.source.adapt import adapt as adapt_source
 from gpuaug.source.index import occurrences, range_problem, read_numbers
@@ -175,74 +175,43 @@ class Repeated:
         return once[: -(-len(once) // self.repeats)].repeat_interleave(self.repeats)[: len(once)]
 
 
-class Sampler:
-    """The order of a torch Sampler, or of any iterable of positions 0 .. len(source) - 1.
+class Positions:
+    """The same order in each epoch: a list or array of positions 0 .. len(source) - 1."""
 
-    While the sampler runs, the global generators of torch, numpy and Python are seeded from ``seed`` and ``epoch``. So
-    a resumed epoch has the same order.
-    """
-
-    def __init__(self, sampler: Iterable[int]) -> None:
-        kind, ranks = type(sampler).__name__, getattr(sampler, "num_replicas", 1)
-        if isinstance(ranks, int) and ranks > 1:
-            raise ConfigError(
-                "`order` must give the whole epoch, because gpuaug splits it between the ranks. Found: "
-                f"{kind} with num_replicas={ranks}. Use `order=shuffle`."
-            )
-        if isinstance(sampler, Iterator):
-            raise ConfigError(
-                "`order` must give a new order for every epoch, but an iterator runs only once. Found: "
-                f"{kind}. Pass a Sampler, or a list."
-            )
-        self.sampler = sampler
-        generator = getattr(sampler, "generator", None)
-        # without a generator of its own, a sampler uses torch's
-        self._generator = generator if isinstance(generator, torch.Generator) else torch.Generator().manual_seed(0)
-        self._own_seed = self._generator.initial_seed()
+    def __init__(self, values: Any) -> None:
+        positions = np.array(values)
+        if not positions.size:
+            positions = positions.astype(np.int64)
+        if positions.ndim != 1 or positions.dtype.kind not in "iu":
+            raise ValueError
+        self._positions = positions
 
     def __repr__(self) -> str:
-        return f"Sampler({type(self.sampler).__qualname__}, seed={self._own_seed})"
+        return f"Positions({_digest(self._positions.astype(np.int64))})"
 
     def order(self, seed: int, epoch: int, source: Any) -> Tensor:
-        """Run the sampler and convert its positions to sample numbers, int64 ``[M]``."""
-        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
-            set_epoch(epoch)
-        value = int(draw.integers(f"sampler {self._own_seed}", seed=seed, epoch=epoch, count=1)[0]) >> 1
-        before = self._generator.get_state()
-        with restore_generators():
-            random.seed(value)
-            np.random.seed(value & 0xFFFFFFFF)
-            torch.default_generator.manual_seed(value)
-            self._generator.manual_seed(value)
-            yielded = list(self.sampler)
-        self._generator.set_state(before)  # another loader with this sampler reads the seed, too
-        numbers, kind = numbers_by_position(adapt_source(source)), type(self.sampler).__name__
-        try:
-            positions = np.asarray(yielded) if yielded else np.zeros(0, dtype=np.int64)
-        except ValueError:  # batches of different lengths
-            positions = np.zeros((0, 0))
-        if positions.ndim != 1 or positions.dtype.kind not in "iu":
-            raise ConfigError(
-                "`order` must yield single positions, because gpuaug makes the batches. Found: "
-                f"{kind} yields {type(yielded[0]).__name__}."
-            )
-        if wrong := range_problem(positions, len(numbers)):
-            raise ConfigError(f"`order` must yield positions 0 .. {len(numbers) - 1}. Found: {kind} yields {wrong}.")
-        return torch.from_numpy(numbers[positions])
+        """The sample numbers at the positions, int64 ``[M]``; ``seed`` and ``epoch`` have no effect."""
+        numbers = numbers_by_position(adapt_source(source))
+        if wrong := range_problem(self._positions, len(numbers)):
+            raise ConfigError(f"`order` must have positions 0 .. {len(numbers) - 1}. Found: {wrong}.")
+        return torch.from_numpy(numbers[self._positions])
 
 
 def adapt(order: Any) -> Order:
-    """Make an order from ``shuffle``, ``sequential``, an order, or a torch Sampler."""
+    """Make an order from ``shuffle``, ``sequential``, an order, or a list or array of positions."""
     if isinstance(order, str) and order in ("shuffle", "sequential"):
         return Shuffle() if order == "shuffle" else Sequential()
     if callable(getattr(order, "order", None)):
         return order
-    scalar = isinstance(order, Tensor | np.ndarray) and order.ndim == 0
-    if hasattr(order, "__iter__") and not isinstance(order, str | bytes | dict) and not scalar:
-        return Sampler(order)
+    if isinstance(order, Sequence | np.ndarray | Tensor):
+        with suppress(ValueError, TypeError, RuntimeError):  # lists of different lengths, a tensor on another device
+            return Positions(order)
+    remedy = "For another order, give an object with the method `order(seed, epoch, source)`."
+    if isinstance(order, WeightedRandomSampler):
+        remedy = "Use order=weighted, or gpuaug.Weighted(weights)."
     raise ConfigError(
-        "`order` must be shuffle, sequential, gpuaug.Shuffle, Sequential, Weighted or Repeated, or a torch Sampler. "
-        f"Found: {order!r:.200}."
+        "`order` must be shuffle, sequential, gpuaug.Shuffle, Sequential, Weighted or Repeated, or a list of positions "
+        f"in the source. Found: {order!r:.200}. {remedy}"
     )
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.source.shared_memory import SUPPORTED
-
 NAME = "batches"  # of the memory in /proc
 SLOT_BYTES = 1 << 36  # distance of slots; a page of the file takes memory only after a write
 KEPT_BYTES = 1 << 26  # a slot with a larger batch returns its memory to the system after use
@@ -91,7 +89,7 @@ class Ring:
 
 
 def _unnamed_file(size: int) -> int:
-    if SUPPORTED:
+    if hasattr(os, "memfd_create"):
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
     else:
         with tempfile.TemporaryFile() as file:

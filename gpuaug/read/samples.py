@@ -88,7 +88,11 @@ class Samples:
         rows, large = list(range(len(numbers))), 0  # `large`: bytes of all large images
         for pause in PAUSES:
             time.sleep(pause)
-            for row, item in zip(rows, self._ask([numbers[row] for row in rows], stale), strict=True):
+            asked, many = [numbers[row] for row in rows], self.source.read_many
+            found = self._one_by_one(asked, stale) if many is None else self._at_once(many, asked, stale)
+            for row, item in zip(rows, found, strict=True):
+                if isinstance(item, BaseException) and not isinstance(item, FAULTS):
+                    raise item
                 if not isinstance(item, Exception):
                     item = _checked(item, numbers[row])
                     if self._bounded and (size := len(item[0])) > LARGE:
@@ -101,14 +105,6 @@ class Samples:
             if not rows:
                 break
         return items
-
-    def _ask(self, numbers: list[int], stale: Callable[[], bool]) -> Iterator[Any]:
-        """Yield, for each sample, the item from the source, or the exception that becomes its fault."""
-        many = self.source.read_many
-        for item in self._one_by_one(numbers, stale) if many is None else self._at_once(many, numbers, stale):
-            if isinstance(item, BaseException) and not isinstance(item, FAULTS):
-                raise item
-            yield item
 
     def _at_once(self, many: Callable[[list[int]], Any], numbers: list[int], stale: Callable[[], bool]) -> list[Any]:
         if stale():

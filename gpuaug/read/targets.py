@@ -54,7 +54,7 @@ def collect(
             if not target._checked:
                 size, columns = _size(size), as_arrays(columns, num_keypoints=num_keypoints)
                 is_checked = False
-            count = _count(columns)
+            count = len(next(iter(columns.values()), ()))
             if count and (lacking := [name for name in needed if name not in columns]):
                 raise ValueError(f"the source gave no {lacking[0]} for its {count} objects")
             if "masks" in names:
@@ -77,7 +77,7 @@ def join(rows: Sequence[Mapping[str, Any]], names: Sequence[str], *, num_keypoin
 
     ``rows``: arrays of any numbers, named as in :data:`COLUMNS`, for each image. ``names``: as for :func:`collect`.
     """
-    counts = [_count(columns) for columns in rows]
+    counts = [len(next(iter(columns.values()), ())) for columns in rows]  # of objects
     table = dict[str, Any]()
     for name, kind, shape, missing in COLUMNS:
         if missing is None and name not in names:
@@ -100,11 +100,6 @@ def join(rows: Sequence[Mapping[str, Any]], names: Sequence[str], *, num_keypoin
             table[name] = column
     sizes = np.zeros((len(rows), 2), dtype=np.int32)
     return Objects(**table, sample=np.repeat(np.arange(len(rows)), counts), sizes=sizes)
-
-
-def _count(columns: Mapping[str, Any]) -> int:
-    """Number of objects."""
-    return len(next(iter(columns.values()), ()))
 
 
 def _mask(target: Target) -> memoryview:

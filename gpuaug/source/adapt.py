@@ -74,7 +74,9 @@ def _subset(subset: Subset[Any]) -> Source:
     if not len(positions) or positions.min() < 0 or positions.max() >= len(base):
         raise SourceError(f"a Subset must have at least one position, all in 0 .. {len(base) - 1}. Found: {positions}.")
     if len(np.unique(positions)) < len(positions):
-        raise SourceError("a Subset must not repeat a position. To repeat samples, use `order=weighted` or a Sampler.")
+        raise SourceError(
+            "a Subset must not repeat a position. To repeat samples, use `order=weighted` or a list of positions."
+        )
     numbers = share(torch.from_numpy(numbers_by_position(base)[positions]))
     return Source(base if base.wrapped is None else base.wrapped, indices=numbers)
 

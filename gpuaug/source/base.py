@@ -25,7 +25,6 @@ from gpuaug.source.files import Files
 from gpuaug.source.filters import Subset, active
 from gpuaug.source.index import Names, locate, share
 from gpuaug.source.object_columns import class_names, column_values, read_objects
-from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.objects import ObjectTable, checked
 from gpuaug.source.paths import is_url, redact
 from gpuaug.source.remote.storage import Range, Remote, Storage
@@ -365,9 +364,7 @@ class ListedSource(Source):
         if known is not None:
             self._set_classes(known)
 
-    def _set_columns(
-        self, table: Any, label: str | None, objects: str | None, classes: Classes, box_format: BoxFormat
-    ) -> None:
+    def _set_columns(self, table: Any, label: str | None, objects: str | None, classes: Classes) -> None:
         """Set labels and objects from an Arrow table with the :func:`early_columns` of all rows."""
         place = redact(self.root)
         if label is not None:
@@ -377,7 +374,7 @@ class ListedSource(Source):
             self._set_labels(values, classes=classes if objects is None else None, names=names, place=where)
         if objects is not None:
             mapping = None if classes is None else class_mapping(classes)
-            read, names = read_objects(table, objects, classes=mapping, box_format=box_format, place=place)
+            read, names = read_objects(table, objects, classes=mapping, place=place)
             self._set_objects(read)
             if names is not None:
                 self._set_classes(names)

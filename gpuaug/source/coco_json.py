@@ -36,7 +36,7 @@ NULL = msgspec.Raw(b"null")
 Int64 = NDArray[np.int64]
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Box = tuple[float, float, float, float]
-_Damaged = tuple[str, dict[str, Any], str]  # a row: name of its list, its fields, what is wrong
+_Damaged = list[tuple[dict[str, Any], str]]  # rows of a list: their fields, and what is wrong
 
 
 class _Image(msgspec.Struct, gc=False):
@@ -100,16 +100,7 @@ def parse(
     except SourceError:
         raise
     except (ValueError, OverflowError) as error:
-        raise _refused(place, f"{error}{_found(data, str(error))}") from error
-
-
-def _found(data: bytes, message: str) -> str:
-    """The bytes that msgspec's ``message`` is about; "" if it is not about the JSON's syntax."""
-    match = re.search(r"\(byte (\d+)\)$", message)
-    if match is None and message != "Input data was truncated":
-        return ""
-    at = len(data) if match is None else int(match[1]) + len(BOM) * data.startswith(BOM)
-    return f". Found there: {bytes(data[max(0, at - 20) : at + 20])!r}"
+        raise _refused(place, str(error)) from error
 
 
 def _refused(place: str, reason: str) -> SourceError:
@@ -132,7 +123,7 @@ def _annotations(
     rows: list[Any] = lists["annotations"]
     numbers = _column(rows, "image_id")
     sample = _positions(numbers, image_ids)
-    _warn_left_out(numbers[sample < 0], damaged, image_ids, file)
+    _warn_left_out(numbers[sample < 0], damaged["annotations"], image_ids, file)
     order = np.argsort(sample, kind="stable")[int((sample < 0).sum()) :]  # without the annotations left out
     columns: dict[str, Any] = {name: None if x is None else x[order] for name, x in _columns(rows).items()}
     sample = sample[order]
@@ -173,15 +164,15 @@ def _annotations(
 # -- rows of the file
 
 
-def _rows(data: bytes, kinds: Mapping[str, type]) -> tuple[dict[str, list[Any]], list[_Damaged]]:
+def _rows(data: bytes, kinds: Mapping[str, type]) -> tuple[dict[str, list[Any]], dict[str, _Damaged]]:
     """The rows of each list, and the damaged rows."""
     text = memoryview(data)[len(BOM) if data.startswith(BOM) else 0 :]
+    damaged: dict[str, _Damaged] = {name: [] for name in kinds}
     try:
-        return msgspec.structs.asdict(_decode(text, [(name, list[kind]) for name, kind in kinds.items()])), []  # type: ignore[valid-type]
+        return msgspec.structs.asdict(_decode(text, [(name, list[kind]) for name, kind in kinds.items()])), damaged  # type: ignore[valid-type]
     except msgspec.ValidationError:  # a row is damaged
         raw = _decode(text, [(name, list[msgspec.Raw]) for name in kinds])
     lists: dict[str, list[Any]] = {name: [] for name in kinds}
-    damaged = []
     for name, kind in kinds.items():
         decoder: Any = msgspec.json.Decoder(kind)
         for row in getattr(raw, name):
@@ -189,9 +180,8 @@ def _rows(data: bytes, kinds: Mapping[str, type]) -> tuple[dict[str, list[Any]],
                 lists[name].append(decoder.decode(row))
             except msgspec.ValidationError as error:
                 fields = json.loads(bytes(row))
-                damaged.append((name, fields if isinstance(fields, dict) else {}, str(error)))
-    wrong = next((error for name, _, error in damaged if name == "categories"), None)
-    if wrong is not None:
+                damaged[name].append((fields if isinstance(fields, dict) else {}, str(error)))
+    for _, wrong in damaged["categories"]:
         raise ValueError(f"`categories`: {wrong}")
     return lists, damaged
 
@@ -219,16 +209,15 @@ def _categories(rows: list[_Category]) -> list[_Category]:
     return sorted(rows, key=attrgetter("id"))
 
 
-def _images(rows: list[_Image], damaged: Sequence[_Damaged], file: str) -> tuple[list[_Image], dict[int, str]]:
+def _images(rows: list[_Image], damaged: Mapping[str, _Damaged], file: str) -> tuple[list[_Image], dict[int, str]]:
     """All images by ascending id, and faults by image id. The sides of a damaged image become 0."""
     faults: dict[int, str] = {}
-    for name, row, error in damaged:
-        if name == "images":
-            number, path = row.get("id"), row.get("file_name")
-            if type(number) is not int or not -(2**63) <= number < 2**63 or not isinstance(path, str):
-                raise ValueError(f"`images`: {error}. Each image needs `id` and `file_name`")
-            rows.append(_Image(number, path))
-            faults[number] = f"image {number} in {file!r}: {error}"
+    for row, error in damaged["images"]:
+        number, path = row.get("id"), row.get("file_name")
+        if type(number) is not int or not -(2**63) <= number < 2**63 or not isinstance(path, str):
+            raise ValueError(f"`images`: {error}. Each image needs `id` and `file_name`")
+        rows.append(_Image(number, path))
+        faults[number] = f"image {number} in {file!r}: {error}"
     for image in rows:
         if not is_safe(image.file_name) or image.file_name.endswith("/"):
             found = f"Found in `images`, id {image.id}: {image.file_name!r:.200}"
@@ -241,17 +230,17 @@ def _images(rows: list[_Image], damaged: Sequence[_Damaged], file: str) -> tuple
             image.width = image.height = 0
     for number in _twice([image.id for image in rows]):
         faults[number] = f"two images in {file!r} have the id {number}"
-    for name, row, error in damaged:
-        if name == "annotations" and type(number := row.get("image_id")) is int:
+    for row, error in damaged["annotations"]:
+        if type(number := row.get("image_id")) is int:
             faults.setdefault(number, f"annotation {row.get('id')!r:.50} in {file!r}: {error}")
     return sorted(rows, key=lambda image: image.id), faults
 
 
-def _warn_left_out(unknown: Int64, damaged: Sequence[_Damaged], images: Int64, file: str) -> None:
+def _warn_left_out(unknown: Int64, damaged: _Damaged, images: Int64, file: str) -> None:
     """Log how many annotations belong to no image of the file."""
     known = set(images.tolist())
-    lost = [row.get("image_id") for name, row, _ in damaged if name == "annotations"]
-    lost = [*unknown.tolist(), *(number for number in lost if number not in known)]
+    numbers = [row.get("image_id") for row, _ in damaged]
+    lost = [*unknown.tolist(), *(number for number in numbers if type(number) is not int or number not in known)]
     if lost:
         log.warning(
             "source: %d annotations in %r are left out, because their `image_id` is not in `images`; the first: %.100r",
@@ -293,7 +282,7 @@ def _columns(rows: Sequence[_Object]) -> dict[str, Any]:
     ids = list(map(attrgetter("id"), rows))
     known = [-1 if number is None else number for number in ids] if None in ids else ids
     return {
-        "boxes": corners(xywh, "bbox", "xywh"),
+        "boxes": corners(xywh, "bbox"),
         "labels": _column(rows, "category_id"),
         "crowd": _column(rows, "iscrowd") != 0,
         "area": None if np.isnan(area).all() else np.where(np.isnan(area), xywh[:, 2] * xywh[:, 3], area),

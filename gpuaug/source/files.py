@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from operator import attrgetter
 
 from gpuaug.errors import GpuaugError, SourceError, printable
 from gpuaug.source.classes import shortened
@@ -20,8 +20,8 @@ from gpuaug.source.remote.storage import FileInfo, Range, Storage
 log = logging.getLogger("gpuaug")
 
 MOST_VISITS = 8  # visits of one folder through links; without a limit, n folders with links to each other have n! paths
-TOO_LONG = (errno.ENAMETOOLONG, errno.ELOOP)  # errors for paths of more than 4096 bytes or 40 links
 LARGEST_TEXT = 1 << 24  # bytes; limit for an annotation file
+_identity = attrgetter("st_dev", "st_ino")  # of a folder, from its status
 TEXTS_AT_ONCE = 128  # annotation files that are read together, at most 2 GiB
 
 
@@ -162,10 +162,7 @@ class LocalTree:
             try:
                 identity = _identity(os.stat(path))
             except OSError as error:
-                if error.errno not in TOO_LONG:
-                    raise _unlisted(path, error) from error
-                self._skip(path, "have a path that is too long to open")
-                continue
+                raise _unlisted(path, error) from error
             if identity in above:
                 self._skip(path, "lead back to a folder above them")
                 continue
@@ -259,7 +256,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # for example a link to itself
         return False
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
-from gpuaug import checks
 from gpuaug.errors import ConfigError, ReadError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import label_column
@@ -15,7 +14,6 @@ from gpuaug.source.extra import Extra, fields_of
 from gpuaug.source.index import Names
 from gpuaug.source.local import read_file
 from gpuaug.source.object_columns import bytes_column, early_columns, image_column, is_objects, objects_column
-from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import is_url
 from gpuaug.source.remote.storage import Storage
 
@@ -44,7 +42,6 @@ class DatasetSource(ListedSource):
             ``label``, ``mask`` or similar; ``none``: no masks.
         objects: the column of objects, as in :class:`ParquetSource`; ``auto``: the only column with boxes, if there is
             no label column; ``none``: no objects.
-        box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         extra: column of extras, such as ``caption``. A list of columns gives each sample a dict. With extras, a sample
             is ``(bytes, label, extra)``.
         classes: class mapping of the objects, as in :class:`FolderSource`.
@@ -66,19 +63,21 @@ class DatasetSource(ListedSource):
         image: str | None = None,
         mask: str | None = "auto",
         objects: str | None = "auto",
-        box_format: BoxFormat = "xywh",
         extra: Extra = None,
         classes: Classes = None,
     ) -> None:
         self.root = "datasets.Dataset"
         self._storage = Storage()
-        checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         features = dataset.features
         schema, place = features.arrow_schema, "datasets.Dataset"
         self.extra = fields_of(extra, features, place="the Dataset")
         more = () if self.extra is None else self.extra.names
         if mask == "auto":
-            mask = _likely_mask([x.name for x in schema if bytes_column(x) and x.name not in more], image)
+            images = [x.name for x in schema if bytes_column(x) and x.name not in more]
+            likely = [name for name in images if name in MASKS and name != image]
+            mask = likely[0] if len(images) == 2 and len(likely) == 1 else None
+            if mask is not None:
+                log.info("source datasets.Dataset: reading masks from the column %r", mask)
         mask = None if mask == "none" else mask
         masks = [] if mask is None else [image_column(schema, mask, place, key="source.mask")]
         remedy = "Name it: gpuaug.source.DatasetSource(dataset, image='NAME', mask='NAME')."
@@ -113,7 +112,7 @@ class DatasetSource(ListedSource):
             raise SourceError("the Dataset has no rows.")
         early = early_columns(schema, label, objects)
         table = dataset.select_columns(early).with_format("arrow")[:] if early else None
-        self._set_columns(table, label, objects, classes, box_format)
+        self._set_columns(table, label, objects, classes)
         self._dataset = dataset.select_columns(list(dict.fromkeys([*self._columns, *more])))
 
     def digest(self) -> str:
@@ -144,12 +143,3 @@ class DatasetSource(ListedSource):
         if data is None and path is not None:  # a Dataset made from an image folder has only paths
             return self._storage.read_file(path) if is_url(path) else read_file(path, image=True)
         return data
-
-
-def _likely_mask(images: list[str], image: str | None) -> str | None:
-    """The column of masks, if one of two columns of images has such a name."""
-    likely = [name for name in images if name in MASKS and name != image]
-    if len(images) != 2 or len(likely) != 1:
-        return None
-    log.info("source datasets.Dataset: reading masks from the column %r", likely[0])
-    return likely[0]

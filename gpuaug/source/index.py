@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -18,12 +19,30 @@ from torch import Tensor
 
 from gpuaug.errors import SourceError
 from gpuaug.source.local import open_text, read_file
-from gpuaug.source.shared_memory import share as share
+
+log = logging.getLogger("gpuaug")
 
 # numpy may raise any of these for a damaged file, because it parses the header as Python
 NO_ARRAY = (
     OSError, ValueError, EOFError, TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
+
+
+def share(tensor: Tensor) -> Tensor:
+    """Return the tensor in memory that the workers of this process share, whatever the size of /dev/shm is."""
+    try:
+        if not tensor.nbytes or not hasattr(os, "memfd_create"):
+            return tensor.share_memory_()
+        # not through a mapping: if memory runs out, a write to a mapping would kill the process
+        with open(os.memfd_create("gpuaug"), "wb") as file:
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            storage = torch.UntypedStorage._new_shared_fd_cpu(file.fileno(), tensor.nbytes)  # type: ignore[attr-defined]
+    except (RuntimeError, OSError) as error:
+        log.warning("source index of %d MB cannot be put into shared memory: %s", tensor.nbytes >> 20, error)
+        return tensor
+    shared: Tensor = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage).view(tensor.shape)
+    return shared
 
 
 class Names:
@@ -37,7 +56,7 @@ class Names:
         self.offsets = offsets  # int64 [N + 1]
 
     @classmethod
-    def of(cls, blocks: Iterable[list[bytes]], *, shared: bool = True) -> Names:
+    def of(cls, blocks: Iterable[list[bytes]]) -> Names:
         """Pack lists of names. If ``blocks`` is a generator, only one list at a time is in memory."""
         blob, lengths = bytearray(), [np.zeros(1, dtype=np.int64)]
         for block in blocks:
@@ -45,8 +64,7 @@ class Names:
             lengths.append(np.fromiter(map(len, block), dtype=np.int64, count=len(block)))
         offsets = np.cumsum(np.concatenate(lengths))
         # torch's constructors would use the default device, which may be cuda
-        tensors = torch.from_numpy(np.frombuffer(blob, dtype=np.uint8)), torch.from_numpy(offsets)
-        return cls(*map(share, tensors)) if shared else cls(*tensors)
+        return cls(share(torch.from_numpy(np.frombuffer(blob, dtype=np.uint8))), share(torch.from_numpy(offsets)))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

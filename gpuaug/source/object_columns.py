@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from gpuaug.errors import SourceError
 from gpuaug.source.classes import encode, numbers_of, shortened
-from gpuaug.source.object_json import BoxFormat, column_names, corners
+from gpuaug.source.object_json import column_names, corners
 from gpuaug.source.objects import MOST_KEYPOINTS, ObjectTable
 
 BYTES = ("binary", "large_binary", "binary_view")  # Arrow types of encoded images
 
 
 def read_objects(
-    table: Any, name: str, *, classes: Mapping[str, int] | None, box_format: BoxFormat, place: str
+    table: Any, name: str, *, classes: Mapping[str, int] | None, place: str
 ) -> tuple[ObjectTable, list[str] | None]:
     """The objects in the column ``name`` of an Arrow table, and the class names."""
     column, names = table.column(name).combine_chunks(), class_names(table.schema, name, objects=True)
@@ -30,7 +30,7 @@ def read_objects(
         fields = _fields(column.filter(import_pyarrow().array(good)), place)
     counts = np.zeros(len(column), dtype=np.int64)
     counts[good] = fields["boxes"].counts
-    values = _values(fields, box_format)
+    values = _values(fields)
     if "labels" not in fields:
         values["labels"] = np.zeros(len(fields["boxes"].values), dtype=np.int64)
     elif _is_text((labels := fields["labels"].values).type):
@@ -172,8 +172,8 @@ def _fields(column: Any, place: str) -> dict[str, _ListColumn]:
     names, kinds = _members(column.type)
     if "boxes" not in names:
         raise SourceError(
-            f"the objects in {place} must be a struct of lists, or a list of structs, with 4 numbers in each `bbox`. "
-            f"Found: {column.type}."
+            f"the objects in {place} must be a struct of lists, or a list of structs, with 4 numbers in each `bbox` "
+            f"(x, y, width, height) or `boxes` (x1, y1, x2, y2). Found: {column.type}."
         )
     types = import_pyarrow().types
     for field, kind in kinds.items():
@@ -222,10 +222,10 @@ def _damage(fields: dict[str, _ListColumn]) -> dict[int, str]:
     return reasons
 
 
-def _values(fields: dict[str, _ListColumn], box_format: BoxFormat) -> dict[str, Any]:
+def _values(fields: dict[str, _ListColumn]) -> dict[str, Any]:
     """The columns of an :class:`ObjectTable`, except labels."""
     name, _, values = fields["boxes"]
-    columns: dict[str, Any] = {"boxes": corners(_floats(_flat(values)).reshape(-1, 4), name, box_format)}
+    columns: dict[str, Any] = {"boxes": corners(_floats(_flat(values)).reshape(-1, 4), name)}
     if "keypoints" in fields:
         values = fields["keypoints"].values
         lengths = _amounts(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from gpuaug.source.classes import shortened
 from gpuaug.source.files import LARGEST_TEXT
 from gpuaug.source.objects import COLUMNS, array_of, as_arrays, check_points, find_faults
-
-BoxFormat = Literal["xywh", "xyxy"]
 
 # possible names of each field of a Target; the first of them that exists is used
 NAMES: dict[str, tuple[str, ...]] = {
@@ -32,9 +30,9 @@ def column_names(given: Collection[str]) -> dict[str, str]:
     return {field: names[0] for field, names in present.items() if names}
 
 
-def corners(boxes: NDArray[np.float64], name: str, box_format: BoxFormat) -> NDArray[np.float64]:
-    """Boxes [n, 4] as (x1, y1, x2, y2). Only a field named ``bbox`` is converted."""
-    if name == "bbox" and box_format == "xywh":
+def corners(boxes: NDArray[np.float64], name: str) -> NDArray[np.float64]:
+    """Boxes [n, 4] as (x1, y1, x2, y2). A field ``bbox`` holds (x, y, width, height), as in COCO."""
+    if name == "bbox":
         boxes = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
     return boxes
 
@@ -44,7 +42,6 @@ def parse(
     *,
     num_keypoints: int | None = None,
     classes: Mapping[str, int] | None = None,
-    box_format: BoxFormat = "xywh",
 ) -> dict[str, Any]:
     """Fields of a Target; ValueError if the JSON cannot be used. Without ``num_keypoints``, keypoints are ignored."""
     if len(data) > LARGEST_TEXT:
@@ -54,7 +51,7 @@ def parse(
         size = _size(value)
         columns, names = _columns(value)
         boxes = array_of(columns["boxes"], f"`{names['boxes']}`", np.float64, (4,))
-        columns["boxes"] = corners(boxes.astype(np.float64), names["boxes"], box_format)
+        columns["boxes"] = corners(boxes.astype(np.float64), names["boxes"])
         if "labels" in columns:
             columns["labels"] = _labels(columns["labels"], names["labels"], classes)
         for field, unknown in (("crowd", 0), ("area", np.nan), ("ids", -1)):

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from gpuaug.source.object_columns import (
     import_pyarrow,
     objects_column,
 )  # fmt: skip
-from gpuaug.source.object_json import BoxFormat
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.storage import FileInfo, Range, Remote, Storage, joined
 
@@ -64,7 +63,6 @@ class ParquetSource(ListedSource):
             no column of another name. Class names are read from the files' metadata.
         mask: column of the encoded masks, of the same types as images.
         objects: column of the objects.
-        box_format: what ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         extra: column of the extras, such as ``caption``. A sample is then ``(bytes, label, extra)``. With a list of
             columns, the extra is a dict.
         classes: as in :class:`FolderSource`; with ``objects``, the classes of the objects.
@@ -86,7 +84,6 @@ class ParquetSource(ListedSource):
         label: str | None = "auto",
         mask: str | None = None,
         objects: str | None = None,
-        box_format: BoxFormat = "xywh",
         extra: Extra = None,
         classes: Classes = None,
         subset: Subset = None,
@@ -97,7 +94,6 @@ class ParquetSource(ListedSource):
         began = time.monotonic()
         for key, value in (("mask", mask), ("objects", objects)):
             checks.text(f"source.{key}", value, optional=True)
-        checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         self._storage = Storage(remote)
         files = self._storage.expand(root, ending=".parquet")
         self.root, names = common_folder([file.path for file in files])
@@ -124,7 +120,7 @@ class ParquetSource(ListedSource):
             raise ConfigError("the files have no label column. Remove `source.classes`, or set `source.label`.")
         tables = _in_threads(partial(_table, columns=early, storage=self._storage), files, metadata) if early else []
         table = import_pyarrow().concat_tables(tables, promote_options="default") if early else None
-        self._set_columns(table, column, objects, classes, box_format)
+        self._set_columns(table, column, objects, classes)
         self._reset()
         self._activate(subset, exclude, began=began)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from gpuaug.source.extra import Extra, decoded, fields_of
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import NO_ARRAY, Names, bounds_of, locate, share
 from gpuaug.source.local import LARGE, read_file
-from gpuaug.source.object_json import BoxFormat, parse
+from gpuaug.source.object_json import parse
 from gpuaug.source.objects import MOST_KEYPOINTS
 from gpuaug.source.paths import common_folder, is_url, redact
 from gpuaug.source.remote.disk import locked
@@ -59,7 +59,7 @@ class ShardSource(ListedSource):
 
     The objects may also be columns: ``{"bbox": [[x, y, width, height], ...], "category_id": [3, ...]}``.
 
-    An object needs ``bbox``, or ``boxes`` with x1, y1, x2, y2. These fields are optional:
+    An object needs ``bbox`` with x, y, width, height, or ``boxes`` with x1, y1, x2, y2. These fields are optional:
 
     - ``category_id``, ``category``, ``label`` or ``labels``: a number, or a name in ``classes``
     - ``keypoints``: x, y and visibility of each point
@@ -76,7 +76,6 @@ class ShardSource(ListedSource):
         masks: extension of the member with the mask, such as ``png`` or ``seg.png``.
         objects: extension of the member with the objects, such as ``json``.
         num_keypoints: number of keypoints of an object, at most 4096; None: keypoints are not read.
-        box_format: what a field ``bbox`` holds: ``xywh`` (x, y, width, height) or ``xyxy`` (x1, y1, x2, y2).
         extra: extension of the member with the extra, such as ``txt``. A sample is then ``(bytes, label, extra)``. The
             extra is text for ``.txt``, the parsed content for ``.json``, bytes for other members, and None for a
             missing member. With a list of extensions, the extra is a dict.
@@ -108,7 +107,6 @@ class ShardSource(ListedSource):
         masks: str | None = None,
         objects: str | None = None,
         num_keypoints: int | None = None,
-        box_format: BoxFormat = "xywh",
         extra: Extra = None,
         classes: Classes = None,
         subset: Subset = None,
@@ -120,7 +118,7 @@ class ShardSource(ListedSource):
         if labels is not None and (not isinstance(labels, str) or not labels):
             raise ConfigError(f"`source.labels` must be an extension, such as cls or json, or none. Found: {labels!r}.")
         checks.text("source.label_key", label_key)
-        self._set_kinds(masks, objects, extra, num_keypoints, box_format)
+        self._set_kinds(masks, objects, extra, num_keypoints)
         endings = tuple(x for y in extensions_of(extensions) if (x := y[1:]) not in (*self._members, *self._extras))
         if labels == "auto":
             labels = "none" if self._members else "cls"
@@ -144,7 +142,7 @@ class ShardSource(ListedSource):
             self._set_classes(class_mapping(classes))
         self._activate(subset, exclude, began=began)
 
-    def _set_kinds(self, masks: Any, objects: Any, extra: Extra, num_keypoints: Any, box_format: Any) -> None:
+    def _set_kinds(self, masks: Any, objects: Any, extra: Extra, num_keypoints: Any) -> None:
         self.masks, self.objects = (
             None if checks.text(f"source.{key}", value, optional=True) is None else value.lower().lstrip(".")
             for key, value in (("masks", masks), ("objects", objects))
@@ -152,7 +150,6 @@ class ShardSource(ListedSource):
         self.num_keypoints = checks.whole_number(
             "source.num_keypoints", num_keypoints, 1, MOST_KEYPOINTS, optional=True
         )
-        self.box_format: BoxFormat = checks.one_of("source.box_format", box_format, get_args(BoxFormat))
         if self.num_keypoints is not None and self.objects is None:
             raise ConfigError("`source.num_keypoints` needs the member with the keypoints. Set `source.objects`.")
         if self.masks is not None and self.masks == self.objects:
@@ -218,7 +215,6 @@ class ShardSource(ListedSource):
             if self.objects is not None:
                 objects = parse(
                     given[self.objects], num_keypoints=self.num_keypoints, classes=self.class_to_idx,
-                    box_format=self.box_format,
                 )  # fmt: skip
             what = "extra"
             extra = [*map(decoded, self._extras, extras)]
@@ -253,7 +249,7 @@ class _Rule(NamedTuple):
         return 1 + len(self.members) + len(self.extras)
 
 
-class _Part(NamedTuple):
+class _ShardIndex(NamedTuple):
     """The samples of one shard. `_Index` describes the columns."""
 
     keys: list[bytes]
@@ -334,7 +330,7 @@ def _checksum(body: bytes, shards: list[FileInfo]) -> bytes:
     return b"gpuaug-shards-3 " + digest(versions.encode(), body).encode()
 
 
-def _packed(parts: list[_Part]) -> bytes:
+def _packed(parts: list[_ShardIndex]) -> bytes:
     """The arrays of an index file."""
     keys, labels = (Names.of(column) for column in ([part.keys for part in parts], [part.labels for part in parts]))
     bounds = bounds_of([len(part.keys) for part in parts])
@@ -378,9 +374,9 @@ def _parse(body: bytes, shards: list[FileInfo], rule: _Rule) -> _Index:
 # -- the samples of a shard
 
 
-def _index_shard(shard: FileInfo, rule: _Rule, storage: Storage) -> _Part:
+def _index_shard(shard: FileInfo, rule: _Rule, storage: Storage) -> _ShardIndex:
     place, read = redact(shard.path), _reader(shard, storage)
-    part = _Part([], [], array("q"), [], set())
+    part = _ShardIndex([], [], array("q"), [], set())
     known = set[bytes]()
     for key, sample in _samples(members(read, shard.size, path=place), place):
         if len(part.extensions) < 20:
@@ -410,7 +406,7 @@ def _index_shard(shard: FileInfo, rule: _Rule, storage: Storage) -> _Part:
     return part
 
 
-def _check_samples(parts: list[_Part], rule: _Rule, place: str) -> None:
+def _check_samples(parts: list[_ShardIndex], rule: _Rule, place: str) -> None:
     extensions = shortened(sorted(set[str]().union(*(part.extensions for part in parts)))) or "none"
     left_out = [name for part in parts for name in part.left_out]
     if not any(part.keys for part in parts):

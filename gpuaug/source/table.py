@@ -7,7 +7,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,17 +79,7 @@ class TableSource(ListedSource):
         place = redact(table)
         self._storage = Storage(remote)
         self.root, _ = split(table)
-
-        def check(head: Sequence[str]) -> None:
-            for name in [path, *labels, *masks]:
-                if head.count(name) != 1:
-                    raise SourceError(
-                        f"the table {place!r} must have one column {name!r}. Columns: {shortened(head)}. Set "
-                        "`source.path` and `source.label` to names of columns (for no labels: source.label=none)."
-                    )
-            fields_of(extra, head, place=repr(place))
-
-        columns = _read(table, [path, *labels, *masks], extras, self._storage, check)
+        columns = _read(table, [path, *labels, *masks], extras, self._storage)
         self._names = _names(columns[path], place)
         if not len(self._names):
             raise SourceError(f"no images in {place!r}: the table has no rows.")
@@ -111,10 +101,8 @@ class TableSource(ListedSource):
         return super()._item(index, image, mask, self._extras[index], **objects)
 
 
-def _read(
-    table: str, names: list[str], extras: list[str], storage: Storage, check: Callable[[Sequence[str]], None]
-) -> dict[str, tuple[str, ...]]:
-    """The columns ``names`` and ``extras``. ``check`` first gets the names of all columns."""
+def _read(table: str, names: list[str], extras: list[str], storage: Storage) -> dict[str, tuple[str, ...]]:
+    """The columns ``names`` and ``extras``."""
     kind, place = os.path.splitext(table.split("?", 1)[0])[1].lower(), redact(table)
     if kind not in (".csv", ".tsv"):
         raise ConfigError(f"`source.root` must end in .csv or .tsv. Found: {place!r}.")
@@ -135,7 +123,13 @@ def _read(
                 f"the first line of {place!r} must name the columns, in UTF-8 and with {delimiter!r} between them. "
                 f"Found: {','.join(head)!r:.200}. Save the table in this form."
             )
-        check(head)
+        for name in names:
+            if head.count(name) != 1:
+                raise SourceError(
+                    f"the table {place!r} must have one column {name!r}. Columns: {shortened(head)}. Set "
+                    "`source.path` and `source.label` to names of columns (for no labels: source.label=none)."
+                )
+        fields_of(extras or None, head, place=repr(place))
         known = {name: head.index(name) for name in (*names, *extras)}
         begin = lines.line_num + 1
         for row in lines:

@@ -86,16 +86,10 @@ class VocSource(ListedSource):
     ) -> None:
         endings = extensions_of(extensions)
         checks.one_of("source.difficult", difficult, ("keep", "drop"))
-        names = {
-            "year": year,
-            "masks": masks,
-            "split": split,
-            "images": images,
-            "annotations": annotations,
-            "lists": lists,
-        }
+        names = {"split": split, "images": images, "annotations": annotations, "lists": lists}
+        names |= {key: name for key, name in (("year", year), ("masks", masks)) if name is not None}
         for key, name in names.items():
-            if not (name is None and key in ("year", "masks")) and not (isinstance(name, str) and is_safe(name)):
+            if not isinstance(name, str) or not is_safe(name):
                 raise ConfigError(f"`source.{key}` must be a name, such as VOC2012 or train. Found: {name!r}.")
         folder = absolute(root) if year is None else join(absolute(root), year)
         self.root = join(folder, images)
@@ -141,7 +135,11 @@ class VocSource(ListedSource):
             labels += [mapping[name] for _, name in objects]
         if unknown := sorted(names.keys() - mapping):
             text = f"{len(unknown)} classes of objects are not in `source.classes`: {shortened(unknown)}. "
-            text += _proposal(sorted(names) if given is None else [*mapping, *unknown])
+            proposed = sorted(names) if given is None else [*mapping, *unknown]
+            if len(proposed) > MOST_PROPOSED:
+                text += f"Set `source.classes` to a FILE with the {len(proposed)} names."
+            else:
+                text += f"Set source.classes={json.dumps(proposed, ensure_ascii=False)}."
             if len(reasons) == len(paths):
                 raise SourceError(f"the objects of {len(paths)} of {len(paths)} samples cannot be used: {text}")
             log.warning("source %s: %s", redact(self.root), text)
@@ -149,12 +147,6 @@ class VocSource(ListedSource):
             counts, boxes=np.array(boxes, dtype=np.float32).reshape(-1, 4), labels=np.array(labels, dtype=np.int64),
             sizes=sizes, reasons=reasons,
         ))  # fmt: skip
-
-
-def _proposal(names: Sequence[str]) -> str:
-    if len(names) > MOST_PROPOSED:
-        return f"Set `source.classes` to a FILE with the {len(names)} names."
-    return f"Set source.classes={json.dumps(names, ensure_ascii=False)}."
 
 
 class _Builder(ElementTree.TreeBuilder):

@@ -20,7 +20,7 @@ from gpuaug.source.index import Names
 from gpuaug.source.objects import MOST_KEYPOINTS
 from gpuaug.source.paths import absolute, is_safe, is_url, join, redact
 from gpuaug.source.remote.storage import FileInfo, Remote, Storage
-from gpuaug.source.yolo_labels import Rules, parse
+from gpuaug.source.yolo_labels import parse
 
 log = logging.getLogger("gpuaug")
 
@@ -160,10 +160,10 @@ class YoloSource(ListedSource):
         numbers = None
         if names is not None and given is not None:
             numbers = numbers_of(names, given, f"of the classes in {described.place!r}")
-        rules = Rules(len(names or given or ()) or None, described.points)
         table, polygons = parse(
-            files(), rules, name=lambda i: redact(self._label_file(self._names[i])), numbers=numbers
-        )
+            files(), num_classes=len(names or given or ()) or None, points=described.points,
+            name=lambda i: redact(self._label_file(self._names[i])), numbers=numbers,
+        )  # fmt: skip
         if missing == count:
             raise SourceError(
                 f"none of the {count} images in {redact(self.root)!r} has a label file. The first would be "

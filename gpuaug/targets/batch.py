@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-from gpuaug.native.buffers import to_device
 
 _ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample")
 
@@ -23,7 +18,7 @@ class BatchTargets:
     Masks, boxes, labels, keypoints and sample are on the device. The other tensors are on the CPU.
 
     Attributes:
-        masks: int64 ``[B, H, W]`` (or the dtype that ``targets.masks.dtype`` names); None if the run has no masks.
+        masks: int64 ``[B, H, W]``; None if the run has no masks.
         boxes: float32 ``[N, 4]``, (x1, y1, x2, y2) in pixels of the output; None if the run has no boxes.
         labels: int64 ``[N]``, class of each object.
         keypoints: float32 ``[N, K, 3]``, (x, y, visibility); None if the run has no keypoints.
@@ -155,18 +150,3 @@ class BatchTargets:
         low, high = self.boxes[:, :2], self.boxes[:, 2:]
         height, width = self.size
         return torch.cat([(low + high) / 2, high - low], dim=1) / low.new_tensor([width, height, width, height])
-
-
-def upload(arrays: Sequence[NDArray[Any] | None], device: torch.device) -> list[Any]:
-    """Copy arrays to the device in one transfer, without waiting. None stays None."""
-    if device.type == "cpu":
-        return [None if array is None else torch.from_numpy(array) for array in arrays]
-    sizes = [0 if array is None else -(-array.nbytes // 8) * 8 for array in arrays]  # bytes; parts must be aligned
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
-    for array, part in zip(arrays, packed.split(sizes), strict=True):
-        if array is not None and array.size:
-            part[: array.nbytes].numpy()[:] = array.reshape(-1).view(np.uint8)
-    return [
-        None if array is None else part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, part in zip(arrays, to_device(packed, device).split(sizes), strict=True)
-    ]

@@ -27,7 +27,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +55,6 @@ _PLAIN_KINDS = {bytes([bits, color]) for bits in (1, 2, 4, 8) for color in (0, 3
 _LARGEST_KEY = 2**24 - 1  # largest old value in a table: a colour has three bytes
 _LARGEST_DEEP = 2**16 - 1  # largest value of a PNG without colours
 _LARGEST = 2**31 - 1  # largest int32
-_OUTPUTS = (np.uint8, np.int32, np.int64)
 _NO_AREA = [1.0, 0, 0, 0, 1, 0, 0, 0, 1, -np.inf, -np.inf, np.inf, np.inf, 0, 0]  # changes no pixel
 _PIXELS_AT_ONCE = 2**22  # limit in `gather`, which takes up to 50 bytes per pixel
 
@@ -263,7 +261,7 @@ def _png(data: bytes, bits: int, in_colors: bool) -> Mask:
 def _checked(png: bytes) -> bytes:
     """Keep and check only the chunks that pixels need. Texts and profiles may inflate to 1,000 times their size."""
     pieces, kind, end = [png[:8]], b"", 8
-    for kind, at, _, end in header.chunks(png, "png", 8):
+    for kind, at, _, end in header.chunks(png):
         if end <= len(png) and (kind in (b"PLTE", b"IDAT", b"IEND") or at == 16):
             # Pillow does not check the checksums of pixels, and a damaged mask can look like a valid mask
             if zlib.crc32(memoryview(png)[at - 4 : end - 4]) != int.from_bytes(png[end - 4 : end], "big"):
@@ -348,7 +346,7 @@ def _areas(m: Float64 | None, boxes: Float64, inside: int, value: int) -> Float6
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled masks.cpp, or None if it cannot be built."""
-    built = build.load(Path(__file__).with_name("masks.cpp"), name="masks", without="move in numpy, ten times slower")
+    built = build.load("targets/masks.cpp", name="masks", without="move in numpy, ten times slower")
     if built is not None:
         pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         built.gpuaug_place.argtypes = [pointer, number, number, number, small, small, small]
@@ -375,9 +373,9 @@ def place(
         threads: number of threads of masks.cpp.
 
     Raises:
-        ValueError: if shapes or types do not fit, or a window is not inside its mask.
+        ValueError: if a window is not inside its mask.
     """
-    _check(masks, windows, out, warp, fill)
+    _check(masks, windows)
     count, (H, W) = len(masks), windows.size
     if out.size == 0:
         return
@@ -405,22 +403,8 @@ def place(
         raise MemoryError(f"out of memory while moving {count} masks")
 
 
-def _check(masks: Sequence[Mask | None], windows: CropWindows, out: Mask, warp: Warp | None, fill: int) -> None:
-    """Check shapes and types, because a wrong task in C++ would kill the process."""
-    count = len(masks)
-    if out.shape != (count, *windows.size) or out.dtype not in _OUTPUTS or not out.flags.c_contiguous:
-        kinds = "uint8, int32 or int64"
-        raise ValueError(f"out must be a contiguous {kinds} {(count, *windows.size)}: {out.dtype} {out.shape}")
-    if len(windows) != count or (warp is not None and warp.inverse.shape != (count, 3, 3)):
-        matrices = "no matrices" if warp is None else f"matrices of shape {warp.inverse.shape}"
-        raise ValueError(f"{count} masks, but {len(windows)} windows and {matrices}")
-    if warp is not None and warp.areas.shape != (count, warp.areas.shape[1], 15):
-        raise ValueError(f"{count} masks, but areas of shape {warp.areas.shape}")
-    if not 0 <= fill <= min(np.iinfo(out.dtype).max, _LARGEST):
-        raise ValueError(f"fill {fill} does not fit into {out.dtype}")
-    found = {mask.dtype for mask in masks if mask is not None}
-    if not found <= {np.dtype(np.uint8), *((np.dtype(np.int32),) if out.itemsize > 1 else ())}:
-        raise ValueError(f"masks of {', '.join(map(str, found))} do not fit into {out.dtype}")
+def _check(masks: Sequence[Mask | None], windows: CropWindows) -> None:
+    """Check the windows, which a user's crop may have made. In C++, a wrong window would kill the process."""
     there = np.array([mask is not None for mask in masks], dtype=bool)
     sizes = np.array([mask.shape for mask in masks if mask is not None], dtype=np.int64).reshape(-1, 2)
     window = windows.window[there].astype(np.int64)
@@ -450,7 +434,6 @@ def gather(masks: Tensor, warp: Warp, fill: int) -> Tensor:
     _, H, W = masks.shape
     out = torch.empty_like(masks, memory_format=torch.contiguous_format)
     samples, rows = max(1, _PIXELS_AT_ONCE // max(1, H * W)), max(1, _PIXELS_AT_ONCE // max(1, W))
-    affine = bool((warp.inverse[:, 2] == (0.0, 0.0, 1.0)).all())
     matrices, areas = (
         buffers.to_device(torch.from_numpy(np.array(x, dtype=np.float64)), masks.device)
         for x in (warp.inverse, warp.areas)
@@ -459,18 +442,18 @@ def gather(masks: Tensor, warp: Warp, fill: int) -> Tensor:
         own = slice(k, k + samples)
         for i in range(0, H, rows):
             part = out[own, i : i + rows]
-            _gather(masks[own], matrices[own], i, part, fill, affine)
+            _gather(masks[own], matrices[own], i, part, fill)
             for number in range(areas.shape[1]):
                 _cover(areas[own, number], i, part)
     return out
 
 
-def _gather(masks: Tensor, inverse: Tensor, first: int, out: Tensor, fill: int, affine: bool) -> None:
+def _gather(masks: Tensor, inverse: Tensor, first: int, out: Tensor, fill: int) -> None:
     """Fill ``out`` with rows of the warped masks, from row ``first`` on."""
     _, H, W = masks.shape
-    x, y, w = _positions(inverse, first, out, affine)
-    inside = (x >= 0) if w is None else (w > 0).logical_and_(x >= 0)
-    for condition in (x < W, y >= 0, y < H):
+    x, y, w = _positions(inverse, first, out)
+    inside = w > 0
+    for condition in (x >= 0, x < W, y >= 0, y < H):
         inside.logical_and_(condition)
     pixel = y.floor_().mul_(W).add_(x.floor_()).masked_fill_(~inside, 0).long()
     values = masks.reshape(len(masks), -1).gather(1, pixel.flatten(1)).view_as(pixel)
@@ -479,15 +462,14 @@ def _gather(masks: Tensor, inverse: Tensor, first: int, out: Tensor, fill: int, 
 
 def _cover(area: Tensor, first: int, out: Tensor) -> None:
     """Write the values of one area [15] per mask into ``out``, which holds rows from ``first`` on."""
-    x, y, w = _positions(area[:, :9].view(-1, 3, 3), first, out, False)
-    assert w is not None
+    x, y, w = _positions(area[:, :9].view(-1, 3, 3), first, out)
     x1, y1, x2, y2, inside, value = area[:, 9:, None, None].unbind(1)
     at = (w > 0) & (x >= x1) & (x < x2) & (y >= y1) & (y < y2)
     out.copy_(torch.where(at == (inside > 0), value.to(out.dtype), out))
 
 
-def _positions(m: Tensor, first: int, out: Tensor, affine: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Where matrices [n, 3, 3] map the pixels of ``out`` [n, rows, W] to: x, y, and w if not ``affine``."""
+def _positions(m: Tensor, first: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where matrices [n, 3, 3] map the pixels of ``out`` [n, rows, W] to: x, y and w."""
     m = m[:, :, :, None, None]
     u = torch.arange(out.shape[2], dtype=torch.float64, device=out.device) + 0.5
     v = torch.arange(first, first + out.shape[1], dtype=torch.float64, device=out.device)[:, None] + 0.5
@@ -495,7 +477,5 @@ def _positions(m: Tensor, first: int, out: Tensor, affine: bool) -> tuple[Tensor
     def row(r: int) -> Tensor:  # a fused multiply-add would round differently
         return (m[:, r, 0] * u + m[:, r, 1] * v).add_(m[:, r, 2])
 
-    if affine:
-        return row(0), row(1), None
     w = row(2)
     return row(0).div_(w), row(1).div_(w), w

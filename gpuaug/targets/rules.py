@@ -12,20 +12,13 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError
 from gpuaug.targets.colors import color_table
 
-MaskDtype = Literal["int64", "int32", "uint8"]
 MaskKind = Literal["classes", "instances"]
 Orientation = Literal["displayed", "stored"]
 Table = str | Sequence[int] | Mapping[Any, int] | None
 
 
-def _largest(table: Any) -> int:
-    """The largest new value of a table. Values that are not numbers are refused later."""
-    values = table.values() if isinstance(table, Mapping) else () if table is None or isinstance(table, str) else table
-    return max((value for value in values if isinstance(value, int)), default=0)
-
-
 class Masks:
-    """Rules for masks. A mask moves with its image, by nearest neighbour.
+    """Rules for masks. A mask moves with its image, by nearest neighbour. A batch has int64 masks, as losses expect.
 
     Args:
         fill: value of pixels outside the image, and of all pixels of a sample that cannot be decoded. None: 255, which
@@ -37,7 +30,6 @@ class Masks:
             path of a CSV file with one class per line and the columns r, g, b, such as CamVid's class_dict.csv. Other
             colours become ``fill``, and the log warns once. ``map`` and ``ignore`` then refer to these classes. None:
             masks hold class numbers.
-        dtype: int64 (which cross_entropy takes), int32 or uint8.
         kind: ``classes``: values are class numbers. ``instances``: 0 is no object, k + 1 is object k of the sample.
 
     >>> Masks(map="cityscapes").fill
@@ -53,13 +45,11 @@ class Masks:
         map: Table = None,
         ignore: Sequence[int] | None = None,
         colors: Mapping[Any, Sequence[int]] | str | os.PathLike[str] | None = None,
-        dtype: MaskDtype = "int64",
         kind: MaskKind = "classes",
     ) -> None:
         instances = checks.one_of("targets.masks.kind", kind, get_args(MaskKind)) == "instances"
         checks.whole_number("targets.masks.fill", fill, 0, 2**31 - 1, optional=True)
         fill = (0 if instances else 255) if fill is None else fill
-        checks.one_of("targets.masks.dtype", dtype, get_args(MaskDtype))
         if instances and (fill or any(value is not None for value in (map, ignore, colors))):
             raise ConfigError(
                 "`targets.masks.fill` must be 0 and `map`, `ignore` and `colors` null if `targets.masks.kind` is "
@@ -68,17 +58,11 @@ class Masks:
             )
         if not isinstance(ignore, Sequence | None) or not all(type(v) is int and 0 <= v < 2**24 for v in ignore or ()):
             raise ConfigError(f"`targets.masks.ignore` must be a list of values such as [11]. Found: {ignore!r:.100}.")
-        table = None if colors is None else color_table(colors)
-        if dtype == "uint8" and fill > 255:
-            raise ConfigError(f"`targets.masks.fill` must be at most 255 for dtype uint8. Found: {fill}.")
-        key, made = ("colors", [*table]) if table and map is None else ("map", map)
-        if dtype == "uint8" and (high := _largest(made)) > 255:
-            raise ConfigError(f"`targets.masks.{key}` must give at most 255 for dtype uint8. Found: {high}.")
-        self.fill, self.map, self.dtype, self.kind = fill, map, dtype, kind
-        self.ignore, self.colors = tuple(ignore or ()), table
+        self.fill, self.map, self.kind = fill, map, kind
+        self.ignore, self.colors = tuple(ignore or ()), None if colors is None else color_table(colors)
 
     def __repr__(self) -> str:
-        names = ("fill", "map", "ignore", "colors", "dtype", "kind")
+        names = ("fill", "map", "ignore", "colors", "kind")
         return f"Masks({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 

@@ -26,12 +26,11 @@ TORCHVISION = {
     "trivialaugment": lambda: gpuaug.TrivialAugmentWide(),
     "autoaugment": lambda: gpuaug.AutoAugment(interpolation="bilinear"),
     "autoaugment cifar10": lambda: gpuaug.AutoAugment("cifar10"),
-    "autoaugment svhn": lambda: gpuaug.AutoAugment("svhn", fill=99),
     "augmix": lambda: gpuaug.AugMix(),
     "augmix deep": lambda: gpuaug.AugMix(8, 2, 4, all_ops=False, interpolation="nearest"),
 }
 TIMM = (
-    "rand-m9-mstd0.5-inc1", "rand", "rand-m15-n3-mmax30-p0.8", "rand-m6-n4-mstd101-inc1", "rand-m9-n2-mstd1-tweights",
+    "rand-m9-mstd0.5-inc1", "rand", "rand-m15-n3-mmax30-p0.8", "rand-m6-n4-mstd101-inc1",
     "original", "originalr-mstd0.5", "v0-mstd0.5", "v0r", "augmix", "augmix-m5-w2-d2-mstd0.5",
 )  # fmt: skip
 POLICIES = TORCHVISION | {name: lambda name=name: gpuaug.TimmAugment(name) for name in TIMM}
@@ -262,17 +261,6 @@ def test_weights_have_the_distributions_of_dirichlet_and_beta(name) -> None:
     assert abs(np.corrcoef(mix, shares[:, 0])[0, 1]) < 0.05
 
 
-def test_torchvisions_magnitudes_are_equal_in_every_bin_and_size(libraries) -> None:
-    from gpuaug.augment import auto
-
-    for bins in (2, 3, 10, 31, 40):
-        for size in ((224, 160), (33, 27), (7, 500)):
-            theirs = libraries[0].RandAugment()._augmentation_space(bins, size)
-            ours = auto._by_bin(auto._Space(names=tuple(NAMES[name] for name in theirs), bins=bins), size)
-            for row, (values, _) in zip(ours, theirs.values(), strict=True):
-                assert np.array_equal(row, np.broadcast_to(values.numpy(), bins).astype(np.float64))
-
-
 def test_random_interpolation_is_bilinear_or_bicubic_for_each_operation() -> None:
     op = gpuaug.TimmAugment("rand-m9-p1-inc1", interpolation="random")
     steps = [step for sample in steps_of(*chosen_for(op, 4000)) for step in sample]
@@ -290,10 +278,9 @@ def test_random_interpolation_is_bilinear_or_bicubic_for_each_operation() -> Non
     ("make", "facts"),
     [
         (lambda: gpuaug.RandAugment(magnitude=-1), ["`magnitude`", "0 to 30", "-1"]),
-        (lambda: gpuaug.RandAugment(magnitude=31), ["`magnitude`", "31"]),
         (lambda: gpuaug.RandAugment(num_ops=0), ["`num_ops`", "0"]),
         (lambda: gpuaug.TrivialAugmentWide(num_magnitude_bins=1), ["`num_magnitude_bins`", "1"]),
-        (lambda: gpuaug.AutoAugment("mnist"), ["`policy`", "svhn", "mnist"]),
+        (lambda: gpuaug.AutoAugment("svhn"), ["`policy`", "one of imagenet, cifar10", "svhn"]),
         (lambda: gpuaug.AutoAugment(interpolation="lanczos"), ["`interpolation`", "bicubic", "lanczos"]),
         (lambda: gpuaug.RandAugment(fill=(1, 2)), ["`fill`", "three", "(1, 2)"]),
         (lambda: gpuaug.RandAugment(fill=300), ["`fill`", "255", "300"]),
@@ -304,8 +291,7 @@ def test_random_interpolation_is_bilinear_or_bicubic_for_each_operation() -> Non
         (lambda: gpuaug.TimmAugment("rand-m9-inc"), ["'inc'"]),
         (lambda: gpuaug.TimmAugment("rand-m9-m8"), ["'m8'", "twice"]),
         (lambda: gpuaug.TimmAugment("rand-p2"), ["'p2'"]),
-        (lambda: gpuaug.TimmAugment("rand-n16-tweights"), ["-n15", "-n16"]),
-        (lambda: gpuaug.TimmAugment("rand-w0"), ["'w0'"]),
+        (lambda: gpuaug.TimmAugment("rand-tweights"), ["`rand` with any of -mN", "tweights"]),
         (lambda: gpuaug.TimmAugment("rand-t3a"), ["threeaugment"]),
         (lambda: gpuaug.TimmAugment("3a"), ["threeaugment"]),
         (lambda: gpuaug.TimmAugment("augmix-b1"), ["'b1'"]),
@@ -315,7 +301,6 @@ def test_random_interpolation_is_bilinear_or_bicubic_for_each_operation() -> Non
         (lambda: gpuaug.TimmAugment("rand-m٩"), ["'m٩'"]),
         (lambda: gpuaug.TimmAugment("rand-m" + 400 * "9"), ["four digits"]),
         (lambda: gpuaug.TimmAugment("rand-n101"), ["100", "'n101'"]),
-        (lambda: gpuaug.TimmAugment("augmix-d101"), ["100", "'d101'"]),
         (lambda: gpuaug.AugMix(mixture_width=101), ["`mixture_width`", "100", "101"]),
         (lambda: gpuaug.RandAugment(num_magnitude_bins=10**12), ["`num_magnitude_bins`", "2 to 1000"]),
         (lambda: gpuaug.TimmAugment(9), ["`config`", "int"]),

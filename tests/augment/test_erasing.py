@@ -146,19 +146,7 @@ def test_each_box_has_its_own_noise(backend: str) -> None:
     assert abs(torch.corrcoef(torch.stack([first - mean, second - mean]))[0, 1]) < 0.1
 
 
-def test_a_random_colour_is_standard_normal_after_normalization() -> None:
-    x = torch.zeros((3000, 8, 8, 3), dtype=torch.uint8)
-    made = recipe(p=1.0, mode="rand", scale=(0.3, 0.33), ratio=(1, 1))(x, seed=1)
-    black = NORMALIZE(torch.zeros(1, 3, 1, 1))
-    colors = torch.stack([y[:, ((y - black[0]).abs() > 1e-6).any(dim=0)].amax(dim=1) for y in made])
-    low = torch.stack([y[:, ((y - black[0]).abs() > 1e-6).any(dim=0)].amin(dim=1) for y in made])
-    assert torch.equal(colors, low)  # one colour per box
-    for channel in range(3):
-        assert scipy.stats.kstest(colors[:, channel].numpy(), "norm").pvalue > 1e-3
-    assert torch.corrcoef(colors.T).triu(1).abs().max() < 0.06
-
-
-@pytest.mark.parametrize("mode", ["pixel", "rand", "const"])
+@pytest.mark.parametrize("mode", ["pixel", "const"])
 def test_backends_are_equal(photo_batch: Tensor, mode: str) -> None:
     a, b = (recipe(backend, None, mode=mode, count=3, p=0.9)(photo_batch, seed=3) for backend in BACKENDS)
     assert torch.equal(a, b)
@@ -178,10 +166,8 @@ def test_masks_and_boxes_stay() -> None:
     [
         ({"p": 1.5}, r"`p` must be a number in \[0, 1\]. Found: 1.5"),
         ({"scale": (0, 0.3)}, r"`scale` must satisfy 0 < min <= max <= 1. Found: \(0, 0.3\)"),
-        ({"scale": (0.1, 1.2)}, "`scale`"),
-        ({"scale": 0.1}, "`scale`"),
         ({"ratio": (3, 0.3)}, r"`ratio` must satisfy 0 < min <= max. Found: \(3, 0.3\)"),
-        ({"mode": "noise"}, "`mode` must be one of const, rand, pixel. Found: 'noise'"),
+        ({"mode": "rand"}, "`mode` must be one of const, pixel. Found: 'rand'"),
         ({"count": 0}, "`count` must be a whole number from 1"),
         ({"mean": (1, 2)}, "^`mean` must be three numbers"),
         ({"std": (0, 1, 1)}, "^`std` must be positive"),
@@ -204,7 +190,18 @@ def test_noise_that_would_not_be_standard_normal_is_refused(inside: bool) -> Non
     op, key = (choice, r"augment\.ops\.c\.ops\.inner\.ops\.e") if inside else (erase, r"augment\.ops\.c")
     with pytest.raises(ConfigError, match=rf"`{key}` must have the mean and std.*0\.5.*Set `{key}\.mean`"):
         gpuaug.Augment(ops={"c": op}, normalize=gpuaug.Normalize((0.5,) * 3, (0.5,) * 3))
-    with pytest.raises(ConfigError, match=rf"`{key}` must be in the last entry.*Found: entry 1 of 2"):
+    with pytest.raises(ConfigError, match=rf"`{key}` must be after .*Found: `augment\.ops\.flip` can come later"):
         gpuaug.Augment(ops={"c": op, "flip": flip}, normalize=NORMALIZE)
     const = gpuaug.RandomErasing(mode="const")
     gpuaug.Augment(ops={"const": const, "flip": flip, "c": op, "more": erase}, normalize=NORMALIZE)
+
+
+def test_noise_in_some_of_is_refused_if_another_member_can_come_later() -> None:
+    members = {"flip": K.RandomHorizontalFlip(), "e": gpuaug.RandomErasing()}
+    for n, ops, random_order in ((2, members, False), (1, dict(reversed(members.items())), True)):
+        gpuaug.Augment(ops={"s": gpuaug.SomeOf(n, ops=ops, random_order=random_order)})
+    for ops, random_order in ((members, True), (dict(reversed(members.items())), False)):
+        with pytest.raises(
+            ConfigError, match=r"`augment\.ops\.s\.ops\.e` must be after.*`augment\.ops\.s\.ops\.flip` can"
+        ):
+            gpuaug.Augment(ops={"s": gpuaug.SomeOf(2, ops=ops, random_order=random_order)})

@@ -22,7 +22,7 @@ import gpuaug
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.moves import Elastic, Float64, check_carried, moves
 from gpuaug.augment.parameters import Chosen, Prepared, tensors
-from gpuaug.augment.policy import OneOf, prepare_all
+from gpuaug.augment.policy import OneOf, SomeOf, prepare_all
 from gpuaug.augment.reference import ReferenceBackend
 
 BACKENDS = {"kornia": ReferenceBackend, "fused": FusedBackend}
@@ -77,14 +77,19 @@ def kornias(prepared: Iterable[Prepared], chosen: Iterable[Chosen], row: int, si
 SINGLE = st.sampled_from(sorted(KNOWN.keys() - FIELDS)).flatmap(
     lambda name: st.sampled_from((0.5, 1.0)).map(lambda p: (name, lambda: KNOWN[name](p=p)))
 )
-CHOICE = st.lists(SINGLE, min_size=1, max_size=4, unique_by=lambda item: item[0]).map(
-    lambda items: ("one of", lambda: OneOf(ops={name: make() for name, make in items}, p=0.8))
+MEMBERS = st.lists(SINGLE, min_size=1, max_size=4, unique_by=lambda item: item[0])
+CHOICE = MEMBERS.map(lambda items: ("one of", lambda: OneOf(ops={name: make() for name, make in items}, p=0.8)))
+SEVERAL = st.tuples(MEMBERS, st.booleans()).map(
+    lambda given: (
+        "some of",
+        lambda: SomeOf((1, len(given[0])), ops={name: make() for name, make in given[0]}, random_order=given[1]),
+    )
 )
 
 
 @settings(max_examples=40)
 @given(
-    items=st.lists(st.one_of(SINGLE, CHOICE), min_size=1, max_size=4, unique_by=lambda item: item[0]),
+    items=st.lists(st.one_of(SINGLE, CHOICE, SEVERAL), min_size=1, max_size=4, unique_by=lambda item: item[0]),
     size=st.sampled_from([(33, 47), (64, 40), (224, 224), (2, 5)]),
     seed=st.integers(0, 1000),
 )
@@ -103,22 +108,6 @@ def test_operations_that_change_only_values_or_are_not_chosen_move_nothing() -> 
     assert moves(*drawn({name: KNOWN[name](p=0.0) for name in KNOWN}, 6, (8, 9)), (8, 9)) == []
     never = OneOf(ops={"flip": K.RandomHorizontalFlip(p=1.0)}, p=0.0)
     assert moves(*drawn({"one": never}, 6, (8, 9)), (8, 9)) == []
-
-
-@settings(max_examples=20)
-@given(policies=st.permutations([gpuaug.RandAugment(), gpuaug.TrivialAugmentWide()]), seed=st.integers(0, 99))
-def test_a_sample_has_the_same_matrix_in_any_batch(policies: list[nn.Module], seed: int) -> None:
-    ops = {"a": policies[0], "warp": K.RandomPerspective(0.4), "b": policies[1]}
-    prepared, chosen = drawn(ops, 9, (40, 33), seed)
-    part = [
-        Chosen(c.choice[[2, 7]], tuple(tuple({k: v[[2, 7]] for k, v in a.items()} for a in slot) for slot in c.params))
-        for c in chosen
-    ]
-    whole, few = moves(prepared, chosen, (40, 33)), moves(prepared, part, (40, 33))
-    for number, matrices in enumerate(whole):  # the others may have more canvases
-        own = few[number] if number < len(few) else np.broadcast_to(np.eye(3), (2, 3, 3))
-        np.testing.assert_array_equal(own, matrices[[2, 7]])
-    assert len(few) <= len(whole)
 
 
 def test_operations_share_a_matrix_if_no_canvas_in_between_loses_anything() -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import kornia.augmentation as K
 import pytest
-from conftest import ROOT
 from kornia.augmentation._2d.geometric.base import GeometricAugmentationBase2D
 from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
 from test_parameters import OPS
 
 from gpuaug.augment.policy import ENTRIES, by_class, entry_of, prepare
-
-AUGMENT = ROOT / "gpuaug" / "augment"
 
 
 def test_every_entry_stands_in_the_table_of_tests() -> None:
@@ -41,9 +36,3 @@ def test_subclasses_and_namesakes_have_no_entry() -> None:
     assert prepare("x", namesake()).seeded
     assert by_class({"RandomHue": 1}, K.RandomHue()) == 1
     assert by_class({"RandomHue": 1}, K.RandomBrightness()) is None
-
-
-def test_private_attributes_of_kornia_are_used_in_one_file() -> None:
-    names = r"\._(param_generator|fixed_order|params|transform_matrix\w*)\b"
-    users = {path.name for path in AUGMENT.rglob("*.py") if re.search(names, path.read_text())}
-    assert users == {"kornia_private.py"}

@@ -151,7 +151,6 @@ def test_backends_agree_also_in_one_of_and_on_one_pixel(images: Tensor) -> None:
         ({"brightness": (-0.1, 1)}, r"`brightness` must satisfy 0 <= min <= max. Found: \(-0.1, 1\)"),
         ({"brightness": (-1.1, 1), "style": "mmseg"}, r"`brightness` must satisfy -1 <= min <= max <= 1. Found"),
         ({"contrast": 0.5}, "`contrast` must satisfy 0 <= min <= max. Found: 0.5"),
-        ({"saturation": (1.5, 0.5)}, r"`saturation` must satisfy 0 <= min <= max.*Found: \(1.5, 0.5\)"),
         ({"hue": (-0.6, 0)}, r"`hue` must satisfy -0.5 <= min <= max <= 0.5. Found: \(-0.6"),
         ({"channels": 2}, r"`channels` must be a number in \[0, 1\]. Found: 2"),
         ({"p": -1}, r"`p` must be a number in \[0, 1\]. Found: -1"),

@@ -130,7 +130,7 @@ def close(found: Any, want: Any) -> bool:
 def test_settings_are_those_of_the_authors(name: str) -> None:
     given = OmegaConf.to_container(gpuaug.compose("train", [f"augment={name}"]).augment, resolve=True)
     assert isinstance(given, dict)
-    views = [plain(each) for each in (given.get("views") or given.get("stages") or {"": given}).values()]
+    views = [plain(each) for each in (given.get("views") or given.get("schedule") or {"": given}).values()]
     for found, want in zip(views, AUTHORS[name], strict=True):
         assert close({key: found[key] for key in want}, want), (found, want)
 
@@ -145,7 +145,7 @@ def test_the_first_lines_cite_the_paper_and_the_authors_file(name: str) -> None:
 
 def test_the_stages_of_efficientnetv2_have_equal_lengths() -> None:
     """main.py ends a stage after a quarter of the steps; an epoch belongs to the stage in which it begins."""
-    firsts = [int(first) for first in gpuaug.compose("train", ["augment=efficientnetv2"]).augment.stages]
+    firsts = [int(first) for first in gpuaug.compose("train", ["augment=efficientnetv2"]).augment.schedule]
     assert firsts == [-(-350 * k // 4) for k in range(4)]
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import gpuaug
 from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.policy import OneOf
+from gpuaug.augment.policy import OneOf, SomeOf
 from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.errors import ConfigError
 
@@ -77,27 +77,6 @@ def test_a_sample_is_a_function_of_its_own_keys(make: object, rows: list[int], e
         assert torch.equal(a, b[rows])
 
 
-def test_every_key_changes_the_draws() -> None:
-    recipe = multi()
-    x = images(1, (30, 30)).expand(4, -1, -1, -1)
-
-    def of(**kwargs: object) -> Tensor:
-        keyed = {"seed": 0, "epoch": 0, "indices": [0, 1, 2, 3]} | kwargs
-        drawn = recipe.draw(**keyed)
-        return torch.from_numpy(np.concatenate([drawn.uniforms[k] for k in sorted(drawn.uniforms)], axis=1))
-
-    base = of()
-    assert len(torch.unique(base, dim=0)) == 4  # index
-    for other in ({"seed": 1}, {"epoch": 1}, {"repeats": np.array([1, 1, 1, 1])}, {"indices": [4, 5, 6, 7]}):
-        assert (of(**other) != base).float().mean() > 0.99
-    views = augmented(recipe, x, [0, 1, 2, 3])
-    assert not torch.equal(views[0], views[1])  # copy
-    assert not torch.equal(views[2], views[3])
-    same = MultiView(views={"a": standard(), "b": standard()})  # view
-    a, b = augmented(same, x, [0, 1, 2, 3])
-    assert not torch.equal(a, b)
-
-
 def test_adding_an_operation_or_a_view_changes_nothing_that_others_draw() -> None:
     x = images(6, (20, 20))
     ops = standard().ops
@@ -128,6 +107,7 @@ def test_views_come_in_the_order_of_the_mapping_with_copies_next_to_each_other()
     assert {(s.view, s.copy, s.op) for s in standard().streams} == {
         ("", 0, "crop"), ("", 0, "vflip"), ("", 0, "flip"), ("", 0, "jitter"), ("", 0, "gray"),
     }  # fmt: skip
+    assert not torch.equal(*MultiView(views={"a": standard(), "b": standard()})(images(4, (30, 30)), seed=0))
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -161,13 +141,27 @@ def test_channels_first_and_last_are_the_same_images(crop: object) -> None:
         (torch.zeros((2, 3, 8, 3), dtype=torch.uint8), "one axis of size 3"),
         (torch.zeros((2, 8, 8, 4), dtype=torch.uint8), "one axis of size 3"),
         (torch.zeros((3, 8, 8), dtype=torch.uint8), r"\[3, 8, 8\]"),
-        (torch.zeros((2, 3, 8, 8)), "float32"),
-        (np.zeros((2, 8, 8, 3), dtype=np.uint8), "ndarray"),
+        (torch.zeros((2, 3, 8, 8)), r"float32 .*mul\(255\)"),
+        (torch.zeros((2, 3, 8, 8), dtype=torch.uint16), r"uint16 .*div\(257\)"),
+        (torch.zeros((2, 3, 8, 8), dtype=torch.int64), r"int64 .*0\.\.255, use `images.to\(torch.uint8\)`"),
+        (torch.zeros((2, 3, 8, 8), dtype=torch.bool), r"bool .*mul\(255\)"),
+        (torch.zeros((2, 4, 3, 8, 8), dtype=torch.uint8), r"\[2, 4, 3, 8, 8\].*clips.*flatten\(0, 1\)"),
+        (torch.zeros((2, 3, 8, 8), dtype=torch.uint8, device="meta"), "device .*meta"),
+        (np.zeros((2, 8, 8, 3), dtype=np.uint8), "ndarray.*from_numpy"),
     ],
 )
 def test_images_that_are_not_uint8_batches_of_rgb_are_refused(given_: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         standard()(given_)
+    assert ("torch.stack" in str(caught.value)) == isinstance(given_, np.ndarray)  # no remedy for another input
+
+
+def test_an_empty_batch_keeps_its_size() -> None:
+    x = torch.zeros((0, 3, 64, 80), dtype=torch.uint8)
+    made, targets = Augment()(x, masks=torch.zeros((0, 64, 80), dtype=torch.int64))
+    assert Augment()(x).shape == made.shape == (0, 3, 64, 80)
+    assert targets.masks.shape == (0, 64, 80)
+    assert Augment(crop=RandomResizedCrop((8, 9)))(x).shape == (0, 3, 8, 9)
 
 
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
@@ -275,18 +269,6 @@ def test_inside_a_compiled_model_the_pixels_are_the_same() -> None:
     assert torch.equal(torch.compile(recipe, backend="eager")(x, indices=range(4)), recipe(x, indices=range(4)))
 
 
-def test_train_and_eval_change_nothing_and_no_generator_moves() -> None:
-    x = images(4, (12, 12))
-    recipe = standard()
-    want = recipe(x, indices=[0, 1, 2, 3])
-    state = torch.get_rng_state()
-    numpy_state = np.random.get_state()[1].copy()
-    for mode in (recipe.train(), recipe.eval()):
-        assert torch.equal(mode(x, indices=[0, 1, 2, 3]), want)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert (np.random.get_state()[1] == numpy_state).all()
-
-
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
 def test_output_dtype_and_memory_format_may_be_strings(backend: str) -> None:
     x, recipe = images(2, (9, 8)), standard(backend=backend)
@@ -299,18 +281,12 @@ def test_output_dtype_and_memory_format_may_be_strings(backend: str) -> None:
             recipe(x, seed=0, **wrong)
 
 
-@pytest.mark.parametrize("make", [standard, multi])
-def test_an_empty_batch(make: object) -> None:
-    recipe = make()
-    for y in augmented(recipe, images(0, (10, 12)), []):
-        assert y.shape[0] == 0
-        assert y.shape[1] == 3
-
-
 def test_recipes_travel() -> None:
     ops = {name: make() for name, make in OPS.items()} | {"policy": gpuaug.RandAugment()}
     x = images(3, (40, 32))
-    grows = gpuaug.Progressive(stages={0: standard(crop=RandomResizedCrop(12)), 1: standard(crop=RandomResizedCrop(9))})
+    grows = gpuaug.Progressive(
+        schedule={0: standard(crop=RandomResizedCrop(12)), 1: standard(crop=RandomResizedCrop(9))}
+    )
     for recipe in (standard(ops=ops, normalize=None), multi(), grows):
         want = augmented(recipe, x, [0, 1, 2], epoch=1)
         for other in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), copy.copy(recipe)):
@@ -327,10 +303,9 @@ def test_inside_a_model_a_recipe_moves_applies_and_saves_nothing() -> None:
     seen: list[str] = []
     model.apply(lambda m: seen.append(type(m).__name__))
     assert seen == ["Linear", "Normalize", "Augment", "Sequential"]
-    model.half()
-    assert torch.equal(recipe(x, indices=[0, 1, 2]), want)
-    model.to(torch.float64)
-    assert torch.equal(recipe(x, indices=[0, 1, 2]), want)
+    for change in (model.half, model.double, model.eval, model.train):
+        change()
+        assert torch.equal(recipe(x, indices=[0, 1, 2]), want)
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     assert recipe.normalize.to("meta").mean.device.type == "meta"
 
@@ -367,6 +342,8 @@ def changes() -> dict[str, Augment]:
         "policy magnitude": standard(ops=ops | {"policy": gpuaug.RandAugment(magnitude=10)}),
         "one": standard(ops={"one": OneOf(ops={"a": K.RandomInvert(), "b": jitter})}),
         "one order": standard(ops={"one": OneOf(ops={"b": jitter, "a": K.RandomInvert()})}),
+        **{f"some {given}": standard(ops={"one": SomeOf(**{"n": 1, **given}, ops={"a": K.RandomInvert(), "b": jitter})})
+           for given in ({}, {"n": (0, 1)}, {"weights": {"a": 2}}, {"random_order": True}, {"p": 0.5})},
         "one p": standard(ops={"one": OneOf(ops={"a": K.RandomInvert(), "b": jitter}, p=0.5)}),
     }  # fmt: skip
 
@@ -618,9 +595,7 @@ def test_normalize_is_the_formula_and_nothing_is_the_identity() -> None:
         ((0.5, 0.5, 0.5), (0.2, 0.0, 0.2), "positive"),
         ((0.5, 0.5, 0.5), (0.2, -0.2, 0.2), "positive"),
         ((0.5, 0.5), STD, "three numbers"),
-        (0.5, STD, "three numbers"),
         ("abc", STD, "three numbers"),
-        ((0.5, None, 0.5), STD, "three numbers"),
         ((0.5, math.nan, 0.5), STD, "three numbers"),
         (MEAN, (math.inf,) * 3, "three numbers"),
         (MEAN, None, "three numbers"),
@@ -635,15 +610,11 @@ def test_a_normalization_that_cannot_work_is_refused(mean: object, std: object, 
     ("arguments", "words"),
     [
         ({"backend": "korniaa"}, ["augment.backend", "korniaa", "fused, kornia"]),
-        ({"backend": None}, ["augment.backend", "None"]),
         ({"copies": 0}, ["augment.copies", "0"]),
-        ({"copies": 1.5}, ["augment.copies", "1.5"]),
         ({"copies": True}, ["augment.copies", "True"]),
         ({"crop": K.RandomResizedCrop((8, 8))}, ["augment.crop", "gpuaug.RandomResizedCrop"]),
-        ({"crop": 224}, ["augment.crop", "224"]),
         ({"normalize": K.Normalize(MEAN, STD)}, ["augment.normalize", "gpuaug.Normalize"]),
         ({"ops": [K.RandomHorizontalFlip()]}, ["augment.ops", "mapping"]),
-        ({"ops": K.RandomHorizontalFlip()}, ["augment.ops", "mapping"]),
         ({"ops": {"crop": K.RandomHorizontalFlip()}}, ["augment.ops.crop"]),
         ({"ops": {"flip": K.RandomHorizontalFlip(same_on_batch=True)}}, ["augment.ops.flip.same_on_batch"]),
         ({"ops": {"x": K.RandomGrayscale(p="high")}}, ["augment.ops.x.p", "high"]),
@@ -691,7 +662,7 @@ def test_on_a_gpu_a_module_crops_as_on_the_cpu(interpolation: str) -> None:
     for module in (recipe, recipe.cuda()):  # the buffers are found wherever they are
         got = module(x.cuda(), indices=torch.arange(5, device="cuda"))
         assert got.device.type == "cuda"
-        assert (got.cpu() - want).abs().max() <= 2.01 / 255 / min(STD)
+        assert (got.cpu() - want).abs().max() <= 1.01 / 255 / min(STD)
 
 
 def test_one_backend_for_all_views():
@@ -703,17 +674,7 @@ def test_one_backend_for_all_views():
         gpuaug.MultiView(views=views, backend="korina")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"indices": [0.5, 1.7]},
-        {"seed": 1.5},
-        {"epoch": 1.5},
-        {"dtype": torch.int32},
-        {"dtype": torch.float64},
-        {"dtype": "float8"},
-    ],
-)
+@pytest.mark.parametrize("settings", [{"indices": [0.5, 1.7]}, {"seed": 1.5}, {"epoch": 1.5}, {"dtype": torch.int32}])
 def test_module_arguments_are_not_rounded(settings):
     augment = gpuaug.Augment(backend="kornia")
     with pytest.raises(gpuaug.ConfigError, match=next(iter(settings))):
@@ -728,6 +689,8 @@ def test_torchs_default_device_changes_nothing():
         "auto": gpuaug.RandAugment(),
         "drop": K.RandomChannelDropout(p=1.0),
         "noise": K.RandomGaussianNoise(p=1.0),
+        "rain": K.RandomRain((1, 9), (1, 9), (1, 9), p=1.0),
+        "snow": K.RandomSnow(p=1.0),
         "motion": K.RandomMotionBlur(3, 35.0, 0.5, p=1.0),
         "jpeg": K.RandomJPEG(p=1.0),
         "affine": K.RandomAffine(30.0, p=1.0),

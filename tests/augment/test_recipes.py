@@ -27,15 +27,15 @@ INTERPOLATION = {
 }  # fmt: skip
 
 
-def build(photos, *overrides, name="train"):
+def build(photos, *overrides):
     fixed = [f"source.root='{photos}'", "device=cpu", "num_workers=0", "prefetch=0", "batch_size=4", "limit_batches=1"]
-    return gpuaug.build(gpuaug.compose(name, [*fixed, *overrides]))
+    return gpuaug.build(gpuaug.compose("train", [*fixed, *overrides]))
 
 
 def crops(node):
     if "crop" in node:
         yield node.crop
-    for view in (node.get("views") or node.get("stages") or {}).values():
+    for view in (node.get("views") or node.get("schedule") or {}).values():
         yield view.crop
 
 
@@ -67,21 +67,12 @@ def test_a_recipe_yields_a_finite_batch_of_the_promised_shape(photos, recipe):
         assert len(images) == 1 or not torch.equal(images[0], images[1])
 
 
-@pytest.mark.parametrize("name", ["train", "eval"])
-@pytest.mark.parametrize(
-    "override",
-    [
-        *("order=shuffle", "order=sequential", "order=weighted", "order=repeated"),
-        *("mix=mixup", "mix=cutmix", "mix=mixup_cutmix", "faults.policy=blank", "faults.policy=drop"),
-    ],
-)
-def test_every_option_is_built_and_iterated(photos, name, override):
-    with build(photos, override, "augment=flip", "augment.crop.size=32", name=name) as loader:
+@pytest.mark.parametrize("override", ["order=weighted", "mix=mixup", "mix=cutmix", "faults.policy=drop"])
+def test_options_that_no_test_of_a_command_names_are_built_and_iterated(photos, override):
+    with build(photos, override, "augment=flip", "augment.crop.size=32") as loader:
         (batch,) = loader
     assert batch.images.shape == (4, 3, 32, 32)
     assert batch.images.isfinite().all()
     if override.startswith("mix="):
         assert tuple(batch.labels.shape) == (4, 5)
         assert batch.labels.sum(1).allclose(torch.ones(4))
-    else:
-        assert batch.labels.dtype == torch.int64

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_crop import arrays, uniforms, valid
 
 import gpuaug
 from gpuaug.augment.recipe import Drawn
@@ -31,15 +32,6 @@ class Objects:
     sample: np.ndarray
 
 
-def uniforms(crop: Any, count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 2**24, (count, crop.count)).astype(np.float32) * np.float32(2**-24)
-
-
-def arrays(sides: Any) -> tuple[np.ndarray, np.ndarray]:
-    h, w = np.array(sides, dtype=np.int64).reshape(-1, 2).T
-    return h, w
-
-
 def random_objects(sides: Any, seed: int, most: int = 8) -> Objects:
     """Up to ``most`` boxes in each image; some images have none."""
     rng = np.random.default_rng(seed)
@@ -53,16 +45,6 @@ def random_objects(sides: Any, seed: int, most: int = 8) -> Objects:
 def only(objects: Objects, row: int) -> Objects:
     own = objects.sample == row
     return Objects(objects.boxes[own], np.zeros(own.sum(), dtype=np.int64))
-
-
-def valid(found: CropWindows, h: np.ndarray, w: np.ndarray) -> None:
-    top, left, height, width = found.window.astype(np.int64).T
-    for start, extent, side in ((top, height, h), (left, width, w)):
-        assert (start >= 0).all()
-        assert (extent >= 1).all()
-        assert (start + extent <= side).all()
-    assert (found.resized >= 1).all()
-    assert found.window.dtype == found.resized.dtype == found.offset.dtype == np.int32
 
 
 # --- random scale
@@ -470,7 +452,6 @@ def test_a_sample_without_size_disturbs_nobody() -> None:
         (lambda: gpuaug.RandomScaleCrop(8, scale=(0, 2)), r"`scale` must satisfy 0 < min <= max <= 100. Found: \(0, 2"),
         (lambda: gpuaug.RandomScaleCrop(8, base=0), "`base` must be the shorter side.*Found: 0"),
         (lambda: gpuaug.RandomScaleCrop(8, base=(1, 2, 3)), r"`base` must be.*Found: \(1, 2, 3\)"),
-        (lambda: gpuaug.RandomScaleCrop(8, base=[5]), r"`base` must be.*Found: \[5\]"),
         (lambda: gpuaug.RandomScaleCrop(8, base=1), "`base` times `scale` must be from 1 to.*base 1"),
         (lambda: gpuaug.RandomScaleCrop(8, base=400_000), "`base` times `scale` must be from 1 to.*base 400000"),
         (lambda: gpuaug.RandomScaleCrop(8, anchor="corner"), "`anchor` must be one of random, diagonal.*'corner'"),
@@ -479,11 +460,9 @@ def test_a_sample_without_size_disturbs_nobody() -> None:
         (lambda: gpuaug.RandomScaleCrop(8, ignore=None), "`ignore` must be a whole number. Found: None"),
         (lambda: gpuaug.Letterbox(8, fill=256), "`fill`.*Found: 256"),
         (lambda: gpuaug.Letterbox(8, shorter=0), "`shorter` must be a whole number from 1 to.*Found: 0"),
-        (lambda: gpuaug.Letterbox(8, shorter=[]), r"`shorter`.*Found: \[\]"),
         (lambda: gpuaug.Letterbox(8, shorter=[4, 5.5]), r"`shorter`.*Found: \[4, 5.5\]"),
         (lambda: gpuaug.Letterbox(8, centre=1), "`centre` must be true or false. Found: 1"),
         (lambda: gpuaug.RandomIoUCrop(8, min_scale=0.9, max_scale=0.5), "`min_scale` and `max_scale` must satisfy 0 <"),
-        (lambda: gpuaug.RandomIoUCrop(8, max_scale=1.5), "`min_scale` and `max_scale`.*<= 1"),
         (lambda: gpuaug.RandomIoUCrop(8, sampler_options=[]), r"`sampler_options` must be a list.*Found: \[\]"),
         (lambda: gpuaug.RandomIoUCrop(8, sampler_options=["a"]), "`sampler_options` must be a number"),
         (lambda: gpuaug.RandomIoUCrop(8, trials=0), "`trials` must be a whole number from 1 to 1000. Found: 0"),

@@ -1,4 +1,4 @@
-"""The CUDA kernels equal the reference, whatever the program; run by test_triton_kernels.py in a process of its own."""
+"""The CUDA kernels equal the reference, whatever the program; run by test_cuda.py in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from test_fused import (
 from test_pillow import FILL, MAGNITUDES, drawn, pictures
 
 from gpuaug.augment.fused import backend as fused
-from gpuaug.augment.fused import cuda as triton_kernels
-from gpuaug.augment.fused import cuda_steps
+from gpuaug.augment.fused import cuda, cuda_kernels, cuda_pillow, cuda_steps
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
@@ -66,13 +65,19 @@ def _product(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _product64(x, y):  # type: ignore[no-untyped-def]
+    return x * y
+
+
+@triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
-    return triton_kernels.over_255(bits - 8388608.0)
+    return cuda_kernels.over_255(bits - 8388608.0)
 
 
-if not isinstance(triton_kernels.over_255, triton.JITFunction):
-    for kernel in (_unit, _reciprocal, _cos, _sin, _product, _value):
-        setattr(triton_kernels, kernel.__name__, kernel)
+if not isinstance(cuda_kernels.over_255, triton.JITFunction):
+    for kernel in (_unit, _reciprocal, _cos, _sin, _product, _product64, _value):
+        for module in (cuda_kernels, cuda_pillow):
+            setattr(module, kernel.__name__, kernel)
 
 
 def _call(function: Any, *args: Any, **options: Any) -> Any:
@@ -80,11 +85,11 @@ def _call(function: Any, *args: Any, **options: Any) -> Any:
 
     They take 60 % of the time. Triton's own functions need them, because they use other modules.
     """
-    ours = function.fn.__module__ == triton_kernels.__name__
+    ours = function.fn.__module__ in (cuda_kernels.__name__, cuda_pillow.__name__)
     return function.rewrite()(*args, **options) if ours else _patched_call(function, *args, **options)
 
 
-if not isinstance(triton_kernels.over_255, triton.JITFunction):
+if not isinstance(cuda_kernels.over_255, triton.JITFunction):
     _patched_call = type(_unit).__call__
     type(_unit).__call__ = _call
 
@@ -99,10 +104,10 @@ def run(
     assert part.columns is not None
     code, args = part.program(chosen, size, len(images))
     scale, shift = fused._affine(NORMALIZE)
-    found = triton_kernels.launch(
+    found = cuda.launch(
         images.to(DEVICE),
         cuda_steps.upload(code, args, fused.warp_ramps(size), scale, shift, DEVICE),
-        tables=part.tables(chosen, size, DEVICE, triton_kernels.normal_field),
+        tables=part.tables(chosen, size, DEVICE, cuda.normal_field),
         **{"dtype": torch.float32, "channels_last": False, **options},
     )
     return found.cpu(), ReferenceBackend(prepared, NORMALIZE)(images, chosen), cuda_steps.stretches(code, args)
@@ -114,7 +119,7 @@ def far(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_an_operation_equals_kornia(name: str) -> None:
-    images = photographs(24) if name in SPATIAL else adversarial(21, 23)  # as large as the drops of rain
+    images = photographs(24) if name in SPATIAL else adversarial(21, 23)
     images = images[::2] if DEVICE.type == "cpu" else images  # the interpreter takes seconds
     found, expected, _ = run({name: KNOWN[name]()}, images, seed=1)
     assert far(found, expected, SPACE if name in SPATIAL else POINT) <= (1e-4 if name in JUMPS else 0)
@@ -137,6 +142,38 @@ def test_a_blur_is_one_more_kernel() -> None:
     found, expected, stretches = run(solarized, photographs(24))
     assert len(stretches) == 2
     assert far(found, expected, SPACE) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "border"),
+    [
+        ((1, 40), (3, 41), "replicate"),
+        ((70, 1), (31, 1), "circular"),
+        ((12, 40), (23, 79), "reflect"),
+        ((1, 1), (41, 3), "constant"),
+    ],
+)
+def test_a_blur_of_any_size(size: tuple[int, int], kernel: tuple[int, int], border: str) -> None:
+    """The kernel may be larger than the image and than a tile."""
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, *size, 3), dtype=np.uint8))
+    found, expected, _ = run({"blur": K.RandomGaussianBlur(kernel, (0.01, 20.0), border_type=border, p=1.0)}, images)
+    assert far(found, expected, POINT) == 0
+
+
+FIRST = {
+    "flip": K.RandomHorizontalFlip(),
+    "invert": K.RandomInvert(torch.tensor(3.0), p=0.5),
+    "gray": K.RandomGrayscale(torch.tensor([2.0, 0.0, 1.0]), p=0.5),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_blur_of_16_bits(name: str) -> None:
+    """Colours in 0..1 come to the blur in 16 bits, others in float32."""
+    ops = {name: FIRST[name], "blur": SPATIAL["blur_wide"]()}
+    found, expected, _ = run(ops, photographs(24)[:4], dtype=torch.float16)
+    assert (expected.max() > 4.0) == (name != "flip")  # white is 2.7
+    assert torch.allclose(found.float(), expected, rtol=2**-11, atol=5e-5)
 
 
 def test_what_must_not_share_a_kernel() -> None:
@@ -163,11 +200,28 @@ def test_an_operation_with_pillows_arithmetic(name: str) -> None:
         assert part.columns is not None
         code, args = part.program(chosen, (17, 23), len(images))
         program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
-        found = triton_kernels.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
+        found = cuda.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
         assert torch.equal(found.cpu(), ReferenceBackend(prepared)(images, chosen))
 
 
-@pytest.mark.parametrize("name", ["one_of", "one_of_noise"])
+def test_interpolations_share_a_kernel() -> None:
+    images = torch.from_numpy(np.concatenate([pictures(17, 23)] * 2))[:9]
+    programs, expected = [], []
+    for how in INTERPOLATIONS:
+        prepared, chosen = drawn([(PillowOp("rotate", interpolation=how), 20, True)], len(images))
+        programs.append(fused._parts(tuple(prepared))[0].program(chosen, (17, 23), len(images)))
+        expected.append(ReferenceBackend(prepared)(images, chosen))
+    code, args = programs[0][0], np.stack([program[1] for program in programs])[np.arange(9) % 3, np.arange(9)]
+    program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
+    assert [len(s.rest) for s in program.stretches] == [3]
+    found = cuda.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
+    assert torch.equal(found.cpu(), torch.stack(expected)[torch.arange(9) % 3, torch.arange(9)])
+    last = cuda.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=True)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(last, found)
+
+
+@pytest.mark.parametrize("name", ["one_of", "one_of_noise", "some_of_shuffled"])
 def test_a_policy_equals_kornia(name: str) -> None:
     found, expected, _ = run({"flip": K.RandomHorizontalFlip(), name: POLICIES[name]()}, photographs(24))
     assert far(found, expected, SPACE) <= 1e-3  # chains with a jump after arithmetic that is not Kornia's to the bit
@@ -192,7 +246,7 @@ def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> N
 def _words(keys, dst, N: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, N)
     seed = tl.load(keys) | (tl.load(keys + 1) << 32)
-    tl.store(dst + at, triton_kernels._philox(seed, at))
+    tl.store(dst + at, cuda_kernels._philox(seed, at))
 
 
 @pytest.mark.parametrize("words", [(0, 0), (1, 2), (2**32 - 1, 2**31), (0x243F6A88, 0x85A308D3)])
@@ -209,15 +263,24 @@ def test_random_words_are_the_hosts(words: tuple[int, int]) -> None:
 def test_noise_is_the_hosts(count: int) -> None:
     """Each value is rounded by other functions: logarithm, square root, cosine."""
     keys = torch.tensor([(0, 0), (5, 2**32 - 1), (2**31, 7)])
-    found = triton_kernels.normal_field(keys.to(DEVICE), count)
+    found = cuda.normal_field(keys.to(DEVICE), count)
     assert found.shape == (3, count)
     assert (found.cpu() - draws.normal_field(keys, count)).abs().max() <= 1e-5
-    assert torch.equal(triton_kernels.normal_field(keys[1:2].to(DEVICE), count), found[1:2])
+    assert torch.equal(cuda.normal_field(keys[1:2].to(DEVICE), count), found[1:2])
+
+
+def test_chunks_of_a_batch_give_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = {"jitter": POINTWISE["jitter"](), "blur": K.RandomGaussianBlur(3, (0.1, 2.0), p=0.5)}
+    images = photographs(24)[::2]
+    whole, _, stretches = run(ops, images)
+    monkeypatch.setattr(cuda, "_cached", lambda x, batch: 5)
+    assert stretches[0].contrast
+    assert torch.equal(run(ops, images)[0], whole)
 
 
 def test_no_operations() -> None:
     images = photographs(8)
     code, args = np.zeros((6, 0), dtype=np.int32), np.zeros((6, 0, 12), dtype=np.float32)
     program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
-    out = triton_kernels.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
+    out = cuda.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
     assert torch.equal(out.cpu(), images.permute(0, 3, 1, 2).float() / 255)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ def test_a_part_that_hangs_leaves_its_traceback_and_stops_no_other(
     assert summary["hangs"]["exit"] == "out of time after 3 s"
     run(monkeypatch, tmp_path, parts[3:], "--again")
     assert ran.read_text() == "xx"
+    for made in (ran, tmp_path / "gone"):  # what later parts need is made again
+        run(monkeypatch, tmp_path, [replace(parts[3], makes=made)])
+    assert ran.read_text() == "xxx"
 
 
 def test_every_part_has_a_question_and_time(tmp_path: Path) -> None:
@@ -64,7 +68,7 @@ def test_every_part_has_a_question_and_time(tmp_path: Path) -> None:
         assert {"tests_gpu", "tests_decode", "tests_doctor"} < set(names)
         assert {n.removeprefix("hazard_") for n in names if n.startswith("hazard_")} == set(hazards.HAZARDS)
     known = "photographs import decode doctor kernels cases tests standard data loader large profile augment train"
-    for name in known.split():
+    for name in f"{known} peers roofline".split():
         assert any(bench._named(p, name) for p in parts), name
 
 

@@ -7,7 +7,6 @@ import re
 import struct
 import tracemalloc
 import zlib
-from contextlib import suppress
 from numbers import Number
 
 import pytest
@@ -26,7 +25,7 @@ def gradient(form: str, size: tuple[int, int] = (37, 21), **options) -> bytes:
     return encode(Image.linear_gradient("L").resize(size).convert("RGB"), form, **options)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF"])
 @pytest.mark.parametrize("size", [(1, 1), (37, 21), (300, 2), (2, 1000)])
 def test_sizes(form, size):
     found = header.read(gradient(form, size))
@@ -44,7 +43,7 @@ def test_scans_of_arithmetic_coding_count_twice():
     assert header.read(arithmetic).scans == 2 * header.read(progressive).scans
 
 
-@pytest.mark.parametrize("form", ["BMP", "PPM", "TIFF", "JPEG2000"])
+@pytest.mark.parametrize("form", ["WEBP", "BMP", "PPM", "TIFF", "JPEG2000"])
 def test_size_left_to_the_decoder(form):
     assert header.read(gradient(form)) == Header(form.lower(), 0, 0)
 
@@ -119,8 +118,6 @@ def test_no_orientation():
         (gradient("JPEG")[:-2], "truncated"),
         (b"\x89PNG\r\n\x1a\n" + b"a" * 30, "IHDR"),
         (gradient("PNG")[:33] + b"\0\0\0\0abcdcrc!" * 140_000, "chunks"),
-        (b"RIFF\0\0\0\0WEBPVP8 " + b"a" * 20, "key frame"),
-        (b"RIFF\0\0\0\0WEBPABCD" + b"a" * 20, "unknown first chunk"),
     ],
 )
 def test_bytes_that_are_refused(data, text):
@@ -129,7 +126,7 @@ def test_bytes_that_are_refused(data, text):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["JPEG", "PNG", "WEBP", "GIF"]), st.data())
+@given(st.sampled_from(["JPEG", "PNG", "GIF"]), st.data())
 def test_any_bytes_give_a_header_or_its_own_error(form, data):
     encoded = bytearray(gradient(form, **({} if form == "GIF" else {"exif": block("<", 6)})))
     for _ in range(data.draw(st.integers(1, 6))):
@@ -146,16 +143,6 @@ def test_any_bytes_give_a_header_or_its_own_error(form, data):
     assert 1 <= found.orientation <= 8
     assert found.height >= 0
     assert found.width >= 0
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from([b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8X", b"GIF89a"]),
-    st.binary(max_size=300),
-)
-def test_any_bytes_after_a_signature(signature, rest):
-    with suppress(HeaderError):
-        header.read(signature + rest)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (21, 37), (300, 2)])

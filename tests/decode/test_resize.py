@@ -117,12 +117,6 @@ def test_nothing_is_read_behind_the_last_pixel_of_a_mapped_file(way: str) -> Non
     assert libc.mprotect(ctypes.c_void_p(view.ctypes.data + 8 * page), ctypes.c_size_t(page), 3) == 0
 
 
-def test_no_parts_are_no_work(way: str) -> None:
-    out = np.full((2, 4, 4, 3), 5, dtype=np.uint8)
-    resize.views([], boxes((4, 4), (0, 0), (4, 4), "bilinear", 0), out, np.zeros(0, dtype=np.int64), threads=2)
-    assert (out == 5).all()
-
-
 def test_without_a_compiler_torch_resizes_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,6 @@ from PIL import Image
 
 import gpuaug
 from gpuaug.errors import GpuaugError
-from gpuaug.tools.main import main
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
 
@@ -137,9 +136,10 @@ MADE: dict[str, Attack] = {
         lambda p, made: augmented(p, normalize=made),
     ),
     "OneOf": (lambda p: {"ops": {"flip": flip()}}, lambda p, made: augmented(p, ops={"one": made})),
+    "SomeOf": (lambda p: {"n": 1, "ops": {"flip": flip()}}, lambda p, made: augmented(p, ops={"some": made})),
     **{name: (lambda p, given=given: given, lambda p, made: augmented(p, crop=made)) for name, given in CROPS.items()},
     "Progressive": (
-        lambda p: {"stages": {0: gpuaug.Augment(crop=gpuaug.Resize(8))}},
+        lambda p: {"schedule": {0: gpuaug.Augment(crop=gpuaug.Resize(8))}},
         lambda p, made: one_batch(p, augment=made),
     ),
     "RandomScaleCrop": (
@@ -301,20 +301,3 @@ def test_every_key_of_the_configuration(words: tuple[str, ...], place: Path, mon
                 yield f"{key}={said(value)}", lambda key=key, value=value: use(key, value)
 
     assert attacked(calls()) == []
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "nonsense=1", "augment=nonsense", "source.root=/nowhere", "augment.crop.size=[]", "augment.ops.flip.p=2",
-        "augment.ops.flip.nonsense=1", "augment.ops.flip=3", "batch_size=x", "a=[",
-        "order=weighted order.weights=/nowhere",
-    ],
-)  # fmt: skip
-def test_words_of_a_command(word: str, place: Path, tmp_path: Path, capsys: Any) -> None:
-    """A mistake is a line that says so and status 2, never a traceback."""
-    words = ["preview", f"source.root={place}/images", "num_workers=0", f"out={tmp_path}/out", *word.split()]
-    assert main(words) == 2
-    told = capsys.readouterr().err
-    assert any(line.startswith("gpuaug: ") for line in told.splitlines())
-    assert "Traceback" not in told

@@ -169,11 +169,13 @@ def test_few_descriptors(photos, nothing_left):
         assert line.startswith("done 17") or ("error" in line and "ulimit" in line), (limit, line, error[-2000:])
 
 
-def test_workers_need_no_shared_memory_file_system(photos, nothing_left):
-    """Containers may have a /dev/shm of any size."""
-    code = """
-        with build(sys.argv[1]) as loader:
-            print("done", sum(len(batch) for batch in loader))
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_need_no_shared_memory_file_system(photos, method, nothing_left):
+    """Containers may have a /dev/shm of any size, also one that is smaller than the index."""
+    code = f"""
+        if __name__ == "__main__":
+            with build(sys.argv[1], start_method="{method}") as loader:
+                print("done", sum(len(batch) for batch in loader))
     """
     mount = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && echo full > /dev/shm/full && exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
@@ -314,10 +316,10 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog):
     resource.setrlimit(resource.RLIMIT_FSIZE, (150, hard))
     try:
         for epoch in range(2):
-            faults.handle(bad, indices=[0, 1, 2], epoch=epoch, samples=4, key_of=str)
+            faults.handle(bad, indices=[0, 1, 2], epoch=epoch, key_of=str)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert caplog.text.count("`faults.file` cannot be written") == 1
-    faults.handle(bad, indices=[0, 1, 2], epoch=2, samples=4, key_of=str)
+    faults.handle(bad, indices=[0, 1, 2], epoch=2, key_of=str)
     lines = [json.loads(line)["key"] for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
     assert lines == ["0", "1", "2"]  # when there is space again, the missing ones follow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,9 +26,17 @@ def one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def load(source: Path) -> int:
-    library = compiled.load(source, name="one", without="is missing")
+    library = compiled.load(str(source), name="one", without="is missing")
     assert library is not None
     return library.gpuaug_test_one()
+
+
+def write_compiler(folder: Path, patch: pytest.MonkeyPatch, script: str) -> None:
+    """A compiler that is a shell script, in which ``REAL`` is a real one."""
+    compiler = folder / "c++"
+    compiler.write_text("#!/bin/sh\n" + script.replace("REAL", shutil.which("g++") or shutil.which("clang++") or ""))
+    compiler.chmod(0o755)
+    patch.setenv("CXX", str(compiler))
 
 
 def test_the_build_is_kept_and_its_time_shown(one: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -59,6 +68,31 @@ def test_a_build_that_is_damaged_or_not_ones_own_is_built_anew(
     assert file.stat().st_mode & 0o022 == 0
 
 
+def test_the_best_installed_library_for_the_processor_is_loaded_unless_it_is_damaged_or_the_source_changed(
+    one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, file = compiled.source_text(str(one), name="one")
+    levels = {"best": ("", "no-processor-has-this"), "good": ("", ""), "slow": ("", "")}
+    for number, level in enumerate(levels):
+        path = one.parent / "lib" / level / file
+        path.parent.mkdir(parents=True)
+        compiled.compile_file(compiled.find_compiler() or [], compiled.FLAGS, text.replace("41 + 1", str(number)), path)
+    monkeypatch.setattr(compiled, "INSTALLED", one.parent / "lib")
+    monkeypatch.setattr(compiled, "LEVELS", {platform.machine(): levels})
+    with monkeypatch.context() as without:
+        without.setenv("CXX", "g++-0.1")
+        assert load(one) == 1
+        one.write_text(one.read_text().replace("41 + 1", "41 + 2"))
+        assert compiled.load(str(one), name="one", without="is missing") is None
+        assert "Looked for: g++-0.1." in caplog.text
+    assert load(one) == 43
+    path = one.parent / "lib/good" / compiled.source_text(str(one), name="one")[1]
+    path.write_bytes(b"")
+    with caplog.at_level(logging.INFO, logger="gpuaug"):
+        assert load(one) == 43
+    assert f"{path} is not used" in caplog.text
+
+
 def test_the_build_is_not_kept_behind_a_link(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -84,7 +118,7 @@ def test_a_build_that_cannot_be_kept_leaves_nothing_behind(
 
 def test_a_build_that_cannot_be_written_to_the_cache_still_runs(one: Path, caplog: pytest.LogCaptureFixture) -> None:
     """For example, on a full disk; here the file name is too long."""
-    library = compiled.load(one, name="one" * 80, without="is missing")
+    library = compiled.load(str(one), name="one" * 80, without="is missing")
     assert library is not None
     assert library.gpuaug_test_one() == 42
     assert "cannot write" in caplog.text
@@ -92,20 +126,11 @@ def test_a_build_that_cannot_be_written_to_the_cache_still_runs(one: Path, caplo
 
 
 def test_a_broken_compiler_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/sh\ntest "$1" = --version && exit 0\necho no space left >&2\nexit 1\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, logger="gpuaug"):
-            assert native.library() is None
-        assert "no space left" in caplog.text
-    finally:
-        native.library.cache_clear()
+    write_compiler(one.parent, monkeypatch, 'test "$1" = --version && exit 0\necho no space left >&2\nexit 1\n')
+    assert compiled.load(str(one), name="one", without="is missing") is None
+    assert "no space left" in caplog.text
 
 
 @pytest.mark.parametrize("words", ["env {}", "{}"])
@@ -119,19 +144,8 @@ def test_the_compiler_may_be_several_words_or_a_path_with_spaces(
     assert load(one) == 42
 
 
-def test_a_compiler_that_is_not_there_is_named(
-    one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", "g++-0.1")
-    assert compiled.load(one, name="one", without="is missing") is None
-    assert "Looked for: g++-0.1." in caplog.text
-
-
 def test_a_compiler_may_write_in_another_encoding(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, real = one.parent / "c++", shutil.which("g++") or shutil.which("clang++")
-    compiler.write_text(f"#!/bin/sh\nprintf 'keine Gew\\344hr'\nexec {real} \"$@\"\n")  # German, in Latin-1
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    write_compiler(one.parent, monkeypatch, "printf 'keine Gew\\344hr'\nexec REAL \"$@\"\n")  # German, in Latin-1
     assert load(one) == 42
 
 
@@ -139,12 +153,10 @@ def test_a_build_without_native_instructions_does_not_replace_one_with_them(
     one: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler may have been killed once, because memory was short."""
-    compiler, short = one.parent / "c++", one.parent / "short"
-    real = shutil.which("g++") or shutil.which("clang++")
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *=native*) test -e "{short}" && exit 1;; esac\nexec {real} "$@"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    short = one.parent / "short"
     short.touch()
+    script = f'case "$*" in *=native*) test -e "{short}" && exit 1;; esac\nexec REAL "$@"\n'
+    write_compiler(one.parent, monkeypatch, script)
     assert load(one) == 42
     (slow,) = (one.parent / "gpuaug").glob("*.so")
     short.unlink()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import json
-import pickle
 import re
 import struct
 import sys
@@ -228,10 +227,9 @@ def test_images_without_objects_can_be_left_out(tmp_path):
     assert decoded(drop[1][1].mask).sum() == decoded(open_coco(tmp_path, masks="instances")[2][1].mask).sum() > 0
 
 
-def test_a_subset_and_classes_of_another_run(tmp_path):
+def test_classes_of_another_run(tmp_path):
     content = random_file(np.random.default_rng(0), outlines=False)
     source = open_coco(write(tmp_path, content))
-    assert open_coco(tmp_path, subset=[1, 4])[4][1].ids.tolist() == source[4][1].ids.tolist()
     classes = ["other", *reversed(source.classes)]
     renamed = open_coco(tmp_path, classes=classes)
     assert renamed.classes == classes
@@ -252,16 +250,6 @@ def test_a_label_is_known_without_reading(tmp_path):
     assert source.label(2).labels.tolist() == [0]
     with pytest.raises(FileNotFoundError):
         source[1]
-
-
-def test_a_pickled_source_is_the_same_and_all_arrays_are_shared(tmp_path):
-    source = open_coco(write(tmp_path, random_file(np.random.default_rng(0))), masks="instances")
-    other = pickle.loads(pickle.dumps(source))
-    assert repr(other) == repr(source)
-    for (data, target), (again, theirs) in zip(source, other, strict=True):
-        assert (data, target.mask, target.ids.tolist()) == (again, theirs.mask, theirs.ids.tolist())
-    shared = {id(x): x for x in tensors(source)}
-    assert all(x.is_shared() for x in shared.values())
 
 
 def tensors(thing, depth=4):
@@ -389,7 +377,7 @@ def test_a_damaged_image_or_object_is_a_fault_of_its_sample(tmp_path, name, capl
         assert open_coco(tmp_path)[0][1].labels.tolist() == [0]  # outlines are not read without masks
 
 
-@pytest.mark.parametrize("value", [8, 10**400, None, ..., "5"])
+@pytest.mark.parametrize("value", [8, 10**400, None, ..., "5", [5]])
 def test_an_annotation_of_no_image_is_left_out_with_a_warning(tmp_path, value, caplog):
     content = one([[[0, 0, 3, 0, 3, 3]]] * 2)
     write(tmp_path, content)
@@ -426,6 +414,13 @@ def test_a_map_of_too_many_pixels_is_a_fault(tmp_path):
     content = one([[[0, 0, 3, 0, 3, 3]]], size=(1 << 30, 1 << 30))
     source = open_coco(write(tmp_path, content), masks="instances")
     with pytest.raises(GpuaugError, match="at most 178956970 pixels. Found: 1073741824 x .*width x height"):
+        source[0]
+
+
+def test_an_outline_that_needs_more_memory_than_there_is(tmp_path):
+    zigzag = [v for i in range(4000) for v in ((-25000, 0) if i % 2 else (25000, 25000))]
+    source = open_coco(write(tmp_path, one([[zigzag]], size=(13000, 13000))), masks="instances")
+    with pytest.raises(GpuaugError, match="annotation 70 must have outlines of at most 4194304 pixels"):
         source[0]
 
 
@@ -487,24 +482,22 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path, name):
 
 GOOD = json.dumps(one([[[0, 0, 3, 0, 3, 3]]])).encode()
 DAMAGED = {
-    "nothing": (b"", ""),
-    "all but one": (GOOD[:-1], GOOD[-9:-1].decode()),
-    "two files": (GOOD + GOOD, ""),
-    "a list": (b"[]", ""),
-    "utf-16": (GOOD.decode().encode("utf-16"), ""),
-    "zip": (b"PK\x03\x04" + bytes(100), "PK"),
-    "not utf-8": (GOOD.replace(b"cat", b"c\xff\xfet"), ""),
+    "nothing": b"",
+    "all but one": GOOD[:-1],
+    "two files": GOOD + GOOD,
+    "a list": b"[]",
+    "utf-16": GOOD.decode().encode("utf-16"),
+    "zip": b"PK\x03\x04" + bytes(100),
+    "not utf-8": GOOD.replace(b"cat", b"c\xff\xfet"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_json_is_refused(tmp_path, name):
-    data, found = DAMAGED[name]
     write(tmp_path, one([]))
-    write(tmp_path, data)
-    with pytest.raises(SourceError, match=f"cannot be used.*{re.escape(found)}") as error:
+    write(tmp_path, DAMAGED[name])
+    with pytest.raises(SourceError, match="cannot be used"):
         open_coco(tmp_path, masks="instances")
-    assert not found or "Found there: b" in str(error.value)
 
 
 def test_every_cut_and_most_flips_of_a_byte_are_refused_or_harmless(tmp_path):
@@ -621,8 +614,10 @@ def test_wrong_arguments_name_their_key(tmp_path, settings, error, text):
 def test_no_objects_at_all(tmp_path):
     content = one([])
     content["annotations"] = []
+    content["categories"][0]["keypoints"] = ["left", "right"]
     source = open_coco(write(tmp_path, content), masks="instances")
     assert source[0][1].boxes.shape == (0, 4)
+    assert source[0][1].keypoints.shape == (0, 2, 3)
     assert not decoded(source[0][1].mask).any()
     with pytest.raises(SourceError, match="`source.empty` is drop"):
         open_coco(tmp_path, empty="drop")

@@ -1,12 +1,10 @@
 """Masks and objects in datasets of Hugging Face: which columns are targets, damaged rows, whole batches."""
 
-import io
 import pickle
 
 import datasets
 import numpy as np
 import pytest
-from PIL import Image
 from test_parquet_targets import columns_of, rows_of
 from test_shard_targets import K_POINTS, loader, read, same, same_batches, scene, wanted
 
@@ -124,8 +122,6 @@ def test_masks_and_objects_by_arguments():
     assert [target.label for _, target in labelled] == [0, 1, 2, 3, 4, 5]
     with pytest.raises(SourceError, match=r"`source\.objects` must be a column .* Columns: .*'objects: struct"):
         DatasetSource(dataset, objects="image_id")
-    with pytest.raises(ConfigError, match=r"`source\.box_format`"):
-        DatasetSource(dataset, box_format="voc")
     with pytest.raises(ConfigError, match="`classes` is for the classes of objects"):
         DatasetSource(dataset, classes=CLASSES)
     found, faults = read(source, num_workers=1)
@@ -171,16 +167,6 @@ def test_masks_that_are_files(tmp_path):
     (tmp_path / "1.png").unlink()
     with pytest.raises(FileNotFoundError):
         source[1]
-
-
-def test_masks_that_datasets_encodes():
-    values = [np.arange(20, dtype=np.uint8).reshape(4, 5) + i for i in range(2)]
-    features = datasets.Features({"image": datasets.Image(), "mask": datasets.Image()})
-    rows = {"image": [Image.new("RGB", (5, 4))] * 2, "mask": [Image.fromarray(value) for value in values]}
-    dataset = datasets.Dataset.from_dict(rows, features=features)
-    source = adapt(dataset.cast_column("image", IMAGE).cast_column("mask", IMAGE))
-    for i, (_, target) in enumerate(source):
-        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(target.mask))), values[i])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

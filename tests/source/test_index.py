@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import gpuaug
+from gpuaug.source.index import share
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
 
@@ -67,3 +71,29 @@ def test_subset(images: Path, tmp_path: Path) -> None:
         np.savez(zipped, numbers=np.array([1, 4]))
     with pytest.raises(gpuaug.SourceError, match=r"`source.subset` must be a file of numbers.*subset\.npy"):
         gpuaug.FolderSource(images, subset=file)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.arange(9)[::2], torch.eye(3, dtype=torch.bool), torch.zeros(0, 4), torch.tensor(2.5)], ids=str
+)
+def test_shared_tensors_are_equal(tensor: torch.Tensor) -> None:
+    shared = share(tensor)
+    assert shared.is_shared()
+    assert shared.dtype == tensor.dtype
+    assert torch.equal(shared, tensor)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has memory without a name")
+def test_an_index_that_cannot_be_shared_stays_private(caplog: pytest.LogCaptureFixture) -> None:
+    tensor = torch.arange(1 << 18)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        private = share(tensor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert torch.equal(private, tensor)
+    assert not private.is_shared()
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+        "source index of 2 MB cannot be put into shared memory"
+    ]

@@ -1,6 +1,5 @@
 """Parquet files and datasets of Hugging Face: rows, labels, row groups, damage, one read for each row group."""
 
-import json
 import os
 import pickle
 
@@ -8,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from common import METHODS, started_by
 from conftest import cut
 from servers import remote_copy
 from test_remote import read_all
@@ -58,15 +56,6 @@ def test_rows_are_samples(folder):
     for bad in (-1, 23):
         with pytest.raises(IndexError):
             source[bad]
-
-
-def test_subset_and_exclude_keep_numbers(folder, tmp_path):
-    whole = ParquetSource(folder)
-    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": "train-1.parquet/0"}) + "\n")
-    some = ParquetSource(folder, subset=[3, 10, 22], exclude=tmp_path / "bad.jsonl")
-    assert some.indices.tolist() == [3, 22]
-    assert some[22] == whole[22]
-    assert some.digest() == whole.digest()
 
 
 def test_a_batch_reads_each_row_group_once(folder, monkeypatch):
@@ -207,17 +196,6 @@ def test_damage_costs_its_row_group_only(folder):
         (folder / "bad.parquet").write_bytes(bad)
         with pytest.raises(SourceError, match=r"bad\.parquet' cannot be read as a Parquet file"):
             ParquetSource(folder)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_workers_of_every_start_method_read(folder, method):
-    source = ParquetSource(folder)
-    source[0]
-    found, labels, faults = read_all(source, **started_by(method))
-    assert not faults
-    assert found == dict(enumerate(images(0, 23)))
-    assert labels == {i: i % 3 for i in range(23)}
-    assert len(pickle.dumps(source)) < 10_000
 
 
 @pytest.mark.parametrize("kind", ["s3", "http"])

@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from common import METHODS, started_by
 from servers import remote_copy
 from test_shard_targets import EVERY, K_POINTS, loader, read, same, same_batches, scene, wanted
 
@@ -109,17 +108,12 @@ def test_what_is_asked_for(tmp_path):
     boxes = ParquetSource(path, image="image", objects="objects", label="none")
     assert boxes.target_kinds == {"boxes", "keypoints"}
     assert boxes[3][1].mask is boxes[3][1].label is None
-    corners = ParquetSource(path, image="image", objects="objects", box_format="xyxy")
-    with pytest.raises(ReadError, match="x1 <= x2"):  # the file has widths and heights
-        corners[3]
-    assert corners.objects_digest() != boxes.objects_digest()
     for bad, message in (
         ({"mask": "objects"}, r"`source\.mask` must be a column of bytes"),
         ({"image": "mask", "mask": "mask"}, r"`source\.image` must be a column of bytes"),
         ({"objects": "nothing", "image": "image"}, r"`source\.objects` must be a column"),
         ({"objects": "image_id", "image": "image"}, r"`source\.objects` must be a column .* with boxes"),
         ({"objects": 3}, r"`source\.objects` must be text"),
-        ({"box_format": "cxcywh"}, r"`source\.box_format` must be one of"),
         ({}, "2 columns .* have bytes"),
     ):
         with pytest.raises((SourceError, ConfigError), match=message):
@@ -249,13 +243,6 @@ def test_null_masks_are_faults(tmp_path):
     assert found == {i: value for i, value in wanted(5).items() if i != 2}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_workers_share_the_objects(tmp_path, method):
-    pq.write_table(table(12), tmp_path / "x.parquet", row_group_size=5)
-    source = ParquetSource(tmp_path / "x.parquet", **ALL)
-    assert read(source, **started_by(method)) == (wanted(12), {})
-
-
 def test_remote_images_and_masks_are_one_read_if_they_are_adjacent(tmp_path):
     root = tmp_path / "data"
     root.mkdir()
@@ -280,14 +267,6 @@ def test_remote_images_and_masks_are_one_read_if_they_are_adjacent(tmp_path):
 def test_batches_are_those_of_a_list(tmp_path):
     pq.write_table(table(12), tmp_path / "x.parquet", row_group_size=5)
     same_batches(ParquetSource(tmp_path / "x.parquet", **ALL), 12, num_workers=1)
-
-
-def test_configuration(tmp_path):
-    pq.write_table(table(8), tmp_path / "x.parquet")
-    overrides = ["source=parquet", f"source.root={tmp_path / 'x.parquet'}", "source.image=image", "augment=flip",
-                 "source.objects=objects", "device=cpu", "num_workers=0", "targets=detection"]  # fmt: skip
-    with gpuaug.build(gpuaug.compose("train", overrides)) as made:
-        assert sum(len(batch) for batch in made) == 8
 
 
 # -- tables of paths

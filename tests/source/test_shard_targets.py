@@ -1,19 +1,15 @@
 """Masks and objects in tar shards: forms of JSON, reads of a sample's members, faults, whole batches."""
 
-import io
 import json
 import logging
-import pickle
 import sys
 
 import forked
 import numpy as np
 import pytest
-from common import METHODS, started_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import encode, photograph, write_tar
-from PIL import Image
+from pictures import encode, photograph, png, write_tar
 from servers import remote_copy
 
 import gpuaug
@@ -29,12 +25,6 @@ SIZES = [(48, 64), (61, 47), (40, 40)]  # (height, width)
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-
-
-def png(values: np.ndarray) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(values).save(out, "PNG")
-    return out.getvalue()
 
 
 def scene(i: int) -> tuple[bytes, gpuaug.Target]:
@@ -133,7 +123,6 @@ def test_boxes_alone_and_formats():
     one = parse(b'[{"bbox": [1, 2, 3, 4]}, {"bbox": [5, 6.5, 7, 8]}]')
     assert one.keys() == {"boxes"}
     assert one["boxes"].tolist() == [[1, 2, 4, 6], [5, 6.5, 12, 14.5]]
-    assert parse(b'{"bbox": [[1, 2, 3, 4]]}', box_format="xyxy")["boxes"].tolist() == [[1, 2, 3, 4]]
     assert parse(b'{"boxes": [[1, 2, 3, 4]]}')["boxes"].tolist() == [[1, 2, 3, 4]]
     for empty in (b"[]", b'{"objects": []}', b'{"bbox": [], "category_id": []}', b'{"annotations": {"bbox": []}}'):
         assert parse(empty)["boxes"].shape == (0, 4)
@@ -256,15 +245,6 @@ def wanted(count: int) -> dict:
     return {i: (image, target.mask, target.boxes.tolist()) for i in range(count) for image, target in [scene(i)]}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_workers_share_the_index(shards, method):
-    source = ShardSource(shards, **ALL)
-    assert read(source, **started_by(method)) == (wanted(12), {})
-    assert source._places.is_shared()
-    assert source._places.shape == (3 * 12, 2)
-    assert len(pickle.dumps(source)) < 10_000
-
-
 def test_json_that_is_nested_deeply_does_not_end_a_worker(tmp_path):
     deep = b"[" * 1_000_000 + b"]" * 1_000_000
     entries = [entry for i in range(5) for entry in entries_of(i)]
@@ -319,8 +299,8 @@ def test_which_members_are_masks(tmp_path, caplog):
 
 def test_arguments(shards):
     for bad in ({"masks": 3}, {"masks": "json", "objects": "json"}, {"num_keypoints": 3}, {"objects": ""},
-                {"objects": "json", "num_keypoints": 0}, {"objects": "json", "box_format": "cxcywh"}):  # fmt: skip
-        with pytest.raises(ConfigError, match=r"`source\.(masks|objects|num_keypoints|box_format)`"):
+                {"objects": "json", "num_keypoints": 0}):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"`source\.(masks|objects|num_keypoints)`"):
             ShardSource(shards, **bad)
     named = ShardSource(shards, objects="json", classes=[f"c{i}" for i in range(9)])
     assert named.target_kinds == {"boxes"}

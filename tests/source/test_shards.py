@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import METHODS, started_by
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from servers import remote_copy
@@ -189,15 +188,6 @@ def test_which_members_make_a_sample(tmp_path, caplog):
         ShardSource(root, labels="json")
     with pytest.raises(SourceError, match="twice in one sample"):
         ShardSource(write(tmp_path / "t.tar", [("a.jpg", b"1"), ("a.JPG", b"2")]), labels="none")
-
-
-def test_subset_and_exclude_keep_numbers(shards, tmp_path):
-    whole = ShardSource(shards)
-    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": whole.key(20)}) + "\n")
-    some = ShardSource(shards, subset=[3, 20, 29], exclude=tmp_path / "bad.jsonl")
-    assert some.indices.tolist() == [3, 29]
-    assert some[29] == whole[29]
-    assert some.digest() == whole.digest()
 
 
 # -- the index
@@ -497,19 +487,7 @@ def test_a_shard_that_is_cut_later_costs_its_samples_only(shards, caplog):
     assert set(faults) == set(range(10, 30))
 
 
-# -- workers and remote places
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_workers_read_and_share_the_index(shards, method):
-    source = ShardSource(shards)
-    source[0]
-    data, labels, faults = read_all(source, **started_by(method))
-    assert not faults
-    assert data == {i: item[0] for i, item in enumerate(source)}
-    assert labels == dict(enumerate(source.labels.tolist()))
-    for tensor in (source._places, source._names.members.blob, source.labels):
-        assert tensor.is_shared()
+# -- remote places
 
 
 @pytest.mark.parametrize("kind", ["s3", "http"])

@@ -1,10 +1,8 @@
 """Tables of paths and labels: kinds of labels, paths that stay in their place, errors, remote tables."""
 
 import csv
-import pickle
 
 import pytest
-from common import METHODS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_remote import read_all
@@ -47,9 +45,6 @@ def test_rows_are_samples(place, name):
     assert TableSource(path, label="other", classes=list("edcba")).labels.tolist() == [4, 3, 2, 1, 0]
     assert TableSource(path, label="none")[0] == (source[0][0], None)
     assert TableSource(path, label="none").digest() == source.digest()
-    some = TableSource(path, subset=[1, 3])
-    assert some.indices.tolist() == [1, 3]
-    assert some[3] == source[3]
 
 
 def test_targets(place):
@@ -148,13 +143,3 @@ def test_text_as_spreadsheets_write_it(place):
     (place / "t.csv").write_bytes(b'\xef\xbb\xbf"path", label\r\n"3.jpg",1\r\n\r\n"a/x y, z.jpg", 0\r\n')
     source = TableSource(place / "t.csv")
     assert list(source) == [(b"bytes of 3.jpg", 1), (b"bytes of a/x y, z.jpg", 0)]
-
-
-def test_workers_read(place):
-    source = TableSource(write(place, path=NAMES, label=[0, 1, 2, 3, 4]))
-    found, labels, faults = read_all(source, num_workers=1, start_method=METHODS[0], size=2)
-    assert not faults
-    assert found == {i: item[0] for i, item in enumerate(source)}
-    assert labels == {i: i for i in range(5)}
-    assert all(t.is_shared() for t in (source._names.blob, source.labels))
-    assert list(pickle.loads(pickle.dumps(source))) == list(source)

@@ -1,6 +1,5 @@
 """Pascal VOC: boxes against torchvision's parser and detectron2's formula, damaged XML, splits, URLs."""
 
-import pickle
 import re
 import xml.etree.ElementTree as ET
 
@@ -72,9 +71,6 @@ def test_boxes_are_those_of_the_files(tmp_path):
     assert source.target_kinds == {"boxes"}
     assert source.num_keypoints is source.flip_pairs is source.labels is source.read_many is None
     assert repr(source) == f"VocSource({str(tmp_path / 'VOC2012' / 'JPEGImages')!r}: 3 images, 3 objects, 20 classes)"
-    again = pickle.loads(pickle.dumps(source))
-    assert again[2][1].boxes.tolist() == source[2][1].boxes.tolist()
-    assert again.digest() == source.digest()
     drop = gpuaug.VocSource(tmp_path, difficult="drop", subset=[0, 2])
     assert drop[0][1].labels.tolist() == [CLASSES.index("dog")]
     assert drop[2][1].labels.tolist() == source[2][1].labels.tolist()

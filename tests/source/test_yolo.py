@@ -1,22 +1,18 @@
 """YOLO's data sets: boxes, polygons and keypoints against formulas, bad lines, the YAML file, paths, URLs."""
 
 import os
-import pickle
 import re
 
 import numpy as np
 import pytest
-import torch
 import yaml
-from common import METHODS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encode, photograph
 
 import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.read.reader import Reader
-from gpuaug.source.yolo_labels import Rules, parse
+from gpuaug.source.yolo_labels import parse
 
 NAMES = ["person", "dog", "cat"]
 IMAGE = encode(photograph("coffee", (23, 31)))
@@ -40,8 +36,11 @@ def write(root, labels, *, split="train", data=None, images="images/{}", ending=
 
 def read(text, *, num_classes=3, points=None):
     """The objects of one file, parsed alone."""
-    table, _ = parse([text.encode()], Rules(num_classes, points), name=lambda i: f"{i}.txt")
-    return table
+    return parsed([text.encode()], num_classes=num_classes, points=points)[0]
+
+
+def parsed(texts, *, num_classes=3, points=None):
+    return parse(texts, num_classes=num_classes, points=points, name=str, numbers=None)
 
 
 def corners(cx, cy, w, h):
@@ -83,10 +82,6 @@ def test_boxes_polygons_and_images_without_objects(tmp_path):
     assert source.num_keypoints is source.flip_pairs is source.labels is source.read_many is None
     assert repr(source) == f"YoloSource({str(tmp_path)!r}: 4 images, 4 objects, 3 classes)"
     assert "3 images, 2 objects" in repr(gpuaug.YoloSource(root, subset=[0, 1, 2]))
-    again = pickle.loads(pickle.dumps(source))
-    assert again[3][1].boxes.tolist() == source[3][1].boxes.tolist()
-    assert again.digest() == source.digest()
-    assert again.objects_digest() == source.objects_digest()
 
 
 def test_oriented_boxes_become_upright_boxes_with_a_line_that_says_so(tmp_path, caplog):
@@ -132,7 +127,7 @@ def test_files_of_a_block_are_as_if_each_were_alone(files):
             objects.append((label, corners(*values) if is_box else [*low, *high]))
         texts.append(text.encode())
         wanted.append(objects)
-    table, _ = parse(texts, Rules(3, None), name=str)
+    table, _ = parsed(texts)
     for i, objects in enumerate(wanted):
         assert table.reason(i) is None
         assert table.target(i).labels.tolist() == [label for label, _ in objects]
@@ -144,9 +139,9 @@ BAD = {
     "0 .5 .5 .5": "must have 5 numbers .* Found 4 numbers",
     "0": "Found 1 numbers",
     "0 .1 .1 .2 .2 .3": "at least 3 points. Found 6 numbers",
-    "x .5 .5 .5 .5": "must hold only numbers. Found: 'x'",
-    "0 .5,.5 .5 .5": "Found: '.5,.5'",
-    "0 1_0 .5 .5 .5": "Found: '1_0'",
+    "x .5 .5 .5 .5": "must hold only numbers: .*'x'",
+    "0 .5,.5 .5 .5": "only numbers: .*'.5,.5'",
+    "0 1_0 .5 .5 .5": "only numbers. Found: _",
     "0 .5 .5 nan .5": "must hold finite numbers",
     "nan .5 .5 .5 .5": "must hold finite numbers",
     "3 .5 .5 .5 .5": "class number 0 .. 2, because there are 3 classes. Found: 3",
@@ -183,7 +178,7 @@ def test_bad_keypoints():
         "0 .5 .5 .5 .5 .1 .1 2 .1 .1 2 .2": ".*Found 12 numbers",
     }.items():
         found = read("0 .5 .5 .5 .5 .1 .1 2 .1 .1 0\n" + line, points=(2, 3))
-        assert re.match(f"line 2 of '0.txt' {message}", found.reason(0))
+        assert re.match(f"line 2 of '0' {message}", found.reason(0))
         assert found.target(0).keypoints.shape == (0, 2, 3)
 
 
@@ -193,11 +188,11 @@ def test_bad_keypoints():
 )
 def test_no_bytes_break_the_parser_or_their_neighbours(texts):
     texts, good = [OSError("no permission"), *texts], b"1 .5 .5 .5 .5"
-    found, _ = parse([x for text in texts for x in (text, good)], Rules(3, None), name=str)
+    found, _ = parsed([x for text in texts for x in (text, good)])
     assert found.reason(0) == "'0' cannot be read (no permission)"
     for i, text in enumerate(texts):
         assert found.target(2 * i + 1).labels.tolist() == [1]
-        alone, _ = parse([text], Rules(3, None), name=str)
+        alone, _ = parsed([text])
         assert (alone.reason(0) is None) == (found.reason(2 * i) is None)
         boxes = found.target(2 * i).boxes
         assert np.isfinite(boxes).all()
@@ -211,20 +206,6 @@ def test_when_no_label_file_can_be_used(tmp_path):
     write(tmp_path / "more", {"a": None})
     with pytest.raises(SourceError, match=r"none of the 1 images .* has a label file.*labels/train/a.txt"):
         gpuaug.YoloSource(tmp_path / "more")
-
-
-def test_workers_send_the_objects(tmp_path):
-    source = gpuaug.YoloSource(write(tmp_path, {"a": "1 .5 .5 .5 .5", "b": None, "c": "2 0 0 1 0 1 .5\n0 .5 .5 1 1"}))
-    reader = Reader(source, num_workers=1, start_method=METHODS[0], targets=("boxes",))
-    numbers = torch.tensor([2, 1, 0])
-    try:
-        (batch,) = reader.batches([(numbers, torch.zeros_like(numbers), torch.ones(3, dtype=torch.bool))])
-    finally:
-        reader.close()
-    assert batch.targets.offsets.tolist() == [0, 2, 2, 3]
-    assert batch.targets.labels.tolist() == [2, 0, 1]
-    assert batch.targets.boxes.tolist() == [[0, 0, 1, 0.5], [0, 0, 1, 1], [0.25, 0.25, 0.75, 0.75]]
-    assert batch.targets.fractions.tolist() == [True] * 3
 
 
 # -- the YAML file and paths

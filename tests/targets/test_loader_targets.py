@@ -12,6 +12,7 @@ from common import loader
 from conftest import ROOT
 from pictures import encode, photograph, png
 from PIL import Image
+from test_truth_batches import collected
 
 import gpuaug
 from gpuaug.augment.target_mover import TargetMover
@@ -78,27 +79,6 @@ def targets_loader(source=None, targets=ALL, **settings) -> gpuaug.Loader:
     return loader(Pairs() if source is None else source, **usual | settings)
 
 
-def by_sample(batches) -> dict[int, tuple]:
-    """Everything about each sample, whatever its batch."""
-    found = {}
-    for batch in batches:
-        targets = batch.targets
-        images = targets.as_torchvision(first_label=0)
-        for row, index in enumerate(batch.indices.tolist()):
-            one = images[row]
-            masks = None if targets.masks is None else targets.masks[row]
-            parts = [
-                batch.images[row],
-                masks,
-                one.get("boxes"),
-                one["labels"],
-                one.get("keypoints"),
-                targets.matrices[row],
-            ]
-            found[index] = tuple(None if part is None else part.numpy().tobytes() for part in parts)
-    return found
-
-
 def test_what_a_batch_holds():
     with targets_loader() as made:
         batch = next(iter(made))
@@ -116,14 +96,6 @@ def test_what_a_batch_holds():
     assert (targets.ids // 100 == batch.indices[targets.sample]).all()
     assert targets.matrices.shape == (5, 3, 3)
     assert set(targets.masks.unique().tolist()) <= {0, 1, 2, 3, 4, 255}
-
-
-def test_masks_alone_are_the_second_item():
-    with targets_loader(targets=MASKS) as made:
-        batch = next(iter(made))
-    images, masks = batch
-    assert torch.equal(masks, batch.targets.masks)
-    assert images.shape[2:] == masks.shape[1:]
 
 
 def test_without_targets_nothing_changes():
@@ -215,7 +187,7 @@ def test_a_decoded_batch_is_augmented_as_in_the_loader():
 def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
     """As on CUDA: the host only crops, and torch moves the masks where the images are."""
     with targets_loader() as made:
-        want = by_sample(made)
+        want = collected(made)
     sample = TargetMover.sample
 
     def as_on_cuda(self, batch, decoded, device, **more):
@@ -224,7 +196,7 @@ def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
 
     monkeypatch.setattr(TargetMover, "sample", as_on_cuda)
     with targets_loader() as made:
-        assert by_sample(made) == want
+        assert collected(made) == want
 
 
 def test_a_run_without_targets_imports_nothing_of_them(photos):

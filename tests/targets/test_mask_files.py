@@ -10,6 +10,7 @@ from collections import Counter
 from io import BytesIO
 from typing import Any
 
+import hostile
 import numpy as np
 import pytest
 from fuzz import mutated
@@ -30,19 +31,13 @@ def decoded(data: bytes, size: Pair, **more: Any) -> np.ndarray:
     return masks.decode(data, **{"stored": size, "exif": 1, "max_pixels": BIG, **more})
 
 
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
 def gray_png(values: np.ndarray, bits: int) -> bytes:
     """A grey PNG of 1, 2, 4, 8 or 16 bits, written by hand."""
     h, w = values.shape
     planes = (values[:, :, None] >> np.arange(bits - 1, -1, -1)) & 1
     lines = np.packbits(planes.reshape(h, w * bits).astype(np.uint8), axis=1)
     content = b"".join(b"\0" + line.tobytes() for line in lines)
-    header = struct.pack(">IIBBBBB", w, h, bits, 0, 0, 0, 0)
-    pieces = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(content)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + pieces
+    return hostile.png(w, h, zlib.compress(content), depth=bits, color=0)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
@@ -84,9 +79,7 @@ def test_each_mode_of_pillow() -> None:
 
 
 def test_colours_of_16_bits_are_refused() -> None:
-    content = zlib.compress(b"".join(b"\0" + bytes(6 * 5) for _ in range(4)))
-    header = struct.pack(">IIBBBBB", 5, 4, 16, 2, 0, 0, 0)
-    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+    data = hostile.png(5, 4, zlib.compress(bytes(4 * 31)), depth=16)
     with pytest.raises(HeaderError, match="colours of 16 bits"):
         decoded(data, (4, 5), table=masks.lookup(Masks(colors={0: [0, 0, 0]})))
 
@@ -142,7 +135,7 @@ def test_sizes_and_limits() -> None:
 def test_texts_and_profiles_are_not_inflated() -> None:
     data = encode(Image.fromarray(shapes((21, 13))), "PNG")
     bombs = b"".join(
-        chunk(kind, name + zlib.compress(bytes(20_000_000)))
+        hostile.chunk(kind, name + zlib.compress(bytes(20_000_000)))
         for kind, name in (
             (b"zTXt", b"a\0\0"),
             (b"iCCP", b"a\0\0"),

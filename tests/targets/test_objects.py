@@ -236,14 +236,6 @@ def test_pixel_indices_become_edges_and_indices_again(pixel_centers: bool, insid
     assert output_keypoints(of([[0, 0, 9, 9]]), rules) is None
 
 
-def test_the_encoded_arrays_stay_as_they_are() -> None:
-    encoded = random_targets(np.random.default_rng(0), [3, 1])
-    before = {name: getattr(encoded, name).copy() for name in ("boxes", "keypoints", "labels", "crowd")}
-    moved(by_rules(encoded, Targets(boxes=Boxes(), keypoints=Keypoints())), MIRROR, flip=FLIP)
-    for name, values in before.items():
-        np.testing.assert_array_equal(getattr(encoded, name), values)
-
-
 @pytest.mark.parametrize("counts", [[], [0], [0, 0, 0]])
 def test_no_object_keeps_shapes_and_types(counts: list[int]) -> None:
     encoded = random_targets(np.random.default_rng(0), counts)
@@ -259,31 +251,6 @@ def test_no_object_keeps_shapes_and_types(counts: list[int]) -> None:
 
 
 # -- one table --
-
-
-@given(seed=SEEDS)
-def test_all_columns_are_filtered_together(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    objects = by_rules(random_targets(rng, rng.integers(0, 4, 5).tolist()), ALL)
-    keep = rng.random(len(objects)) < 0.5
-    for taken in (objects.take(keep), objects.take(np.flatnonzero(keep))):
-        for name in OBJECT_COLUMNS:
-            np.testing.assert_array_equal(getattr(taken, name), getattr(objects, name)[keep])
-
-
-@given(seed=SEEDS)
-def test_rows_renumbers_samples_and_keeps_what_belongs_to_them(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(0, 4, 6)
-    objects = by_rules(random_targets(rng, counts.tolist()), Targets(boxes=Boxes(crowd="keep")))
-    rows = np.flatnonzero(rng.random(6) < 0.6)
-    kept = objects.rows(rows)
-    np.testing.assert_array_equal(kept.counts, counts[rows])
-    assert (np.diff(kept.sample) >= 0).all()
-    for number, row in enumerate(rows):
-        mine, before = kept.sample == number, objects.sample == row
-        for name in ("boxes", "labels", "ids", "area", "crowd"):
-            np.testing.assert_array_equal(getattr(kept, name)[mine], getattr(objects, name)[before])
 
 
 @given(seed=SEEDS)

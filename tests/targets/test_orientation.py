@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from common import loader
-from pictures import encode
+from pictures import encode, png
 from PIL import Image, ImageOps
 
 import gpuaug
@@ -24,10 +24,6 @@ POINTS = np.array([[11.0, 9.0], [29.0, 15.0], [21.0, 33.0]])  # pixel centres in
 BOX = (6, 4, 40, 36)  # (x1, y1, x2, y2) in the stored image
 STILL = gpuaug.Augment()  # the whole image
 ALL = {"boxes": gpuaug.Boxes(), "masks": gpuaug.Masks(), "keypoints": gpuaug.Keypoints()}
-
-
-def png(values: np.ndarray) -> bytes:
-    return encode(Image.fromarray(values), "PNG")
 
 
 def turned(values: np.ndarray, exif: int) -> np.ndarray:

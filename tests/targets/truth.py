@@ -44,6 +44,16 @@ MOVES = {name: lambda make=make: make(False) for name, make in _WITH_ZEROS.items
         },
         p=0.8,
     ),
+    "some": lambda: gpuaug.SomeOf(
+        (1, 3),
+        ops={
+            "warp": K.RandomAffine(20.0, (0.1, 0.1), shear=10.0, p=1.0),
+            "flip": K.RandomHorizontalFlip(p=0.9),
+            "gray": K.RandomGrayscale(p=1.0),
+            "turn": K.RandomRotation90((0, 3), p=1.0),
+        },
+        random_order=True,
+    ),
 }
 
 

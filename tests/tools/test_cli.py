@@ -106,6 +106,7 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["profile", "num_classes=ten"], "`num_classes` must be a whole number >= 1 or null. Found: 'ten'."),
         (["doctor", "fresh=maybe"], "`fresh` must be true or false"),
         (["doctor", "json=/proc/none/d.json"], "`json` must be the path of a file"),
+        (["doctor", "seconds=-1"], "`seconds` must be a number in [0, 120]. Found: -1."),
         (["plan", "seconds=0"], "`seconds` must be a number in [1, 3600]. Found: 0."),
     ],
 )

@@ -130,7 +130,7 @@ def test_what_is_not_stored_is_refused(photos: Path, two: Path, caplog: pytest.L
         ({"augment": recipe(invert=K.RandomInvert(p=0.1))}, r"augment\.ops"),
         ({"augment": flip}, r"augment\.ops\.flip.*0\.5 stored.*0\.25 here"),
         ({"augment": gpuaug.MultiView(views=views)}, "augment.views"),
-        ({"augment": gpuaug.Progressive(stages={0: recipe()})}, "a gpuaug.Progressive here"),
+        ({"augment": gpuaug.Progressive(schedule={0: recipe()})}, "a gpuaug.Progressive here"),
         ({"seed": SEED + 1}, "seed: 3 stored, 4 here"),
         ({"targets": gpuaug.Targets(masks=gpuaug.Masks())}, "`targets.masks` needs a source with masks"),
     ):
@@ -165,7 +165,7 @@ def test_what_is_not_stored_is_refused(photos: Path, two: Path, caplog: pytest.L
         ({"epochs": 10**30}, {}, "`epochs` must be a whole number from 1 to 1000"),
         ({"epochs": 2, "format": "jpeg"}, {}, "`format` must be uint8, and `sizes` null"),
         ({"epochs": 2, "sizes": 32}, {}, "`format` must be uint8, and `sizes` null"),
-        ({"epochs": 2}, {"augment": gpuaug.Progressive(stages={0: recipe()})}, "gpuaug.Augment or gpuaug.MultiView"),
+        ({"epochs": 2}, {"augment": gpuaug.Progressive(schedule={0: recipe()})}, "gpuaug.Augment or gpuaug.MultiView"),
         ({"epochs": 2}, {"augment": gpuaug.Augment()}, "`augment.crop` must give images of one size"),
         ({"epochs": 2}, {"augment": gpuaug.Augment(crop=gpuaug.Resize(32))}, "`augment.crop` must give images of one"),
         (

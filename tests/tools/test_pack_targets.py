@@ -12,7 +12,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-from pictures import encode, photograph
+from pictures import encode, photograph, png
 from PIL import Image
 
 import gpuaug
@@ -34,12 +34,6 @@ PILLOW = Decode(backend="pillow")
 COUNT, POINTS = 11, 3
 SIZES = [(60, 80), (91, 57), (40, 40), (75, 101)]  # (height, width), stored
 ALL = gpuaug.Targets(masks=gpuaug.Masks(), boxes=gpuaug.Boxes(crowd="keep"), keypoints=gpuaug.Keypoints())
-
-
-def png(values: np.ndarray) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(values).save(out, "PNG")
-    return out.getvalue()
 
 
 def palette(values: np.ndarray) -> bytes:

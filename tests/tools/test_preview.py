@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import gpuaug
 from bench import photographs
-from gpuaug.augment.policy import OneOf, prepare
+from gpuaug.augment.policy import OneOf, SomeOf, prepare
 from gpuaug.display import sheet
 from gpuaug.display.annotations import Annotated, Style
 from gpuaug.display.batches import WRONG
@@ -257,11 +257,15 @@ def test_operations_are_shown_with_those_values(backend: str) -> None:
 
 def test_the_notes_name_the_choice_and_the_view() -> None:
     one = OneOf(ops={"gray": K.RandomGrayscale(p=0.2), "off": None}, p=0.7)
-    views = gpuaug.MultiView(views={"a": gpuaug.Augment(ops={"one": one, "vflip": K.RandomVerticalFlip(p=0.5)})}).views
+    some = SomeOf(2, ops={"dark": K.RandomGamma((2.0, 3.0)), "light": K.RandomGamma((0.2, 0.4)), "one": one})
+    ops = {"one": one, "vflip": K.RandomVerticalFlip(p=0.5), "some": some}
+    views = gpuaug.MultiView(views={"a": gpuaug.Augment(ops=ops)}).views
     made = operations.rows(views, [Image.new("RGB", (32, 32))], seed=0, device=torch.device("cpu"), cell=32)
-    assert [row.notes for row in made] == [
-        ["OneOf:", "a: p 0.7", "RandomGrayscale"],
-        ["RandomVerticalFlip", "a: p 0.5"],
+    assert [(row.title, *row.notes) for row in made] == [
+        ("one.gray", "OneOf:", "a: p 0.7", "RandomGrayscale"),
+        ("vflip", "RandomVerticalFlip", "a: p 0.5"),
+        *((f"some.{name}", "SomeOf:", "a: p 1", "RandomGamma: gamma") for name in ("dark", "light")),
+        ("some.one.gray", "SomeOf:", "a: p 1", "RandomGrayscale"),
     ]
 
 

@@ -102,13 +102,6 @@ def test_command_names_the_share_of_targets(
     assert {"masks", "targets"} <= set(values["stages"])
 
 
-def test_a_packed_source_is_measured(scenes: Path, tmp_path: Path) -> None:
-    out = tmp_path / "packed"
-    assert main(["pack", *words(scenes)[:2], f"out={out}", "format=uint8", "num_workers=0"]) == 0
-    given = ["source=packed", f"source.root={out}", *words(scenes)[2:]]
-    assert main(["profile", *given, "repeats=1", "seconds=0.02"]) == 0
-
-
 # -- refused, and not refused --
 
 

@@ -181,10 +181,10 @@ def test_what_a_model_does_wrong_is_explained(
         words(photos, tmp_path, "train_nets.Two", "limit_batches=1"), capsys
     )
     found = error_of(words(photos, tmp_path, "timm:vit_tiny_patch16_224", "limit_batches=1"), capsys)
-    assert "the model refused images of 32 x 32" in found
+    assert "the model refused 8 images of 32 x 32: AssertionError: " in found
     assert "+model.img_size=" in found
     for model, said in (
-        ("torchvision:alexnet", "the model refused images of 32 x 32: Given input size: (256x1x1)."),
+        ("torchvision:alexnet", "the model refused 8 images of 32 x 32: RuntimeError: Given input size: (256x1x1)."),
         ("train_nets.small", "must return logits [B, num_classes]. Found: a tensor [8, 3], num_classes=5."),
     ):
         assert said in error_of(words(photos, tmp_path, model, "limit_batches=1"), capsys)

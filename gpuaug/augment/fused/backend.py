@@ -16,7 +16,6 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,13 +25,13 @@ from torch import Tensor, nn
 
 from gpuaug.augment import reference
 from gpuaug.augment.chains import mixed, one_chain
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Table, groups, motion_kernels, upload
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Table, groups, upload
 from gpuaug.augment.ops.codes import ARGS, Code, as_cpp
 from gpuaug.augment.ops.geometry import finish_warps, warp_ramps
 from gpuaug.augment.parameters import Chosen, Normal, Prepared, Size, Steps, tensors
 from gpuaug.augment.policy import entry_of, fields
 from gpuaug.native import build
-from gpuaug.native.buffers import outputs
+from gpuaug.native.buffers import outputs, to_device
 from gpuaug.random.keyed import Float, normal_field
 
 logger = logging.getLogger("gpuaug")
@@ -58,6 +57,7 @@ class FusedBackend:
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> Tensor:
         """Map uint8 [B, H, W, 3] to [B, 3, H, W]. Only the final float32 result is cast."""
+        reference.size_of(images)
         compiled = (library() if images.device.type == "cpu" else None) or _triton_kernels(images.device)
         if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
@@ -120,7 +120,7 @@ class Part:
 
     def run(self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output) -> Tensor:
         """Run the program on uint8 [B, H, W, 3] or float32 [B, 3, H, W]. ``compiled``: cpu.cpp or Triton's kernels."""
-        size = (x.shape[1], x.shape[2]) if x.dtype == torch.uint8 else (x.shape[2], x.shape[3])
+        size = reference.size_of(x)
         code, args = self.program(chosen, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
         if isinstance(compiled, ctypes.CDLL):
@@ -167,9 +167,9 @@ class Part:
                     continue
                 values = tensors(c.params[slot][alternative], rows)
                 if c.keys is not None:
-                    key = torch.from_numpy(c.keys[rows]).to(device, non_blocking=True)
+                    key = to_device(torch.from_numpy(c.keys[rows]), device)
                     values |= fields(self.ops[op].slots[slot][alternative], values, key, size, normal)
-                tables.append((rows, where.start, steps.table(values).to(device, non_blocking=True).contiguous()))
+                tables.append((rows, where.start, to_device(steps.table(values), device).contiguous()))
         return tables
 
 
@@ -213,18 +213,15 @@ def say(name: str, kind: str, why: str) -> None:
 
 
 def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
-    """The weights of blurs: first those in x, then those in y. The weights of a motion blur form a square."""
+    """The weights of blurs: first those in x, then those in y."""
     from kornia.filters import get_gaussian_kernel1d
 
     tables = []
-    weighted = np.where((code == Code.BLUR) | (code == Code.FILTER), code, 0)
-    for column in np.flatnonzero(weighted.any(axis=0)).tolist():
-        for group in groups(weighted[:, column], args[:, column]):
-            own = torch.from_numpy(args[group.rows, column])
-            if group.code is Code.FILTER:
-                weights = motion_kernels(own, group.static)
-            else:
-                weights = torch.cat([get_gaussian_kernel1d(int(taps), own[:, 2:3]) for taps in group.static[:2]], dim=1)
+    blurs = np.where(code == Code.BLUR, code, 0)
+    for column in np.flatnonzero(blurs.any(axis=0)).tolist():
+        for group in groups(blurs[:, column], args[:, column]):
+            sigma = torch.from_numpy(args[group.rows, column, 2:3])
+            weights = torch.cat([get_gaussian_kernel1d(int(taps), sigma) for taps in group.static[:2]], dim=1)
             tables.append((group.rows, column, weights.contiguous()))
     return tables
 
@@ -247,10 +244,10 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled cpu.cpp, or None if it cannot be compiled."""
-    source = Path(__file__).with_name("cpu.cpp")
     return build.load(
-        source, name="augment", flags=_FLAGS, definitions=as_cpp(), without="runs uncompiled, many times slower"
-    )
+        "augment/fused/cpu.cpp", name="augment", flags=_FLAGS, definitions=as_cpp(),
+        without="runs uncompiled, many times slower",
+    )  # fmt: skip
 
 
 class _Job(ctypes.Structure):
@@ -270,8 +267,7 @@ def _run_on_cpu(
 ) -> Tensor:  # fmt: skip
     scale, shift, dtype, channels_last = output
     images = images.contiguous()
-    whole = images.dtype == torch.uint8
-    batch, height, width = (len(images), *images.shape[1:3]) if whole else (len(images), *images.shape[2:])
+    batch, (height, width) = len(images), reference.size_of(images)
     out = outputs.take((batch, 3, height, width), dtype, channels_last)
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
@@ -282,7 +278,7 @@ def _run_on_cpu(
         *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),
         *(pointers.ctypes.data if tables else None, ramps.ctypes.data),
         *(batch, height, width, code.shape[1]),
-        *(not whole, _DTYPES[dtype], channels_last, threads),
+        *(images.dtype == torch.float32, _DTYPES[dtype], channels_last, threads),
         *((ctypes.c_float * 3)(*scale), (ctypes.c_float * 3)(*shift)),
     )
     if library.gpuaug_augment(ctypes.byref(job)):  # ctypes releases the GIL
@@ -300,7 +296,7 @@ def _triton_kernels(device: torch.device) -> Any:
         return None
     try:
         from gpuaug.augment.fused import cuda as triton_kernels
-    except Exception as error:  # Triton or something that Triton needs is missing
+    except (ImportError, OSError) as error:  # Triton or something that Triton needs is missing
         _without_triton(f"{type(error).__name__}: {error}")
         return None
     return triton_kernels
@@ -311,8 +307,8 @@ def _without_triton(why: str) -> None:
     if not _no_triton:
         logger.warning(
             "augment on cuda runs operation by operation, which is many times slower, because Triton cannot run (%s). "
-            "Triton needs gcc (or CC), Python's headers (python3-dev), libcuda.so.1 in the list of `ldconfig -p`, a "
-            "writable folder (TRITON_CACHE_DIR), and a Triton release that supports this GPU.",
+            "Triton needs a C compiler and Python's headers (apt-get install gcc libc6-dev python3-dev), libcuda.so.1 "
+            "in the list of `ldconfig -p`, a writable TRITON_CACHE_DIR, and a Triton release that supports this GPU.",
             textwrap.shorten(why, 500),
         )
     _no_triton.append(why)

@@ -12,8 +12,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <thread>
 #include <vector>
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -338,26 +336,6 @@ void pointwise(const Op& op, const Statistic& stat, float* const* planes, int n,
                 for (; i < n; ++i) p[i] = to[static_cast<int>(p[i] * 255.0f + half) & 255];
             }
             return;
-        case REPLACE:  // where the table is not negative
-            return map_values(planes, n, [=](float x, int, int i) { return table[i] < 0.0f ? x : table[i]; });
-        case FILL:
-            for (int c = 0; c < 3; ++c)
-                if (a[1 + c] != 0.0f) std::fill(planes[c], planes[c] + n, f);
-            return;
-        case SNOW: {  // a new lightness in HLS, with the old hue and saturation
-            const float brightness = a[1];
-            return map_pixels(planes, n, [=](float& r, float& g, float& b) {
-                const float top = high(high(r, g), b), bottom = low(low(r, g), b);
-                const float sum = top + bottom, delta = top - bottom, light = sum / 2.0f;
-                const float room = sum < 1.0f ? sum : 2.0f - sum, lighter = low(light * brightness, 1.0f);
-                const float to = light < f ? lighter : light;
-                const float saturation = delta / (room == 0.0f ? 1.0f : room + 1e-8f);
-                const float ratio = 2.0f * saturation * low(to, 1.0f - to) / (delta == 0.0f ? 1.0f : delta);
-                r = unit(to + (r - light) * ratio);
-                g = unit(to + (g - light) * ratio);
-                b = unit(to + (b - light) * ratio);
-            });
-        }
         default: return;
     }
 }
@@ -559,7 +537,7 @@ void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) 
     }
 }
 
-// Augments images, one after the other. Its memory is kept between calls, because new memory costs a page fault per 4 KB.
+// Augments images, one after the other, in the same memory.
 struct Worker {
     std::vector<float> first, second, extra, row;
     std::vector<int32_t> index;
@@ -569,13 +547,11 @@ struct Worker {
     Statistic stat, stat_next;
     std::vector<Op> program;
     const Op* jump = nullptr;  // the last discontinuous operation; all earlier ones must be bit-identical to Kornia
-    Job job;
-    int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
+    const Job& job;
+    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
 
-    void begin(const Job& next) {
-        job = next, H = job.height, W = job.width, pixels = H * W, apart = (pixels / LANES + 22) * LANES;
-    }
-    size_t bytes() const { return (first.capacity() + second.capacity() + extra.capacity() + packed.capacity()) * 4; }
+    explicit Worker(const Job& given)
+        : job(given), H(job.height), W(job.width), pixels(H * W), apart((pixels / LANES + 22) * LANES) {}
 
     // Copies a row of an image and extends it by `half` pixels on each side.
     void extend(const float* s, float* line, int64_t half, int border) const {
@@ -607,54 +583,6 @@ struct Worker {
                 }
                 const float* const* all = lines.data();
                 weigh(op.table + kx, ky, [all](int t) { return all[t]; }, out.data() + c * apart + y * W, W);
-            }
-        }
-    }
-
-    // Correlation with `size` x `size` weights. Zero weights are skipped, because motion blurs have many.
-    void filter(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
-        const int64_t size = static_cast<int64_t>(op.a[0]), half = size / 2, wide = W + size - 1;
-        const int border = static_cast<int>(op.a[4]);
-        row.clear();
-        index.clear();
-        for (int64_t t = 0; t < size * size; ++t)
-            if (op.table[t] != 0.0f) {
-                row.push_back(op.table[t]);
-                index.push_back(static_cast<int32_t>(t / size * wide + t % size));
-            }
-        extra.resize((H + size - 1) * wide);
-        for (int c = 0; c < 3; ++c) {
-            for (int64_t y = 0; y < H + size - 1; ++y) {
-                float* line = extra.data() + y * wide;
-                const int64_t from = border_index(y - half, H, border);
-                if (from < 0) std::fill(line, line + wide, 0.0f);
-                else extend(in.data() + c * apart + from * W, line, half, border);
-            }
-            for (int64_t y = 0; y < H; ++y) {
-                const float* base = extra.data() + y * wide;
-                const int32_t* offset = index.data();
-                weigh(row.data(), static_cast<int>(row.size()), [base, offset](int t) { return base + offset[t]; },
-                      out.data() + c * apart + y * W, W);
-            }
-        }
-    }
-
-    // Draws gray lines. Rounds as torch.linspace. `table`: two coordinates in 0..1 per line.
-    void rain(const Op& op, std::vector<float>& image) const {
-        const int64_t drops = static_cast<int64_t>(op.a[0]), tall = static_cast<int64_t>(op.a[1]) - 1;
-        const int64_t drawn = static_cast<int64_t>(op.a[2]), across = drawn > 0 ? drawn - 1 : (drawn < 0 ? drawn + 1 : 0);
-        const int64_t rows = H - tall, columns = W - std::abs(across), steps = std::max(tall + 1, std::abs(drawn));
-        auto along = [steps](int64_t last, int64_t i) {
-            const double step = steps > 1 ? static_cast<double>(last) / static_cast<double>(steps - 1) : 0.0;
-            return static_cast<int64_t>(i < steps / 2 ? step * i : last - step * (steps - 1 - i));
-        };
-        for (int64_t drop = 0; drop < drops; ++drop) {
-            const float* at = op.table + 2 * drop;
-            const int64_t y = std::min(static_cast<int64_t>(at[0] * static_cast<float>(rows)), rows - 1);
-            const int64_t x = std::min(static_cast<int64_t>(at[1] * static_cast<float>(columns)), columns - 1) + std::max<int64_t>(-across, 0);
-            for (int64_t i = 0; i < steps; ++i) {
-                const int64_t to = (y + along(tall, i)) * W + x + along(across, i);
-                for (int c = 0; c < 3; ++c) image[c * apart + to] = 200.0f / 255.0f;
             }
         }
     }
@@ -859,21 +787,7 @@ struct Worker {
             Pixel* line = image + (y + 1) * stride;
             line[0] = line[W + 1] = line[W + 2] = zero;
             float* __restrict flat = reinterpret_cast<float*>(line + 1);
-            int64_t x = 0;
-#if defined(__AVX512F__)
-            const __m512i pixel = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-            for (; x + 16 <= W; x += 16) {
-                const float* s = r + y * W + x;
-                const __m512 red = _mm512_loadu_ps(s), green = _mm512_loadu_ps(s + apart), blue = _mm512_loadu_ps(s + 2 * apart);
-                for (int k = 0; k < 4; ++k) {
-                    const __m512i from = _mm512_add_epi32(pixel, _mm512_set1_epi32(4 * k));
-                    __m512 out = _mm512_maskz_permutexvar_ps(0x1111, from, red);
-                    out = _mm512_mask_permutexvar_ps(out, 0x2222, from, green);
-                    _mm512_storeu_ps(flat + 4 * x + 16 * k, _mm512_mask_permutexvar_ps(out, 0x4444, from, blue));
-                }
-            }
-#endif
-            for (; x < W; ++x) {
+            for (int64_t x = 0; x < W; ++x) {
                 flat[4 * x] = r[y * W + x];
                 flat[4 * x + 1] = g[y * W + x];
                 flat[4 * x + 2] = b[y * W + x];
@@ -1197,8 +1111,6 @@ struct Worker {
             ready = false;
             if (next.code == HFLIP || next.code == VFLIP) {
                 turn(next.code, first);
-            } else if (next.code == RAIN) {
-                rain(next, first);
             } else {
                 if (outside && !keeps_outside(next)) {
                     clamp_block(first.data(), 3 * apart);
@@ -1208,7 +1120,6 @@ struct Worker {
                 if (next.code == BLUR) blur(next, first, second);
                 else if (next.code == SHARPNESS) sharpness(next, first, second);
                 else if (next.code == RESAMPLE) resample(next, first, second);
-                else if (next.code == FILTER) filter(next, first, second);
                 else if (next.code == JPEG) jpeg(next, first, second);
                 else warp(next, first, second);
                 std::swap(first, second);
@@ -1218,31 +1129,6 @@ struct Worker {
     }
 };
 
-// If a thread holds this flag during a fork, the flag stays set in the child. Then each call allocates new memory.
-std::atomic_flag workers_taken = ATOMIC_FLAG_INIT;
-std::vector<std::unique_ptr<Worker>>& workers() {
-    static auto* kept = new std::vector<std::unique_ptr<Worker>>;  // never freed: threads may outlive static objects
-    return *kept;
-}
-
-std::unique_ptr<Worker> take_worker() {
-    std::unique_ptr<Worker> worker;
-    if (!workers_taken.test_and_set(std::memory_order_acquire)) {
-        if (!workers().empty()) {
-            worker = std::move(workers().back());
-            workers().pop_back();
-        }
-        workers_taken.clear(std::memory_order_release);
-    }
-    return worker ? std::move(worker) : std::make_unique<Worker>();
-}
-
-void give_worker(std::unique_ptr<Worker> worker) {
-    if (worker->bytes() > (16u << 20) || workers_taken.test_and_set(std::memory_order_acquire)) return;
-    if (workers().size() < std::thread::hardware_concurrency()) workers().push_back(std::move(worker));
-    workers_taken.clear(std::memory_order_release);
-}
-
 }  // namespace
 
 extern "C" int gpuaug_augment(const Job* job) {
@@ -1250,10 +1136,8 @@ extern "C" int gpuaug_augment(const Job* job) {
     std::atomic<int> failed{0};
     auto work = [&] {
         try {
-            std::unique_ptr<Worker> worker = take_worker();
-            worker->begin(*job);
-            for (int64_t i = next++; i < job->batch; i = next++) worker->run(i);
-            give_worker(std::move(worker));
+            Worker worker(*job);
+            for (int64_t i = next++; i < job->batch; i = next++) worker.run(i);
         } catch (...) {  // only std::bad_alloc is possible
             failed = 1;
         }

@@ -1,7 +1,7 @@
 """The steps of the fused backend: one list, from which the enum and the traits in cpu.cpp are made.
 
-A step's formula for the CPU is in fused/cpu.cpp. For CUDA, it is in fused/cuda.py (Triton) or fused/cuda_steps.py
-(torch). A step of gpuaug's own operations has its torch formula in their entries.
+A step's formula for the CPU is in fused/cpu.cpp. For CUDA, it is in fused/cuda_kernels.py, cuda_pillow.py (Triton) or
+fused/cuda_steps.py (torch). A step of gpuaug's own operations has its torch formula in their entries.
 """
 
 from __future__ import annotations
@@ -87,18 +87,8 @@ class Code(IntEnum):
     RESAMPLE = 23, Trait(0)
     # (x, y, width, height, r, g, b, std of r, g, b); fills a box with the colour + std * noise
     ERASE_NOISE = 24, POINTWISE | OUTSIDE
-    # (kernel size, angle, direction, interpolation: kornia.constants.Resample, border); a motion blur
-    FILTER = 25, OUTSIDE
-    # (drops, height, width, limit of drops, limit of height and width); with a table of coordinates
-    RAIN = 26, OUTSIDE
-    # (); with a table: values >= 0 replace pixels
-    REPLACE = 27, POINTWISE | OUTSIDE
-    # (value, then for each of r, g, b: 1 if this channel is filled)
-    FILL = 28, POINTWISE | ANYWHERE | OUTSIDE
-    # (threshold, brightness)
-    SNOW = 29, POINTWISE | ANYWHERE | JUMPS
     # (quality); with a table of 64 divisors for luma and 64 for chroma
-    JPEG = 30, JUMPS
+    JPEG = 25, JUMPS
 
 
 def having(trait: Trait) -> frozenset[Code]:

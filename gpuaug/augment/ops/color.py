@@ -148,16 +148,6 @@ def _own_row(op: Any, params: Any, keys: Tensor, size: Size, normal: Any) -> dic
     return {"batch_idx": torch.arange(len(keys), device="cpu")[:, None]}
 
 
-def _drop(op: Any) -> Steps:
-    value = float(op.fill_value)
-
-    def write(out: Float, params: Params, size: Size) -> None:
-        out[:, 0, 0] = value
-        np.put_along_axis(out[:, 0], params["channel_idx"] + 1, np.float32(1), axis=1)
-
-    return Steps((Code.FILL,), write)
-
-
 _SHUFFLED = tuple((lambda params, c=c: params["channels"][:, c]) for c in range(3))
 ENTRIES = {
     "ColorJitter": _jitter(hsv=False),
@@ -183,8 +173,7 @@ ENTRIES = {
     "RandomChannelShuffle": Entry("pixels", step(Code.SHUFFLE, *_SHUFFLED), lambda op: (3, _channels)),
     "RandomChannelDropout": Entry(
         "pixels",
-        _drop,
-        lambda op: (3, partial(_channels, name="channel_idx", count=op.num_drop_channels)),
+        parameters=lambda op: (3, partial(_channels, name="channel_idx", count=op.num_drop_channels)),
         check=_check_dropped,
         fields=_own_row,
     ),

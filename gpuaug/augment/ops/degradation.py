@@ -15,7 +15,8 @@ from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.ops.kornia_private import generated, range_of, setting
 from gpuaug.augment.parameters import Entry, Params, Rule, Size, Steps, Tensors, step, steps_of, uniform_from
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, field, scale
+from gpuaug.native.buffers import to_device
+from gpuaug.random.keyed import Float, scale, uniform_field
 
 _LEAST = {1: 1, 3: 0}  # minimum of (image side - kernel size // 2), by border type: 1 reflect, 3 circular
 
@@ -27,9 +28,11 @@ def _check_kernel(op: Any, key: str) -> None:
         raise ConfigError(f"`{key}.kernel_size` must be an odd, positive integer or two of them. Found: {given!r}.")
 
 
-def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps:
-    """Add a check that images are large enough for the kernel and its border."""
-    (ky, kx), least = kernel_size, _LEAST.get(op.flags["border_type"].value, -math.inf)
+def _blur(op: Any, *, sigma: str | float) -> Steps | None:
+    """A Gaussian blur. A box blur is a Gaussian blur with a sigma so large that all weights are equal."""
+    size, border = op.flags["kernel_size"], op.flags["border_type"].value
+    ky, kx = (size, size) if isinstance(size, int) else size
+    arguments, least = steps_of(Code.BLUR, kx, ky, sigma, border), _LEAST.get(border, -math.inf)
 
     def write(out: Float, params: Params, size: Size) -> None:
         if min(size[0] - ky // 2, size[1] - kx // 2) < least:
@@ -39,14 +42,7 @@ def _smoothing(op: Any, arguments: Steps, kernel_size: tuple[int, int]) -> Steps
             )
         arguments.write(out, params, size)
 
-    return Steps(arguments.codes, write)
-
-
-def _blur(op: Any, *, sigma: str | float) -> Steps | None:
-    """A Gaussian blur. A box blur is a Gaussian blur with a sigma so large that all weights are equal."""
-    size, border = op.flags["kernel_size"], op.flags["border_type"].value
-    ky, kx = (size, size) if isinstance(size, int) else size
-    return _smoothing(op, steps_of(Code.BLUR, kx, ky, sigma, border), (ky, kx)) if ky % 2 and kx % 2 else None
+    return Steps(arguments.codes, write) if ky % 2 and kx % 2 else None
 
 
 def _check_motion(op: Any, key: str) -> None:
@@ -65,12 +61,6 @@ def _motion(op: Any) -> tuple[int, Rule]:
 
 def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) -> Params:
     return {"ksize_factor": np.full(len(u), kernel_size, dtype=np.int32), **rule(u, size)}
-
-
-def _motion_steps(op: Any) -> Steps:
-    size, flags = setting(op, "kernel_size"), op.flags
-    how = (flags["resample"].value, flags["border_type"].value)
-    return _smoothing(op, steps_of(Code.FILTER, size, "angle_factor", "direction_factor", *how), (size, size))
 
 
 def _write_sharpness(out: Float, params: Params, size: Size) -> None:
@@ -126,31 +116,26 @@ def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
 
 
 def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
-    u = field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
+    u = uniform_field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
     amount, ratio = (
-        params[name].to(u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
+        to_device(params[name], u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
     )
     noise, salt = u[:, :1] < amount, u[:, 1:] < ratio
     masks = {"mask_salt": noise & salt, "mask_pepper": noise & ~salt}
     return {name: mask.expand(-1, 3, -1, -1) for name, mask in masks.items()}
 
 
-def _speck_values(values: Tensors) -> Tensor:
-    """Value of each pixel, float32 [n, 1, H, W]: 1 is white, 0 is black, -1 leaves the pixel unchanged."""
-    return values["mask_salt"][:, :1] * 2.0 + values["mask_pepper"][:, :1].float() - 1.0
-
-
 def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, *, channels: int = 3) -> Tensors:
     """Kornia's plasma, with separate random numbers for each sample."""
     from kornia.contrib import diamond_square
 
-    roughness = params["roughness"].to(keys.device, non_blocking=True)
+    roughness = to_device(params["roughness"], keys.device)
     used = 0
 
     def random(shape: Any, **_: Any) -> Tensor:
         nonlocal used
         first, used = used, used + math.prod(shape) // len(keys)
-        return field(keys, used)[:, first:].reshape(shape)
+        return uniform_field(keys, used)[:, first:].reshape(shape)
 
     shape = (len(keys), channels, *size)
     plasma = diamond_square(shape, roughness, random_fn=random, device=keys.device, dtype=torch.float32)
@@ -170,15 +155,6 @@ def _drops(u: Float, size: Size, *, limits: list[tuple[Any, Any]]) -> Params:
     return {f"{name}_factor": value.astype(np.int64) for name, value in zip(_RAIN, values, strict=True)}
 
 
-def _rain_steps(op: Any) -> Steps:
-    (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
-    names = [f"{name}_factor" for name in _RAIN]
-    longest = max(tall - 1, right - 1, -left)
-    return steps_of(
-        Code.RAIN, *names, float(most - 1), float(longest), table=lambda values: values["coordinates_factor"].flatten(1)
-    )
-
-
 def _check_rain(op: Any, key: str) -> None:
     (few, _), (low, _), _ = (range_of(op, f"{name}_sampler") for name in _RAIN)
     for name, least, value in (("number_of_drops", 0, few), ("drop_height", 1, low)):
@@ -194,7 +170,7 @@ def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any
             f"RandomRain needs drops that are smaller than the image: `drop_height` below {size[0]}, `drop_width` "
             f"between -{size[1]} and {size[1]}. Found: up to {tall - 1:.0f}, and {left:.0f} to {right - 1:.0f}."
         )
-    return {"coordinates_factor": field(keys, 2 * int(most - 1)).view(len(keys), -1, 2)}
+    return {"coordinates_factor": uniform_field(keys, 2 * int(most - 1)).view(len(keys), -1, 2)}
 
 
 def _floor(x: Tensor) -> Tensor:
@@ -220,7 +196,7 @@ ENTRIES = {
     # the last bits of Kornia's box blur depend on the batch size
     "RandomBoxBlur": Entry("pixels", partial(_blur, sigma=1e9), one_by_one=True),
     "RandomMedianBlur": Entry("pixels"),
-    "RandomMotionBlur": Entry("pixels", _motion_steps, _motion, check=_check_motion),
+    "RandomMotionBlur": Entry("pixels", parameters=_motion, check=_check_motion),
     "RandomSharpness": Entry("pixels", lambda op: Steps((Code.SHARPNESS,), _write_sharpness)),
     "RandomErasing": Entry("pixels", step(Code.ERASE, "xs", "ys", "widths", "heights", "values"), _erasing),
     "RandomGaussianNoise": Entry(
@@ -231,10 +207,7 @@ ENTRIES = {
         "pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality"), one_by_one=True
     ),
     "RandomSaltAndPepperNoise": Entry(
-        "pixels",
-        step(Code.REPLACE, table=_speck_values),
-        uniform_from("amount_factor", "salt_and_pepper_factor"),
-        fields=_specks,
+        "pixels", parameters=uniform_from("amount_factor", "salt_and_pepper_factor"), fields=_specks
     ),
     "RandomGaussianIllumination": Entry("pixels", parameters=_light(6, "gain", "sigma", "center", "sign")),
     "RandomLinearIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
@@ -242,6 +215,6 @@ ENTRIES = {
     "RandomPlasmaBrightness": Entry("pixels", fields=_plasma),
     "RandomPlasmaContrast": Entry("pixels", fields=_plasma),
     "RandomPlasmaShadow": Entry("pixels", fields=partial(_plasma, channels=1)),
-    "RandomRain": Entry("pixels", _rain_steps, _rain, check=_check_rain, fields=_coordinates),
-    "RandomSnow": Entry("pixels", step(Code.SNOW, "snow_coefficient", "brightness")),
+    "RandomRain": Entry("pixels", parameters=_rain, check=_check_rain, fields=_coordinates),
+    "RandomSnow": Entry("pixels"),
 }

@@ -1,4 +1,4 @@
-"""Random erasing as in timm: boxes are filled with normal noise, one random colour, or the mean."""
+"""Random erasing as in timm: boxes are filled with normal noise or with the mean."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.parameters import Entry, Params, Prepared, RecipeOp, Size, Steps, Tensors, steps_of
 from gpuaug.errors import ConfigError
+from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Float, Int
 
 _ATTEMPTS = 10  # per box, as in timm
+_EACH = 2 * _ATTEMPTS + 2  # uniforms per box: areas, ratios, position
 
 
 class RandomErasing(RecipeOp):
@@ -34,7 +36,7 @@ class RandomErasing(RecipeOp):
         p: probability that an image is changed.
         scale: range of the total area of an image's boxes, as a share of the image.
         ratio: range of height / width. Its logarithm is uniform.
-        mode: ``pixel`` (normal noise per pixel), ``rand`` (one normal colour per box) or ``const`` (the mean).
+        mode: ``pixel`` (normal noise per pixel) or ``const`` (the mean).
         count: largest number of boxes. An image gets 1 to ``count``, all equally likely.
         mean, std: three values each, for pixels in 0..1; the same as in the recipe's ``normalize``.
         masks: new value of the mask inside the boxes, such as 255, which losses ignore. None: masks stay. Boxes and
@@ -46,7 +48,7 @@ class RandomErasing(RecipeOp):
     tensor([0.0000, 0.5000])
     """
 
-    _box = 0  # number of the box that this module fills
+    _noise = 0  # number of the box that this module fills, because each box has its own noise
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class RandomErasing(RecipeOp):
         self.p = float(checks.number("p", p, 0, 1))
         self.scale = checks.pair("scale", scale, None, 1)
         self.ratio = checks.pair("ratio", ratio, None)
-        self.mode = checks.one_of("mode", mode, ("const", "rand", "pixel"))
+        self.mode = checks.one_of("mode", mode, ("const", "pixel"))
         self.count: int = checks.whole_number("count", count, 1, 100)
         try:
             checked = Normalize(mean, std).values()
@@ -77,8 +79,8 @@ class RandomErasing(RecipeOp):
 
         Args:
             images: float32 [B, 3, H, W].
-            params: ``xs``, ``ys``, ``widths`` and ``heights`` [B] in pixels, and ``colors`` [B, 3]. If ``mode`` is
-                ``pixel``, also ``gaussian_noise`` [B, n]. Its first 3 * height * width values fill the box.
+            params: ``xs``, ``ys``, ``widths`` and ``heights`` [B] in pixels. If ``mode`` is ``pixel``, also
+                ``gaussian_noise`` [B, n]. Its first 3 * height * width values fill the box.
 
         Raises:
             ConfigError: ``params`` is None, as in a direct call.
@@ -86,13 +88,11 @@ class RandomErasing(RecipeOp):
         if params is None:
             return super().forward(images)
         made, noise = images.clone(), params.get("gaussian_noise")
-        std = torch.tensor(self.std, dtype=torch.float32, device=images.device).view(3, 1, 1)
+        values = torch.tensor([self.mean, self.std], dtype=images.dtype, device="cpu")
+        mean, std = to_device(values, images.device).view(2, 3, 1, 1)
         boxes = torch.stack([params[k] for k in ("xs", "ys", "widths", "heights")], dim=1).long().tolist()
-        colors = params["colors"].to(images.device).view(-1, 3, 1, 1)
         for row, (x, y, w, h) in enumerate(boxes):
-            value = colors[row]
-            if noise is not None:
-                value = value + std * noise[row, : 3 * h * w].view(3, h, w)
+            value = mean if noise is None else mean + std * noise[row, : 3 * h * w].view(3, h, w)
             made[row, :, y : y + h, x : x + w] = value
         return made
 
@@ -106,20 +106,19 @@ class RandomErasing(RecipeOp):
 
     def prepare(self, name: str) -> Prepared:
         # one slot per box, so that each box has its own noise
-        each = 2 * _ATTEMPTS + 2 + (4 if self.mode == "rand" else 0)  # a colour takes 4 uniforms
         modules = [copy.deepcopy(self) for _ in range(self.count)]
         for box, module in enumerate(modules):
-            module._box = box
-        rule = partial(_drawn, op=modules[0], each=each)
+            module._noise = box
+        rule = partial(_drawn, op=modules[0])
         slots = tuple((module,) for module in modules)
-        return Prepared(name, self, slots, 2 + self.count * each, rule, keyed=self.mode == "pixel")
+        return Prepared(name, self, slots, 2 + self.count * _EACH, rule, keyed=self.mode == "pixel")
 
 
 def check_place(ops: Sequence[Prepared], normalize: Normalize | None) -> None:
     """Raise ConfigError if ``normalize`` has another mean or std, or if a later operation would clamp the noise."""
     wanted = None if normalize is None else {k: tuple(v) for k, v in normalize.values().items()}
-    leaves = [op.leaves(f"augment.ops.{op.name}") for op in ops]  # per entry
-    for place, (key, leaf) in ((n, leaf) for n, entry in enumerate(leaves, start=1) for leaf in entry):
+    places = [place for op in ops for place in op.places(f"augment.ops.{op.name}")]
+    for number, (key, leaf) in ((n, leaf) for n, place in enumerate(places, start=1) for leaf in place):
         if not isinstance(op := leaf.op, RandomErasing):
             continue
         found = {"mean": op.mean, "std": op.std}
@@ -128,21 +127,21 @@ def check_place(ops: Sequence[Prepared], normalize: Normalize | None) -> None:
                 f"`{key}` must have the mean and std of `augment.normalize`, {wanted}. Found: {found}. "
                 f"Set `{key}.mean` and `.std` too."
             )
-        later = [leaf.op for entry in leaves[place:] for _, leaf in entry]
-        if op.mode != "const" and not all(isinstance(each, RandomErasing) for each in later):
+        later = [name for place in places[number:] for name, leaf in place if not isinstance(leaf.op, RandomErasing)]
+        if op.mode != "const" and later:
             raise ConfigError(
-                f"`{key}` must be in the last entry of `augment.ops`, because later operations clamp its "
-                f"noise to 0..1. Found: entry {place} of {len(ops)}. Move it to the end, or use mode=const."
+                f"`{key}` must be after all other operations, because they clamp its noise to 0..1. Found: "
+                f"`{later[0]}` can come later. Make `{key}` the last entry of `augment.ops`, or use mode=const."
             )
 
 
-def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, Any]:
+def _drawn(u: Float, size: Size, *, op: RandomErasing) -> tuple[Int, Any]:
     """Draw all boxes. ``u`` holds uniforms for ``p``, the number of boxes, and each box: see :func:`_box`."""
     count = np.floor(u[:, 1].astype(np.float64) * op.count) + 1
     choice = np.full((len(u), op.count), -1, dtype=np.int64)
     slots = []
     for slot in range(op.count):
-        own = u[:, 2 + slot * each : 2 + (slot + 1) * each].astype(np.float64)
+        own = u[:, 2 + slot * _EACH : 2 + (slot + 1) * _EACH].astype(np.float64)
         params, found = _box(own, size, op, count)
         choice[(u[:, 0] < np.float32(op.p)) & (slot < count) & found, slot] = 0
         slots.append((params,))
@@ -150,7 +149,7 @@ def _drawn(u: Float, size: Size, *, op: RandomErasing, each: int) -> tuple[Int, 
 
 
 def _box(u: np.ndarray[Any, Any], size: Size, op: RandomErasing, count: np.ndarray[Any, Any]) -> tuple[Params, Any]:
-    """Draw one box by timm's formulas; also return whether any attempt fits. ``u``: areas, ratios, position, colour."""
+    """Draw one box by timm's formulas; also return whether any attempt fits. ``u``: [B, _EACH]."""
     height, width = size
     (least, most), (low, high) = op.scale, (math.log(v) for v in op.ratio)
     area = (least + u[:, :_ATTEMPTS] * (most - least)) * (height * width) / count[:, None]
@@ -160,31 +159,24 @@ def _box(u: np.ndarray[Any, Any], size: Size, op: RandomErasing, count: np.ndarr
     at, found = (np.arange(len(u)), fits.argmax(axis=1)), fits.any(axis=1)
     h, w = np.where(found, h[at], 0), np.where(found, w[at], 0)
     y, x = (np.floor(u[:, 2 * _ATTEMPTS + k] * (n - m + 1)) for k, n, m in ((0, height, h), (1, width, w)))
-    colors = np.broadcast_to(np.array(op.mean), (len(u), 3))
-    if op.mode == "rand":
-        radius = np.sqrt(-2 * np.log(1 - u[:, -4:-2]))  # Box-Muller; 1 - u is above 0
-        angle = 2 * np.pi * u[:, -2:]
-        normal = np.hstack([radius * np.cos(angle), radius[:, :1] * np.sin(angle[:, :1])])
-        colors = colors + np.array(op.std) * normal
-    values = {"xs": x, "ys": y, "widths": w, "heights": h, "colors": colors}
+    values = {"xs": x, "ys": y, "widths": w, "heights": h}
     return {k: v.astype(np.float32) for k, v in values.items()}, found
 
 
 def _steps(op: RandomErasing) -> Steps:
     std, table = (op.std, lambda values: values["gaussian_noise"]) if op.mode == "pixel" else ((), None)
-    colors = [lambda params, c=c: params["colors"][:, c] for c in range(3)]
-    return steps_of(Code.ERASE_NOISE, "xs", "ys", "widths", "heights", *colors, *std, table=table)
+    return steps_of(Code.ERASE_NOISE, "xs", "ys", "widths", "heights", *op.mean, *std, table=table)
 
 
 def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
     """Always draw the noise of the largest possible box, because the values depend on how many are drawn."""
-    if op.mode != "pixel":  # a OneOf also gives keys to operations without noise
+    if op.mode != "pixel":  # a OneOf or SomeOf also gives keys to operations without noise
         return {}
     height, width = size
     # Rounding adds at most 1/2 to each side of a box. The sides are below those of the image, so the box grows by at
     # most (height + width) / 2 + 1/4 pixels.
     largest = min(height * width, int(op.scale[1] * height * width + (height + width) / 2) + 1)
-    return {"gaussian_noise": normal(keys ^ op._box, 3 * largest)}
+    return {"gaussian_noise": normal(keys, 3 * largest)}
 
 
 RandomErasing.entry = Entry("pixels", steps=_steps, fields=_noise)

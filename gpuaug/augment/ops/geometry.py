@@ -28,7 +28,7 @@ from gpuaug.augment.parameters import (
     tensors,
     uniform_from,
 )  # fmt: skip
-from gpuaug.random.keyed import Float, field, scale
+from gpuaug.random.keyed import Float, scale, uniform_field
 
 # --- parameters
 
@@ -122,7 +122,7 @@ def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Par
 
 
 def _elastic_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
-    return {"noise": field(keys, 2 * size[0] * size[1]).view(-1, 2, *size) * 2 - 1}
+    return {"noise": uniform_field(keys, 2 * size[0] * size[1]).view(-1, 2, *size) * 2 - 1}
 
 
 # --- matrices

@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,16 @@ from PIL import Image
 
 from gpuaug import machine
 from gpuaug.decode.decoder import Decode
+from gpuaug.loader.self_check import TOLERANCE
+from gpuaug.native.build import INSTALLED
 from gpuaug.read.reader import Reader
-from gpuaug.tools.doctor.command import Answer
+from gpuaug.tools.doctor.command import UNCOMPILED, Answer
 
 ROUNDS = 8  # repetitions of a test for race conditions
-TOLERANCE = 4  # levels (0 to 255) by which GPU and CPU decoders may differ, as in DALI's tests
 IN_A_ROW = 4  # batches decoded while the device is busy
 PRODUCTS = 64  # matrix products that keep the multiprocessors busy: about 15 ms on an H200
 BUSY = 10_000_000  # clock cycles to wait before a batch is used: about 6 ms
-KINDS: dict[str, dict[str, Any]] = {  # images: options of Pillow
+KINDS: dict[str, dict[str, Any]] = {  # formats, and options of Pillow
     "jpeg 4:4:4": {"quality": 92, "subsampling": 0},
     "jpeg 4:2:0": {"quality": 85, "subsampling": 2},
     "jpeg 4:2:2": {"quality": 80, "subsampling": 1},
@@ -45,24 +47,16 @@ def main() -> None:
 
 def cuda() -> Answer:
     devices: list[dict[str, Any]] = []
-    text = f"torch is built for CUDA {torch.version.cuda}"
-    if torch.version.cuda is None:
-        return Answer(False, "this torch is built without CUDA", devices)
-    if not torch.cuda.is_available():
-        why = "no device is visible"
-        try:
-            torch.cuda.init()
-        except Exception as error:
-            why = str(error).strip().splitlines()[0][:200]
-        return Answer(False, f"{text}, but {why}", devices)
+    try:
+        torch.cuda.init()
+    except Exception as error:  # no device is visible, the driver is too old, ...
+        return Answer(False, str(error).strip().partition("\n")[0][:200], devices)
     for k in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(k)
-        devices.append({"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"})
+        capability = f"{p.major}.{p.minor}"
+        devices.append({"name": p.name, "memory": p.total_memory, "capability": capability, "cuda": torch.version.cuda})
         torch.ones(8, device=f"cuda:{k}").sum().item()  # a listed device may still fail
-    return Answer(True, text, devices)
-
-
-# -- decoders ---------------------------------------------------------------------------------------------------------
+    return Answer(True, f"torch is built for CUDA {torch.version.cuda}", devices)
 
 
 def _images() -> list[tuple[str, bytes]]:
@@ -70,8 +64,7 @@ def _images() -> list[tuple[str, bytes]]:
     rng, images = np.random.default_rng(0), []
     for n, (name, options) in enumerate([*KINDS.items()] * 2):
         width, height = rng.integers(150, 500, 2).tolist()
-        small = Image.fromarray(rng.integers(0, 256, (6, 7, 3), dtype=np.uint8))
-        image = small.resize((width, height), Image.Resampling.BICUBIC)
+        image = Image.fromarray(rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)).resize((width, height))  # bicubic
         image.paste((255 - 10 * n, 16 * n, 40), (width // 3, height // 4, width // 2, height // 2))
         stream = io.BytesIO()
         (image.convert("L") if name.endswith("gray") else image).save(stream, name.partition(" ")[0], **options)
@@ -80,8 +73,8 @@ def _images() -> list[tuple[str, bytes]]:
 
 
 def _truth(data: bytes) -> Any:
-    """The image decoded by Pillow: uint8 [H, W, 3]."""
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    """Pillow's pixels, uint8 [H, W, 3]."""
+    return torch.tensor(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
 
 def _batch(encoded: Sequence[bytes]) -> Any:
@@ -91,7 +84,7 @@ def _batch(encoded: Sequence[bytes]) -> Any:
 
 def _gap(decoded: Any, truth: Any) -> int:
     """The largest difference in levels."""
-    return int(np.abs(decoded.cpu().numpy().astype(np.int16) - truth).max())
+    return int((decoded.cpu().int() - truth).abs().max())
 
 
 def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, kind: str = "") -> Answer:
@@ -99,15 +92,14 @@ def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, k
     images = [(name, data) for name, data in _images() if name.startswith(kind)]
     decoder = Decode(backend="dali", hardware_load=hardware, num_threads=2).open(device)
     largest = 0
-    for _ in range(ROUNDS if hardware else 1):
-        for name, data in images:
-            headers = decoder.read_headers(_batch([data]))
-            if headers.faults:
-                return Answer(False, f"DALI cannot decode {name}: {headers.faults[0].reason}")
-            gap = _gap(decoder.whole(headers), _truth(data))
-            if gap > tolerance:
-                return Answer(False, f"{name} differs from Pillow by {gap} levels; at most {tolerance} are expected")
-            largest = max(largest, gap)
+    for name, data in images * (ROUNDS if hardware else 1):
+        headers = decoder.read_headers(_batch([data]))
+        if headers.faults:
+            return Answer(False, f"DALI cannot decode {name}: {headers.faults[0].reason}")
+        gap = _gap(decoder.whole(headers), _truth(data))
+        if gap > tolerance:
+            return Answer(False, f"{name} differs from Pillow by {gap} levels; at most {tolerance} are expected")
+        largest = max(largest, gap)
     rescued = f", but only Pillow could decode {decoder.rescued} of them" if decoder.rescued else ""
     decoder.close()
     return Answer(not rescued, f"{len(images)} images differ from Pillow by at most {largest} levels{rescued}")
@@ -116,22 +108,23 @@ def _decode(device: str, *, hardware: float = 0.0, tolerance: int = TOLERANCE, k
 def hardware() -> Answer:
     """Compare the GPU's JPEG engine with Pillow, then test if the engine waits for its stream."""
     if not _engine():  # DALI does not report a missing engine
-        allowed = os.environ.get("NVIDIA_DRIVER_CAPABILITIES", "not set")
         text = "no JPEG engine; containers need NVIDIA_DRIVER_CAPABILITIES=compute,utility,video. Found:"
-        return Answer(None, f"{text} {allowed}")
+        return Answer(None, f"{text} {os.environ.get('NVIDIA_DRIVER_CAPABILITIES', 'not set')}")
     good, text, *_ = _decode("cuda", hardware=1.0, kind="jpeg 4")
     if good:
         good, text, *_ = _order(1.0, TOLERANCE)
     return Answer(good, f"{text}{'; decode.hardware_load may be raised above 0' * bool(good)}")
 
 
+@lru_cache(maxsize=1)
 def _engine() -> bool:
+    """Whether the GPU has a JPEG engine. A decoder opened before would hide it: it loads no GPU codecs."""
+    assert "nvidia.nvimgcodec" not in sys.modules, "the engine must be tested before this process opens a decoder"
     from nvidia import nvimgcodec
 
-    data = next(data for name, data in _images() if name == "jpeg 4:2:0")
     try:
         decoder = nvimgcodec.Decoder(backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.HW_GPU_ONLY)])
-        return decoder.decode(data) is not None
+        return decoder.decode(dict(_images())["jpeg 4:2:0"]) is not None
     except Exception:  # the error for a missing engine depends on the release
         return False
 
@@ -140,7 +133,9 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     """Decode batches on a busy device, use them late, and compare them with batches of an idle device.
 
     DALI resizes on the multiprocessors, which this test keeps busy. A JPEG engine that does not wait for its stream
-    overwrites decoded pixels before DALI resizes these pixels. Only gpuaug's tests set ``device="cpu"``.
+    overwrites decoded pixels before DALI resizes these pixels. As a control, each batch is also copied without waiting
+    for it. The control must be wrong: if its pixels are right, DALI resizes at once, and the test shows nothing. Only
+    gpuaug's tests set ``device="cpu"``.
     """
     from gpuaug.augment.crop import Resize
 
@@ -148,45 +143,47 @@ def _order(hardware: float, tolerance: int, *, device: str = "cuda") -> Answer:
     decoder = Decode(backend="dali", hardware_load=hardware, num_threads=2).open(device)
     batches = []
     for turn in range(IN_A_ROW):  # each batch has different pixels and sizes
-        batch = _batch(images[turn:] + images[:turn])
-        headers = decoder.read_headers(batch)
+        headers = decoder.read_headers(_batch(images[turn:] + images[:turn]))
         batches.append((headers, [Resize((96, 96)).windows(None, headers.height, headers.width)]))
     truths = [decoder.pixels(*arguments)[0][0].cpu().clone() for arguments in batches]
-    gaps: list[int] = []
-    others = consumer = None
-    if on_gpu := device != "cpu":
-        others, consumer = torch.cuda.Stream(priority=-1), torch.cuda.Stream()
-        matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
-    for _ in range(ROUNDS):
-        copies = []
-        for arguments in batches:
-            with torch.cuda.stream(others):
-                for _ in range(PRODUCTS * on_gpu):
-                    matrix @ matrix
-            with torch.cuda.stream(consumer):
-                made = decoder.pixels(*arguments)[0][0]
-                if on_gpu:
-                    torch.cuda._sleep(BUSY)
-                copies.append(made.clone())
-                del made
-        if on_gpu:
+    on_gpu = device != "cpu"
+    others, consumer, unordered = (torch.cuda.Stream(priority=p) if on_gpu else None for p in (-1, 0, 0))
+    matrix = torch.randn(4096, 4096, device=device, dtype=torch.float16)
+    # allocated here, because allocating may wait for the device
+    copies = [torch.empty_like(truth, device=device) for truth in truths * ROUNDS]
+    controls = [torch.empty_like(truth, pin_memory=on_gpu) for truth in truths * ROUNDS]
+    for number, (copy, control) in enumerate(zip(copies, controls, strict=True)):
+        with torch.cuda.stream(others):
+            for _ in range(PRODUCTS * on_gpu):
+                matrix @ matrix
+        with torch.cuda.stream(consumer):
+            made = decoder.pixels(*batches[number % IN_A_ROW])[0][0]
+        with torch.cuda.stream(unordered):
+            control.copy_(made, non_blocking=True)
+        with torch.cuda.stream(consumer):
+            if on_gpu:
+                torch.cuda._sleep(BUSY)
+            copy.copy_(made)
+            del made
+        if on_gpu and (number + 1) % IN_A_ROW == 0:
             torch.cuda.synchronize()
-        gaps += [_gap(copy, truth.numpy()) for copy, truth in zip(copies, truths, strict=True)]
     decoder.close()
-    if wrong := sum(gap > tolerance for gap in gaps):
-        return Answer(
-            False, f"{wrong} of {len(gaps)} batches get wrong pixels when decoded on a busy device or used late"
-        )
-    return Answer(True, f"{len(gaps)} batches, decoded on a busy device and used late, have the right pixels")
-
-
-# -- augmentation and workers -----------------------------------------------------------------------------------------
+    everything = (copies, controls)
+    wrong, noticed = (sum(gap > tolerance for gap in map(_gap, made, truths * ROUNDS)) for made in everything)
+    if wrong:
+        text = f"{wrong} of {len(copies)} batches have wrong pixels"
+        return Answer(False, f"decoded on a busy device or used late, {text}")
+    if not noticed:
+        return Answer(None, "the device was not busy enough: copies that wait for nothing have the right pixels too")
+    text = f"{len(copies)} batches, decoded on a busy device and used late, have the right pixels"
+    return Answer(True, f"{text}; of as many copies that wait for nothing, {noticed} are wrong, as they must be")
 
 
 def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
     """Compare the fused backend with Kornia's modules. ``unbuilt``: value of ``good`` if compilation fails."""
     import kornia.augmentation as K
 
+    from gpuaug.augment.fused.backend import library
     from gpuaug.augment.recipe import Augment
 
     ops = {
@@ -202,15 +199,17 @@ def _augmented(device: str, *, unbuilt: bool | None) -> Answer:
     fused = Augment(ops=ops)(images.to(device), seed=0, indices=range(16))
     kornia = Augment(ops=ops, backend="kornia")(images, seed=0, indices=range(16))
     if warnings.getvalue():  # the backend ran uncompiled; its warning gives the reason and the remedy
-        return Answer(unbuilt, " ".join(warnings.getvalue().split()), {"compiled": False})
+        return Answer(unbuilt, " ".join(warnings.getvalue().split()), UNCOMPILED)
     gap = float((fused.cpu() - kornia).abs().max()) * 255
-    return Answer(gap < 1, f"compiled augmentations differ from Kornia by at most {gap:.2g} levels")
+    file = Path(getattr(library(), "_name", ""))
+    installed = f" (installed for {file.parent.name})" if device == "cpu" and INSTALLED in file.parents else ""
+    return Answer(gap < 1, f"compiled augmentations{installed} differ from Kornia by at most {gap:.2g} levels")
 
 
 def workers() -> Answer:
     """Read a small batch through a worker of each start method. The details: whether the default method works."""
     default, methods = multiprocessing.get_start_method(), multiprocessing.get_all_start_methods()
-    numbers, samples = torch.arange(4), [(bytes([index]) * 100_000, index) for index in range(4)]
+    numbers, samples = torch.arange(4), [(bytes(100_000), 0)] * 4
     failures: dict[str, str] = {}
     for method in methods:
         with contextlib.closing(Reader(samples, num_workers=1, timeout=60.0, start_method=method)) as reader:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -35,7 +34,7 @@ from gpuaug.loader.faults import Faults
 from gpuaug.source.adapt import adapt
 from gpuaug.source.base import checksum, digest
 from gpuaug.source.local import read_file
-from gpuaug.source.packed import KIND, MANIFEST, VERSION, parse, shard_name
+from gpuaug.source.packed import KIND, MANIFEST, VERSION, parse
 from gpuaug.tools.pack.job import GO_ON, Job, Pack, checked_out, finished
 from gpuaug.tools.pack.targets import describe
 from gpuaug.tools.pack.workers import write_shards
@@ -96,22 +95,19 @@ def main(request: Request) -> int:
 
 def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: float) -> None:
     total, bad = manifest["samples"], len(manifest["dropped"])
-    left_out = f", {bad} bad samples left out" if bad else ""
-    report.add("images", total, f"{total}{left_out} ({seconds:.1f} s)")
+    report.add("images", total, f"{total}{f', {bad} bad samples left out' if bad else ''} ({seconds:.1f} s)")
     report.values |= {"dropped": bad, "seconds": seconds}
     if (targets := manifest.get("targets")) is not None:
         report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))
+    more = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
     if augmented := manifest["augmented"]:
         used = sum(entry[0] for entry in manifest["files"].values())
-        epochs = augmented["epochs"]
+        epochs, more = augmented["epochs"], " and the same `augment` and `seed`"
         report.add("epochs", epochs, f"{epochs} augmented versions, {used / 1e6:.1f} MB: {out}")
     for size in () if augmented else manifest["sizes"]:
         used = sum(entry[0] for name, entry in manifest["files"].items() if name.startswith(f"{size}/"))
-        report.add(
-            f"size_{size}", used, f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
-        )
-    more = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
-    more = " and the same `augment` and `seed`" if augmented else more
+        text = f"{used / 1e6:.1f} MB in {len(manifest['shards'])} shards: {Path(out) / str(size)}"
+        report.add(f"size_{size}", used, text)
     report.add("read_it_with", out, f"source=packed source.root={out}{more}")
 
 
@@ -212,11 +208,10 @@ def _write_missing_shards(job: Job, faults: Faults, *, num_workers: int | None, 
     if before:
         log.info("pack %s: %d of %d shards are already done", job.out, len(before), job.shards)
     written = write_shards(job, missing, on=on, num_workers=num_workers)
-    done, bad, hidden = sum(len(job.numbers(shard)) for shard in before), 0, not sys.stderr.isatty()
-    with tqdm(total=len(job.source), initial=done, desc="pack", unit="img", disable=hidden) as bar, closing(written):
+    done = sum(len(job.numbers(shard)) for shard in before)
+    with tqdm(total=len(job.source), initial=done, desc="pack", unit="img", disable=None) as bar, closing(written):
         for shard, listed in chain(before.items(), written if missing else ()):
-            samples, bad = len(job.numbers(shard)), bad + len(listed)
-            bar.set_postfix(bad=bad, refresh=False)
+            samples = len(job.numbers(shard))
             if shard not in before:
                 bar.update(samples)
             rows = [
@@ -225,7 +220,7 @@ def _write_missing_shards(job: Job, faults: Faults, *, num_workers: int | None, 
             ]
             numbers = [number for number, *_ in listed]
             try:
-                faults.handle(rows, indices=numbers, epoch=0, samples=samples, key_of=job.source.key)
+                faults.handle(rows, indices=numbers, epoch=0, key_of=job.source.key)
             except DataError as error:
                 remedy = "To leave out such samples, set `faults.policy=drop`."
                 raise DataError(error.key, error.index, error.stage, error.reason, remedy) from None
@@ -255,11 +250,11 @@ def _write_index(job: Job) -> None:
             put_array(name, np.cumsum([0, *map(len, lines)]), np.int64)
     if (labels := _labels([*chain(*columns.pop("labels"))])) is not None:
         put_array("labels", labels)
-    targets = None if job.targets is None else dict(job.targets)
+    targets = dict(job.targets or {})
     for name, per_shard in columns.items():
-        array = _joined(name, per_shard, (targets or {}).get("num_keypoints") or 0)
+        array = _joined(name, per_shard, targets.get("num_keypoints") or 0)
         put_array(name, array)
-        if targets is not None and name.endswith(".keypoints"):
+        if name.endswith(".keypoints"):
             targets["num_keypoints"] = array.shape[1]
         if name == "numbers" and job.source.image_ids is not None:
             put_array("image_ids", job.source.image_ids.numpy()[array])
@@ -277,7 +272,7 @@ def _write_index(job: Job) -> None:
         "shards": shards,
         "classes": classes,
         "labels": None if labels is None else labels.dtype.name,
-        **({} if targets is None else {"targets": targets}),
+        **({"targets": targets} if targets else {}),
         "augmented": job.augmented,
         "dropped": dropped,
         "job": job.describe(),
@@ -306,8 +301,8 @@ def _read_notes(job: Job) -> tuple[dict[str, list[Any]], dict[str, list[Any]], l
                 raise SourceError(f"all objects must have the same number of keypoints. Found: {listed}.")
             kind = COLUMNS.get(name.rpartition(".")[2])
             columns[name].append(values if kind is None else np.array(values, kind))  # lists take more memory
-        for size, entry in note["files"].items():
-            written[shard_name(size, shard, job.what.form)] = entry
+        for size, path in job.files(shard).items():
+            written[path.relative_to(job.work).as_posix()] = note["files"][str(size)]
         for number, stage, reason, *_ in note["faults"]:
             dropped.append({"key": job.source.key(number), "index": number, "stage": stage, "reason": reason})
     return columns, written, dropped

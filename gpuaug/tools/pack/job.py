@@ -21,7 +21,7 @@ from gpuaug.batch import Interpolation, Target
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
 from gpuaug.loader.augmented import made_of
-from gpuaug.source.adapt import Source
+from gpuaug.source.adapt import Source, active_numbers
 from gpuaug.source.base import digest
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import FULL, MANIFEST, Size, parse, shard_name
@@ -55,17 +55,13 @@ class Pack:
                 "With `epochs`, `format` must be uint8, and `sizes` null: the crop of `augment` decides the size. "
                 f"Found: format={self.format}, sizes={self.sizes!r}."
             )
-        sizes = [self.sizes] if type(self.sizes) is int else self.sizes
-        if sizes is not None and (
-            not isinstance(sizes, Sequence)
-            or not sizes
-            or any(type(size) is not int or size < 1 for size in sizes)
-            or len(set(sizes)) < len(sizes)
-        ):
-            raise ConfigError(
-                f"`sizes` must be different lengths of the shorter side, such as [128,224]. Found: {self.sizes!r}."
-            )
-        object.__setattr__(self, "sizes", None if sizes is None else tuple(sorted(sizes)))
+        if self.sizes is not None:
+            sizes = self.sizes if isinstance(self.sizes, Sequence) else [self.sizes]
+            if not sizes or any(type(size) is not int or size < 1 for size in sizes) or len(set(sizes)) < len(sizes):
+                raise ConfigError(
+                    f"`sizes` must be different lengths of the shorter side, such as [128,224]. Found: {self.sizes!r}."
+                )
+            object.__setattr__(self, "sizes", tuple(sorted(sizes)))
         checks.whole_number("quality", self.quality, 1, 100)
         checks.one_of("interpolation", self.interpolation, get_args(Interpolation))
         checks.flag("pixel_centers", self.pixel_centers)
@@ -112,9 +108,12 @@ class Job:
 
     def numbers(self, shard: int) -> NDArray[np.int64]:
         """The source's numbers for the samples of a shard."""
-        first, last = shard * self.what.samples, min((shard + 1) * self.what.samples, len(self.source))
-        indices = self.source.indices
-        return np.arange(first, last) if indices is None else indices.numpy()[first:last]
+        first = shard * self.what.samples
+        return active_numbers(self.source)[first : first + self.what.samples]
+
+    def files(self, shard: int) -> dict[Size, Path]:
+        """The files of a shard, for each size."""
+        return {name: self.work / shard_name(name, shard, self.what.form) for name in self.what.names}
 
     def note_file(self, shard: int) -> Path:
         """The file of a shard's note. The note lists the shard's content, and is written after the shard."""
@@ -124,13 +123,10 @@ class Job:
         """The note of a finished shard; None if the shard must be written."""
         try:
             note: dict[str, Any] = json.loads(read_file(str(self.note_file(shard))))
-            for name in self.what.names:
-                path = self.work / shard_name(name, shard, self.what.form)
-                if path.stat().st_size != note["files"][str(name)][0]:
-                    return None
+            sizes = {str(name): [path.stat().st_size] for name, path in self.files(shard).items()}
+            return note if note["files"] == sizes else None
         except (OSError, ValueError, LookupError, TypeError):  # damaged, or not written
             return None
-        return note
 
     @property
     def augmented(self) -> dict[str, Any] | None:
@@ -237,8 +233,8 @@ def _labels_digest(source: Source) -> str | None:
     label = source.label
     if not callable(label):
         return None
-    numbers = range(len(source)) if source.indices is None else source.indices.tolist()
-    values = [value.label if isinstance(value, Target) else value for value in map(label, numbers)]
+    found = map(label, active_numbers(source).tolist())
+    values = [value.label if isinstance(value, Target) else value for value in found]
     return None if all(value is None for value in values) else digest(repr(values).encode())
 
 

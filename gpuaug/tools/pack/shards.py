@@ -28,7 +28,7 @@ from gpuaug.files import sniff
 from gpuaug.loader.augmented import before_normalization
 from gpuaug.read.reader import Reader
 from gpuaug.source import runs
-from gpuaug.source.packed import Size, sample_checksum, shard_name
+from gpuaug.source.packed import Size, sample_checksum
 from gpuaug.tools.pack.job import GO_ON, Job, Pack
 from gpuaug.tools.pack.targets import TargetPacker
 
@@ -60,21 +60,18 @@ class Packer:
         If bad samples are not dropped, the first batch with a bad sample stops the work, and the shard gets no note.
         """
         job, numbers = self.job, self.job.numbers(shard)
-        paths = {name: job.work / shard_name(name, shard, job.what.form) for name in job.what.names}
         columns, faults = defaultdict[str, list[Any]](list), list[list[Any]]()
         columns |= {"keys": [], "extra": [], "labels": []}  # also if all samples of the shard are bad
         try:
             with ExitStack() as stack:
-                outs = {name: _opened(stack, path) for name, path in paths.items()}
+                outs = {name: _opened(stack, path) for name, path in job.files(shard).items()}
                 for first in range(0, len(numbers), _READ_SAMPLES):
                     faults += self._write_batch(numbers[first : first + _READ_SAMPLES], outs, columns)
                     if faults and not job.drop:
-                        raise _BadSampleError
-            written = {name: [path.stat().st_size] for name, path in paths.items()}
+                        return shard, faults
+            written = {name: [path.stat().st_size] for name, path in job.files(shard).items()}
             note = {"files": written, "faults": faults, "columns": columns}
             files.write(job.note_file(shard), json.dumps(note), sync=True)
-        except _BadSampleError:
-            pass
         except OSError as error:
             raise GpuaugError(f"shard {shard} cannot be written to {str(job.work)!r}: {error}. {GO_ON}") from error
         return shard, faults
@@ -85,7 +82,7 @@ class Packer:
         """Append samples to the shard and to the columns of its note. Returns the faults."""
         indices = torch.from_numpy(numbers.astype(np.int64))
         batch = next(self._reader.batches([(indices, indices * 0, indices >= 0)]))
-        headers, windows = self._plan(batch)
+        headers, windows = self._headers(batch)
         bad, masks, objects = ([], {}, []) if self._targets is None else self._targets.encode(batch, headers, windows)
         faults, kept = {fault.row: fault for fault in bad}, []
         for row, encoded in enumerate(self._encode(batch, headers, windows)):
@@ -106,7 +103,7 @@ class Packer:
             columns[name] += column.tolist()
         return [[int(numbers[row]), f.stage, f.reason, f.size, f.head.hex()] for row, f in sorted(faults.items())]
 
-    def _plan(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:
+    def _headers(self, batch: EncodedBatch) -> tuple[HeaderInfo, list[CropWindows]]:
         """Read the headers of a batch, and make the windows of each size, or of each view in each version."""
         headers = self._decoder.read_headers(batch)
         if self._versions is not None:
@@ -119,8 +116,9 @@ class Packer:
         faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
         rows = range(len(batch))
         if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (each.size for each in windows)) > _CANVAS_BYTES:
-            alone = (_single(batch, row) for row in rows)
-            return [faults.get(row) or self._encode(one, *self._plan(one))[0] for row, one in enumerate(alone)]
+            needed = {name: getattr(batch, name) for name in ("images", "indices", "repeats", "valid")}
+            alone = (EncodedBatch(labels=None, **{k: v[r : r + 1] for k, v in needed.items()}) for r in rows)
+            return [faults.get(row) or self._encode(one, *self._headers(one))[0] for row, one in enumerate(alone)]
         images, bad = self._decoder.pixels(headers, windows)
         faults |= {fault.row: fault for fault in bad if fault.row not in faults}
         if self._versions is not None:
@@ -138,7 +136,7 @@ class Packer:
         """The bytes to write for one image. ``views``: for each size, the batch's windows and resized images."""
         what, data = self.job.what, batch.images[row]
         begin = data[:16].tobytes()
-        upright = headers.orientation[row] == 1 and not headers.repaired[row]
+        upright = headers.orientation[row] == 1 and headers.encoded[row] is data
         original = (headers.height[row], headers.width[row]) if upright and sniff(begin) == "jpeg" else None
         encoded: Encoded = []
         for windows, canvases in views:
@@ -168,15 +166,6 @@ def _json(value: Any, key: str) -> str:
         f"`source.extra` must give text, numbers (not NaN), lists or dictionaries, because `gpuaug pack` stores the "
         f"values as JSON. Found: {value!r:.100} of {key!r}. Remove `source.extra`, or choose other fields."
     )
-
-
-class _BadSampleError(Exception):
-    """Stops the writing of a shard, so that its files are removed."""
-
-
-def _single(batch: EncodedBatch, row: int) -> EncodedBatch:
-    rows = {name: getattr(batch, name)[row : row + 1] for name in ("images", "indices", "repeats", "valid")}
-    return EncodedBatch(labels=None, **rows)
 
 
 def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from gpuaug.decode.request import HeaderInfo
 from gpuaug.errors import GpuaugError
 from gpuaug.read.targets import as_target
 from gpuaug.source import runs
-from gpuaug.source.adapt import Source
+from gpuaug.source.adapt import Source, active_numbers
 from gpuaug.source.packed import Size
 from gpuaug.targets import geometry, masks
 from gpuaug.targets.colors import Color
@@ -37,13 +38,11 @@ def describe(
     source: Source, *, pixel_centers: bool, orientation: Orientation, colors: Mapping[int, Color] | None
 ) -> dict[str, Any] | None:
     """Describe a source's targets as JSON for the manifest. Returns None if the source has no targets."""
-    declared = source.target_kinds
-    found = _of_example(source) if declared is None else declared
+    found = _of_example(source) if source.target_kinds is None else source.target_kinds
     kinds = [kind for kind in KINDS if kind in found]
     if not kinds:
         return None
-    flip = source.flip_pairs
-    objects = source.objects_digest
+    flip, objects = source.flip_pairs, source.objects_digest
     return {
         "kinds": kinds,
         "flip_pairs": None if flip is None or "keypoints" not in kinds else list(flip),
@@ -57,14 +56,11 @@ def describe(
 
 def _of_example(source: Source) -> set[str]:
     """The kinds of targets of the first sample that can be read."""
-    if source.labels is not None:  # the labels are class numbers, so there are no targets
-        return set()
-    for number in range(len(source))[:EXAMPLES] if source.indices is None else source.indices[:EXAMPLES].tolist():
-        try:
+    # if the labels are class numbers, there are no targets
+    for number in active_numbers(source)[:EXAMPLES].tolist() if source.labels is None else ():
+        with suppress(OSError, GpuaugError):
             target = as_target(source[number][1], number)
-        except (OSError, GpuaugError):
-            continue
-        return {kind for kind, field in KINDS.items() if getattr(target, field, None) is not None}
+            return {kind for kind, field in KINDS.items() if getattr(target, field, None) is not None}
     return set()
 
 

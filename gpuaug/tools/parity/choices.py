@@ -33,9 +33,14 @@ def compare_choices(op: Prepared, chosen: Chosen, size: tuple[int, ...]) -> dict
     For each operation: times per image (``ours``, ``theirs``), the Kolmogorov-Smirnov distance of the levels
     (``levels``), and whether both are equal, except for chance.
     """
-    count, made = len(chosen.choice), {}
-    draw = _of_timm if isinstance(op.op, TimmAugment) else _of_torchvision
-    ours, theirs = _ours(op, chosen), draw(op.op, (size[0], size[1]), count)
+    count, made, theirs = len(chosen.choice), {}, Levels()
+    library = _timm if isinstance(op.op, TimmAugment) else _torchvision
+    transform, image = library(op.op, (size[0], size[1]), theirs)
+    with restore_generators():
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        for _ in range(count):
+            transform(image)
+    ours = _ours(op, chosen)
     for name in sorted(ours.keys() | theirs.keys()):
         a, b = (np.sort(np.round(levels.get(name, []), 3)) for levels in (ours, theirs))
         distance, both = 0.0, np.concatenate([a, b])
@@ -57,9 +62,9 @@ def _ours(op: Prepared, chosen: Chosen) -> Levels:
     return {name: values for name, values in levels.items() if values}
 
 
-def _of_torchvision(policy: Policy, size: Size, count: int) -> Levels:
-    """What torchvision's policy chooses: its random numbers begin with seed 0."""
-    v2, levels = peers.torchvision()[0], Levels()
+def _torchvision(policy: Policy, size: Size, levels: Levels) -> tuple[Any, PIL.Image.Image]:
+    """torchvision's policy, which adds to ``levels`` what it chooses, and an image for it."""
+    v2 = peers.torchvision()[0]
 
     class Recorder(getattr(v2, type(policy).__name__)):  # type: ignore[misc]
         def _apply_image_or_video_transform(self, image: Any, transform_id: str, magnitude: float, **_: Any) -> Any:
@@ -73,20 +78,13 @@ def _of_torchvision(policy: Policy, size: Size, count: int) -> Levels:
     if "policy" in given:
         given["policy"] = v2.AutoAugmentPolicy(given["policy"])
     given["interpolation"] = v2.InterpolationMode(policy.interpolation)
-    transform, image = Recorder(**given), PIL.Image.new("RGB", size[::-1])
-    with restore_generators():
-        torch.manual_seed(0)
-        for _ in range(count):
-            transform(image)
-    return levels
+    return Recorder(**given), PIL.Image.new("RGB", size[::-1])
 
 
-def _of_timm(policy: TimmAugment, size: Size, count: int) -> Levels:
-    """What timm's policy chooses: its random numbers begin with seed 0."""
+def _timm(policy: TimmAugment, size: Size, levels: Levels) -> tuple[Any, PIL.Image.Image]:
+    """As :func:`_torchvision`, for timm's policies."""
     peers.timm()
     from timm.data import auto_augment
-
-    levels: Levels = {}
 
     def record(image: Any, level: float = 0.0, *, theirs: str, **_: Any) -> Any:
         name, scale = _name(theirs), {"TranslateXRel": -size[1], "TranslateYRel": -size[0]}.get(theirs, 1)
@@ -98,13 +96,7 @@ def _of_timm(policy: TimmAugment, size: Size, count: int) -> Levels:
     transform = makers.get(kind, auto_augment.auto_augment_transform)(policy.config, {"img_mean": policy.fill, **extra})
     for op in getattr(transform, "ops", None) or [op for pair in transform.policy for op in pair]:
         op.aug_fn = partial(record, theirs=op.name)
-    image = PIL.Image.new("RGB", (1, 1))
-    with restore_generators():
-        random.seed(0)
-        np.random.seed(0)
-        for _ in range(count):
-            transform(image)
-    return levels
+    return transform, PIL.Image.new("RGB", (1, 1))
 
 
 def _name(theirs: str) -> str:

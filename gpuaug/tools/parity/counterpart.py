@@ -93,8 +93,6 @@ def calls_of(ops: Sequence[Prepared], chosen: Sequence[Chosen]) -> list[Call] | 
     return calls
 
 
-# --- the table
-
 Make = Callable[[Any, dict[str, Any]], list[Call] | None]  # (module, parameters) to calls
 
 
@@ -137,9 +135,6 @@ TABLE: dict[str, Make] = {
         ("erase", {k: int(p[v]) for k, v in _BOX.items()} | {"v": torch.tensor(p["values"])})
     ],
 }
-
-
-# --- policies
 
 
 def library(policy: Policy) -> str:

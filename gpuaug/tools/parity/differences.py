@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuaug.loader.self_check import LEVEL, is_rounding
+
 STAGES = {  # in the order of the table
     "decode": "decode, on the same bytes",
     "crop": "crop and resize, on the same decoded image",
@@ -15,7 +17,7 @@ STAGES = {  # in the order of the table
     "all": "the whole recipe, from the bytes to the view before its normalization",
 }
 # Limits of the verdicts, in levels
-EQUAL, LEVEL = 0.05, 1.001  # EQUAL: above the rounding of float32. LEVEL: one level plus the rounding of float32
+EQUAL = 0.05  # above the rounding of float32
 CLOSE = 4.0  # enough for eight operations in uint8, because each truncation loses half a level on average
 
 Image = NDArray[Any]
@@ -41,7 +43,7 @@ class Difference:
         """How near the two sides are: ``equal``, ``rounding``, ``close`` or ``DIFFERENT``."""
         if self.largest <= EQUAL:
             return "equal"
-        if self.largest <= LEVEL or (self.off <= 0.01 and self.mean <= 1):
+        if is_rounding(self.largest, self.mean, self.off):
             return "rounding"
         return "close" if self.mean <= CLOSE else "DIFFERENT"
 

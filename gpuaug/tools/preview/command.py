@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gpuaug.display.sheet import page, sheet
 from gpuaug.errors import ConfigError
+from gpuaug.tools.preview import server
 from gpuaug.tools.preview.drawing import Settings, drawing
 from gpuaug.tools.report import Report, output, save
 from gpuaug.tools.request import Request
@@ -20,8 +21,6 @@ PAGES = (".html", ".htm")
 def main(request: Request) -> int:
     settings = Settings(**request.settings())
     if settings.serve:
-        from gpuaug.tools.preview import server
-
         return server.main(request, settings)
     if Path(settings.out).suffix.lower() not in ("", ".png", *PAGES):
         raise ConfigError(f"`out` must end in .png or {' or '.join(PAGES)}. Found: {settings.out!r}.")

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from gpuaug import checks
 from gpuaug.errors import ConfigError
 
@@ -27,8 +29,8 @@ RANGES = {
 CHOICES = {  # words that every class with this argument accepts
     "interpolation": ("bilinear", "bicubic"),
     "anchor": ("random", "diagonal"),
-    "mode": ("pixel", "rand", "const"),
-    "policy": ("imagenet", "cifar10", "svhn"),
+    "mode": ("pixel", "const"),
+    "policy": ("imagenet", "cifar10"),
     "style": ("torchvision", "mmseg"),
 }
 # Arguments without a control. Previews undo `normalize`. `backend` does not change the pixels.
@@ -76,8 +78,6 @@ class Control:
 
 def controls(augment: Any) -> list[Control]:
     """The parameters that can be changed in a recipe's configuration. Parameters of nested mappings come last."""
-    from omegaconf import OmegaConf
-
     if not OmegaConf.is_dict(augment):
         return []
     return list(_walk(OmegaConf.to_container(augment, resolve=True), augment._get_full_key(None), "", ""))

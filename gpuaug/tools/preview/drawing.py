@@ -11,12 +11,12 @@ from PIL import Image
 from tqdm import tqdm
 
 from gpuaug import checks
-from gpuaug.augment.describe import lines as described
 from gpuaug.display.annotations import Style
 from gpuaug.display.batches import contents, cross, name_of
 from gpuaug.display.sheet import Legend, SheetRow, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
+from gpuaug.loader.describe import steps
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.source.adapt import active_numbers
@@ -51,9 +51,8 @@ class Settings(Keys):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole_number("epoch", self.epoch, 0)
-        checks.whole_number("cell", self.cell, 16, optional=True)
-        checks.whole_number("samples", self.samples, 1, optional=True)
-        checks.whole_number("draws", self.draws, 1, optional=True)
+        for name, low in (("cell", 16), ("samples", 1), ("draws", 1)):
+            checks.whole_number(name, getattr(self, name), low, optional=True)
         checks.one_of("show", self.show, SHOWN)
         checks.whole_number("port", self.port, 0, 65535)
         if self.port and not self.serve:
@@ -154,7 +153,7 @@ def draw(
 ) -> tuple[list[SheetRow], Legend]:
     """The rows of some samples in some epochs, and the legend. :func:`rows_of` explains ``cell``."""
     # Check the number of pixels before decoding. The largest stage of a Progressive counts for all epochs.
-    crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.stages.values()]
+    crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.schedule.values()]
     least = (cell or 16) ** 2
     of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
     check_pixels(len(indices) * (len(epochs) * of_epoch + math.ceil(ORIGINAL**2) * least))
@@ -191,7 +190,7 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
     """The recipe's steps in an epoch, then the seed and the number of samples."""
-    return [*described(loader.augment, epoch), f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
+    return [*steps(loader.augment, epoch), f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
 
 
 def indices_of(given: Any) -> list[int] | None:

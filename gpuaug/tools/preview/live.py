@@ -38,7 +38,8 @@ class Live:
         request, stream = self._changed(asked), io.BytesIO()
         given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}
         settings = replace(self.settings, **given)
-        rows, above, _ = drawing(request, request.loader(), settings, source=self.source)
+        objects = {"source": self.source, "self_check": False}  # each change would be a new recipe to check
+        rows, above, _ = drawing(request, request.loader(), settings, **objects)
         sheet(rows, **above).save(stream, "PNG", compress_level=1)  # fast, and large files do not matter here
         return stream.getvalue()
 

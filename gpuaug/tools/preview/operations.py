@@ -130,14 +130,15 @@ def rows(
     for view in views:
         images = [torch.from_numpy(np.array(fitted(each, view.augment.crop))).to(device) for each in pictures]
         kind = FusedBackend if view.augment.backend == "fused" else ReferenceBackend
-        for op in view.augment.prepared:
+        for entry, (key, op) in ((each, leaf) for each in view.augment.prepared for leaf in each.leaves(each.name)):
             one = kind((replace(op, chains=0),), None)  # `chains=0`: one operation of AugMix alone, without mixing
             for span in spans(op, (images[0].shape[0], images[0].shape[1])):
-                notes = _notes(op, span, view.name)
+                notes = _notes(entry, span, view.name)
                 for image in images:
                     arrays = [image.cpu().numpy(), *_applied(one, op, span, image, seed=seed)]
                     shown = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
-                    made.append(SheetRow(op.name, notes, [*map(Cell, shown, ("before", *span.captions))]))
+                    title = key.replace(".ops.", ".")
+                    made.append(SheetRow(title, notes, [*map(Cell, shown, ("before", *span.captions))]))
     return made
 
 

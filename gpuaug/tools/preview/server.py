@@ -17,14 +17,12 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.tools.preview.drawing import Settings
 from gpuaug.tools.preview.live import Live
-
-if TYPE_CHECKING:
-    from gpuaug.tools.preview.drawing import Settings
-    from gpuaug.tools.request import Request
+from gpuaug.tools.request import Request
 
 log = logging.getLogger("gpuaug")
 

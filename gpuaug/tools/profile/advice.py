@@ -21,22 +21,20 @@ from gpuaug import machine
 from gpuaug.augment.progressive import views_of
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.loader import Loader
-from gpuaug.source.adapt import adapt
+from gpuaug.source.adapt import active_numbers, adapt
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
-from gpuaug.tools.profile.trace import STAGES, THREADS, Step, Trace, read_cpu, trace
+from gpuaug.tools.profile.trace import STAGES, THREADS, Step, Trace, trace
 
 log = logging.getLogger("gpuaug")
 
 GAIN = 1.07  # a remedy with a smaller measured gain is not proposed, because measurements vary this much
 TRIED = 3  # remedies per bottleneck
-WORTH = 0.9  # if the training step takes a larger share of the pass, a faster loader is not worth it
 PACKED = 96  # images of a packed copy for a trial
 
 TITLES = {  # bottleneck: its stage, and title
     "storage": ("read", "storage: reading bytes is slow"),
     "workers": ("read", "workers: the reading processes are busy"),
-    "inter-process copy": ("read", "inter-process copy: the reading processes are busy with handing bytes over"),
     "decode": ("decode", "decode"),
     "masks": ("masks", "masks: decoding, cropping and moving them is slow"),
     "augment": ("augment", "augment"),
@@ -75,12 +73,6 @@ class Verdict:
         return [remedy for remedy in self.tried if remedy.gain >= GAIN]
 
     @property
-    def ideal_gain(self) -> float | None:
-        """The speedup with a loader that takes no time; None: no training step ran."""
-        step = self.trace.share("step")
-        return max(1.0, 1 / step) if step else None
-
-    @property
     def text(self) -> str:
         """The answer in a few sentences."""
         text = f"{TITLES[self.bottleneck][1]}."
@@ -90,10 +82,6 @@ class Verdict:
             but = "" if remedy.same else "No change that was tried keeps all pixels and helps. "
             end = "" if remedy.same else "; pixels change a little"
             return f"{text} {but}{' '.join(remedy.overrides)} is {remedy.gain:.2g} times as fast, measured{end}."
-        if self.bottleneck == "model" and self.ideal_gain is not None:
-            if self.trace.share("step") > WORTH:
-                return f"{text} A faster loader would not help."
-            return f"{text} With a loader that takes no time, training would be {self.ideal_gain - 1:.0%} faster."
         if not self.tried:
             return f"{text} There is no setting to try."
         return f"{text} Of {len(self.tried)} changes that were tried, none helps."
@@ -159,26 +147,11 @@ def bottleneck(loader: Loader, found: Trace) -> tuple[str, str]:
     stage = max(stages, key=found.share)
     share = f"{found.share(stage):.0%} of the pass"
     if stage == "read":
-        return _reading(loader, found, share)
+        why = f"Waiting for encoded images takes {share}, and reading uses a processor {found.reading:.0%} of the time."
+        return "storage" if found.reading < 0.5 else "workers", why
     if stage == "step":
         return "model", f"The training step takes {share}."
     return "host overhead" if stage in ("headers", "targets", "mix") else stage, f"`{stage}` works {share}."
-
-
-def _reading(loader: Loader, found: Trace, share: str) -> tuple[str, str]:
-    waits = f"Waiting for encoded images takes {share}, and reading uses a processor {found.reading:.0%} of the time."
-    if found.reading < 0.5:
-        return "storage", waits
-    reading, all_of_it = read_cpu(loader), found.cpu["read"]
-    if loader.num_workers and reading < 0.4 * all_of_it:
-        return "inter-process copy", (
-            f"Reading an image takes {reading * 1e3:.2g} ms of processor time, and handing it over another "
-            f"{(all_of_it - reading) * 1e3:.2g} ms."
-        )
-    return "workers", waits
-
-
-# -- what may help ----------------------------------------------------------------------------------------------------
 
 
 def remedies(loader: Loader, found: Trace, name: str, prefix: str, folder: str) -> Iterator[Remedy]:
@@ -194,8 +167,8 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, folder: str) 
             yield Remedy((f"{prefix}num_workers={count}",), f"{count} workers wait for storage instead of {workers}")
     if name == "workers" and workers < cores:
         yield Remedy((f"{prefix}num_workers={cores}",), f"{cores} workers instead of {workers}")
-    if name == "inter-process copy":
-        yield Remedy((f"{prefix}num_workers=0",), "this process reads, so nothing is handed over")
+    if name == "workers" and workers:
+        yield Remedy((f"{prefix}num_workers=0",), "this process reads, so no bytes are handed over")
     if name in ("decode", "masks") and decoder.num_threads < cores:
         text = f"{cores} decoding threads instead of {decoder.num_threads}"
         yield Remedy((f"{prefix}decode.num_threads={cores}",), text)
@@ -205,7 +178,7 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, folder: str) 
         if not loader.decode.reduced:
             text = "large JPEGs are decoded at a part of their size"
             yield Remedy((f"{prefix}decode.reduced=true",), text, same=False)
-    if name in ("decode", "masks", "inter-process copy", "storage", "workers"):
+    if name in ("decode", "masks", "storage", "workers"):
         yield from _packing(loader, found, name, prefix, folder)
     if name == "augment" and any(view.augment.backend == "kornia" for _, view in views_of(loader.augment)):
         yield Remedy((f"{prefix}augment.backend=fused",), "the fused backend gives the same result in one pass")
@@ -222,9 +195,8 @@ def _packing(loader: Loader, found: Trace, name: str, prefix: str, folder: str) 
     if loader.targets is not None and loader.targets.masks is not None:
         settings = {"format": "uint8", **settings}
     source: Any = loader.source
-    numbers = range(min(PACKED, len(source))) if source.indices is None else source.indices[:PACKED].tolist()
     with contextlib.suppress(GpuaugError):
-        few: Any = adapt(Subset(source, list(numbers)))
+        few: Any = adapt(Subset(source, active_numbers(source)[:PACKED].tolist()))
         pack(few, f"{folder}/packed", what=Pack(**settings), decode=loader.decode, num_workers=0)
         use = f"gpuaug/source@{prefix}source=packed" if prefix else "source=packed"
         words = " ".join(["gpuaug pack", *(f"{key}={value}" for key, value in settings.items()), "out=DIR/packed"])

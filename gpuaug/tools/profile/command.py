@@ -10,7 +10,7 @@ import torch
 from gpuaug import checks, machine
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.profile.advice import TITLES, WORTH, Verdict, diagnose
+from gpuaug.tools.profile.advice import TITLES, Verdict, diagnose
 from gpuaug.tools.profile.trace import STAGES, Step
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request, count_batches
@@ -18,6 +18,7 @@ from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.training import Settings as TrainingSettings
 from gpuaug.tools.train.training import Training
 
+WORTH = 0.9  # if the training step takes a larger share of the pass, a faster loader is not worth it
 NAMES = {
     "read": "waiting for encoded images",
     "headers": "headers, random values, crops",
@@ -37,7 +38,6 @@ class Settings(Keys):
     model: Any = None
     num_classes: int | None = None
     optimizer: str = "sgd"
-    loss: str = "cross_entropy"
     amp: str = "auto"
     repeats: int = 3
     seconds: float = 1.0
@@ -51,7 +51,7 @@ class Settings(Keys):
 
     @property
     def training(self) -> TrainingSettings:
-        same = {name: getattr(self, name) for name in ("model", "optimizer", "loss", "amp")}
+        same = {name: getattr(self, name) for name in ("model", "optimizer", "amp")}
         return TrainingSettings(**same, lr=1e-5)  # a small rate, because the same batches are repeated
 
 
@@ -113,10 +113,11 @@ def _say(report: Report, verdict: Verdict) -> None:
         report.add(f"tried_{number}", asdict(remedy), f"{words}   {rate} ({remedy.text}{pixels})")
     report.values["tried"] = [asdict(remedy) for remedy in verdict.tried]
     report.values["overrides"] = next((list(remedy.overrides) for remedy in verdict.helping if remedy.same), [])
-    if verdict.ideal_gain is not None:
-        ideal = f"with a loader that takes no time: {verdict.ideal_gain:.2f} x as fast"
-        nothing = ": not worth it" if found.share("step") > WORTH else ""
-        report.add("ideal_loader", verdict.ideal_gain, f"{ideal}{nothing}")
+    if step := found.share("step"):
+        gain, nothing = max(1.0, 1 / step), ": not worth it" if step > WORTH else ""
+        report.add("ideal_loader", gain, f"with a loader that takes no time: {gain:.2f} x as fast{nothing}")
+    if check := loader.pipeline.self_check:
+        report.add("self_check", str(check), str(check))
     if found.faults:
         text = f"{found.faults} of {found.tried} images could not be read or decoded; to list them, "
         report.add("faults", found.faults, f"{text}train with `faults.policy=blank faults.file=FILE`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import time
@@ -26,6 +27,7 @@ from gpuaug.loader.pipeline import PartialBatch, Pipeline
 
 Step = Callable[[Batch], None]
 Seconds = defaultdict[str, float]  # by stage
+_zeros = functools.partial(Seconds, float)
 
 # The stages of each thread; the last is the consumer's. Without prefetching, one thread runs everything.
 THREADS = (("read", "headers"), ("decode", "masks"), ("augment", "targets", "mix"), ("step",))
@@ -62,25 +64,21 @@ class Trace:
         return sum(self.busy.get(stage, 0.0) for stage in stages) / self.seconds
 
 
-def _zeros() -> Seconds:
-    return defaultdict(float)
-
-
 @dataclass
 class _Clock:
     """Adds up the seconds of the stages from :meth:`start` to :meth:`stop`. Several threads use it."""
 
     device: torch.device
+    cpu_time: Callable[[], float]  # of the stage's own thread, or of this process: exact if nothing else runs
     began: float = 0.0
     ended: float = math.inf
     busy: Seconds = field(default_factory=_zeros)
-    cpu: Seconds = field(default_factory=_zeros)  # of this process: exact if nothing else runs
-    thread: Seconds = field(default_factory=_zeros)  # CPU of the stage's own thread
-    queued: Seconds = field(default_factory=_zeros)  # seconds in which this thread waited for a free processor
+    cpu: Seconds = field(default_factory=_zeros)
+    queued: Seconds = field(default_factory=_zeros)  # in which the stage's own thread waited for a free processor
     events: list[tuple[str, Any, Any]] = field(default_factory=list)  # CUDA: begin and end of a stage's kernels
 
     def start(self) -> None:
-        self.busy, self.cpu, self.thread, self.queued, self.events = _zeros(), _zeros(), _zeros(), _zeros(), []
+        self.busy, self.cpu, self.queued, self.events = _zeros(), _zeros(), _zeros(), []
         self.began = time.perf_counter()
 
     def stop(self) -> float:
@@ -99,16 +97,14 @@ class _Clock:
     def stage(self, name: str, *, kernels: bool = False) -> Iterator[None]:
         kernels = kernels and self.device.type == "cuda"
         first = torch.cuda.current_stream(self.device).record_event(_timed()) if kernels else None
-        queued, cpu, thread = queued_seconds(), time.process_time(), time.thread_time()
-        since = time.perf_counter()
+        queued, cpu, since = queued_seconds(), self.cpu_time(), time.perf_counter()
         try:
             yield
         finally:
             now = time.perf_counter()
             self.busy[name] += max(0.0, min(now, self.ended) - max(since, self.began))
             if now <= self.ended:
-                self.cpu[name] += time.process_time() - cpu
-                self.thread[name] += time.thread_time() - thread
+                self.cpu[name] += self.cpu_time() - cpu
                 self.queued[name] += queued_seconds() - queued
                 if kernels:
                     self.events.append((name, first, torch.cuda.current_stream(self.device).record_event(_timed())))
@@ -176,9 +172,9 @@ class _Faults(Faults):
 
     bad = tried = 0
 
-    def handle(self, faults: Sequence[Any], *, samples: int, **_: Any) -> None:
-        self.bad, self.tried = self.bad + len(faults), self.tried + samples
-        if self.bad == self.tried >= min(REPEATED, 2 * samples):
+    def handle(self, faults: Sequence[Any], *, indices: Sequence[int], **_: Any) -> None:
+        self.bad, self.tried = self.bad + len(faults), self.tried + len(indices)
+        if self.bad == self.tried >= min(REPEATED, 2 * len(indices)):
             raise GpuaugError(
                 f"none of the first {self.tried} images could be read and decoded, so nothing can be measured. "
                 "To list them with reasons, run `gpuaug train faults.policy=blank faults.file=FILE`."
@@ -199,7 +195,8 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
     Raises:
         GpuaugError: if no image can be read and decoded.
     """
-    clock, reader = _Clock(loader.device), loader.pipeline.reader
+    clock = _Clock(loader.device, cpu_time=time.process_time if lockstep else time.thread_time)
+    reader = loader.pipeline.reader
     faults = _Faults(policy="drop" if loader.faults.policy == "drop" else "blank", truncated=loader.faults.truncated)
     pipeline = _Traced.of(loader.pipeline, clock, faults)
     order, skip = loader.epoch_order, max(WARMUP, loader.num_workers)
@@ -208,8 +205,7 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
     if loader.source.remote is not None and loader.source.remote.cache is not None:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)
-    prefetch = 0 if lockstep else loader.prefetch
-    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=prefetch)
+    run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=0 if lockstep else loader.prefetch)
     fewest = skip + max(FEWEST, loader.num_workers)
     images, done, began = 0, 0, time.perf_counter()
     with contextlib.closing(run):
@@ -230,9 +226,9 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
             del batch
         spent, queued = (now - then for now, then in zip(_worker_seconds(reader), before, strict=True))
         took = clock.stop()
-    cpu = {name: (clock.cpu if lockstep else clock.thread)[name] / images for name in clock.busy}
+    cpu = {name: clock.cpu[name] / images for name in clock.busy}
     cpu["read"] += spent / images
-    used, unqueued = clock.thread["read"], clock.busy["read"] - clock.queued["read"]
+    used, unqueued = clock.cpu["read"], clock.busy["read"] - clock.queued["read"]
     if loader.num_workers:
         used, unqueued = spent, took * loader.num_workers - queued
     return Trace(
@@ -246,18 +242,6 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
         faults=faults.bad,
         tried=faults.tried,
     )
-
-
-def read_cpu(loader: Loader) -> float:
-    """CPU seconds to read one sample in this thread, without handing its bytes over. Errors do not count."""
-    source: Any = loader.pipeline.reader.source
-    numbers = next(iter(loader.epoch_order))[0][:32].tolist()
-    many = source.read_many
-    began = time.thread_time()
-    for part in numbers if many is None else [numbers]:
-        with contextlib.suppress(OSError, GpuaugError):
-            source[part] if many is None else many(part)
-    return (time.thread_time() - began) / len(numbers)
 
 
 def _worker_seconds(reader: Any) -> tuple[float, float]:

@@ -7,13 +7,13 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from gpuaug.errors import ConfigError
 from gpuaug.tools import peers
 from gpuaug.tools.request import Request
 
-LIBRARIES = ("timm", "torchvision")
 # arguments that would load weights, and arguments that the command sets itself
 _REFUSED = ("pretrained", "weights", "weights_backbone", "checkpoint_path", "num_classes", "model_name", "name")
 
@@ -24,8 +24,6 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
     ``config`` is ``timm:NAME``, ``torchvision:NAME``, or the path of a class or function. It may also be a mapping with
     one of these as ``_target_``, and further arguments.
     """
-    from omegaconf import OmegaConf
-
     part = {"_target_": config} if isinstance(config, str) else config
     target = part.get("_target_") if isinstance(part, Mapping) else None
     if not isinstance(target, str) or not {".", ":"} & set(target):
@@ -49,8 +47,6 @@ def build_model(request: Request, config: Any, *, num_classes: int, seed: int) -
 
 def _named(library: str, name: str, arguments: Mapping[str, Any], *, num_classes: int) -> Any:
     """Build a classifier of timm or torchvision by its name. Nothing is downloaded."""
-    if library not in LIBRARIES:
-        raise ConfigError(f"`model` can name models of {' and '.join(LIBRARIES)}. Found: {library}:{name}.")
     for key in _REFUSED:
         if key in arguments:
             raise ConfigError(
@@ -60,11 +56,13 @@ def _named(library: str, name: str, arguments: Mapping[str, Any], *, num_classes
     if library == "timm":
         timm = peers.timm()
         known, create = timm.list_models(), timm.create_model  # by default with random weights, as torchvision's
-    else:
+    elif library == "torchvision":
         peers.torchvision()
         from torchvision import models
 
         known, create = models.list_models(module=models), models.get_model
+    else:
+        raise ConfigError(f"`model` can name models of timm and torchvision. Found: {library}:{name}.")
     if name not in known:
         near = ", ".join(f"{library}:{other}" for other in get_close_matches(name, known, n=3))
         raise ConfigError(

@@ -24,20 +24,15 @@ class _Block(nn.Module):
         return self.shortcut(y) + self.conv2(torch.relu(self.norm2(self.conv1(y))))
 
 
-class SmallNet(nn.Module):
+class SmallNet(nn.Sequential):
     """A residual network that maps float [B, 3, H, W] to logits [B, num_classes]. H and W must be at least 4.
 
     ``width`` is the number of channels of the first stage. Each of the two later stages doubles it.
     """
 
     def __init__(self, *, num_classes: int, width: int = 32) -> None:
-        super().__init__()
         # patches of 4 x 4 pixels; larger first feature maps would take most of the training time at 224 x 224
-        self.stem = nn.Conv2d(3, width, 4, stride=4, bias=False)
-        self.stages = nn.Sequential(_Block(width, width), _Block(width, 2 * width), _Block(2 * width, 4 * width))
-        self.norm = nn.BatchNorm2d(4 * width)
-        self.head = nn.Linear(4 * width, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.stages(self.stem(x))))
-        return self.head(x.mean(dim=(2, 3)))
+        stem = nn.Conv2d(3, width, 4, stride=4, bias=False)
+        stages = _Block(width, width), _Block(width, 2 * width), _Block(2 * width, 4 * width)
+        norm, pool = nn.BatchNorm2d(4 * width), nn.AdaptiveAvgPool2d(1)
+        super().__init__(stem, *stages, norm, nn.ReLU(), pool, nn.Flatten(), nn.Linear(4 * width, num_classes))

@@ -22,11 +22,12 @@ class Pace:
     def __init__(self, device: torch.device) -> None:
         self.images, self.waited, self.seconds = 0, 0.0, 0.0
         self._device, self._on_cuda = device, device.type == "cuda"
-        self._last: float | None = None  # time up to which `seconds` counts; None between epochs
+        self._last = 0.0  # time up to which `seconds` counts
         self._gaps: deque[tuple[Any, Any]] = deque()  # (begin, end) of waits not yet in `waited`
 
     def measured(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches. The caller adds to ``images``, and calls :meth:`stop` after the epoch."""
+        self._last = time.perf_counter()
         iterator = iter(batches)
         while True:
             begin = self._mark()
@@ -47,11 +48,10 @@ class Pace:
         if self._on_cuda:
             torch.cuda.synchronize(self._device)
         self._mark()
-        self._last = None
 
     def _mark(self) -> Any:
         now = time.perf_counter()
-        self.seconds += now - (self._last or now)
+        self.seconds += now - self._last
         self._last = now
         if not self._on_cuda:
             return now

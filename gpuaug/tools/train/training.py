@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -10,17 +9,15 @@ import os
 import signal
 import sys
 import textwrap
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -30,9 +27,10 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
 from gpuaug.loader import distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
+from gpuaug.random.generators import restore_generators
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Keys, count_batches
-from gpuaug.tools.train.checkpoint import VERSION, digest, read_checkpoint
+from gpuaug.tools.train.checkpoint import VERSION, packed, read_checkpoint
 from gpuaug.tools.train.pace import Pace
 
 log = logging.getLogger("gpuaug")
@@ -52,7 +50,6 @@ class Settings(Keys):
     momentum: float = 0.9
     weight_decay: float = 5e-4
     warmup: float = 0.1
-    loss: str = "cross_entropy"
     amp: str = "auto"
     out: str = "outputs/train"
     resume: str | None = None
@@ -61,7 +58,6 @@ class Settings(Keys):
         super().__post_init__()
         checks.whole_number("epochs", self.epochs, 1, 10**9 - 1)
         checks.one_of("optimizer", self.optimizer, ("sgd", "adamw"))
-        checks.one_of("loss", self.loss, ("cross_entropy", "binary_cross_entropy"))
         checks.one_of("amp", self.amp, ("auto", *AMP))
         for name, high in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf), ("warmup", 1.0)):
             checks.number(name, getattr(self, name), 0.0, high)
@@ -72,18 +68,15 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked, self._pid = False, os.getpid()
-        self._before: Any = None
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+        self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, self._before)
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def _note(self, *_: object) -> None:
         if os.getpid() != self._pid:
             os._exit(TERMINATED)  # a forked worker inherits this handler, and must end at once
         self.asked = True
@@ -206,22 +199,19 @@ class Training:
         return True
 
     def train_batch(self, batch: Batch, *, valid: float, progress: float) -> None:
-        """Train on one batch.
-
-        ``valid`` is the number of valid samples over all ranks. ``progress`` is the share of the training that is done.
-        """
+        """Train on one batch. ``valid``: number of valid samples of all ranks. ``progress``: share that is done."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.settings.lr * rate(progress, warmup=self.settings.warmup)
         self.optimizer.zero_grad(set_to_none=True)
         weight = batch.valid.to(self.device, non_blocking=True).float()
-        with self._seeded():
-            try:
-                logits = self._logits(self.each, batch)
-            except Exception as error:
-                if (text := _explain(error, batch)) is None:
-                    raise
-                raise ConfigError(text) from error
-            losses, right = outcome(logits, batch.labels, self.settings.loss)
+        place = f"dropout {self.loader.seed} {self.steps} 0 {self.rank}"  # without the 0, all seeds would change
+        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
+        with restore_generators(self.device):
+            torch.default_generator.manual_seed(seed)
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+            logits = self._logits(self.each, batch)
+            losses, right = outcome(logits, batch.labels)
             summed = (losses * weight).sum()
             # DDP averages the gradients over ranks, but the average over all valid samples is needed
             (summed * (self.ranks / max(1.0, valid))).backward()
@@ -229,23 +219,22 @@ class Training:
         self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
         self.steps += 1
 
-    @contextlib.contextmanager
-    def _seeded(self) -> Iterator[None]:
-        """Seed torch's generators for dropout by (seed, step, rank). Restores the generators on exit."""
-        place = f"dropout {self.loader.seed} {self.steps} 0 {self.rank}"  # without the 0, all seeds would change
-        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.default_generator.manual_seed(seed)
-            if self.device.type == "cuda":
-                torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
-            yield
-
     def _logits(self, model: nn.Module, batch: Batch) -> list[Tensor]:
         """Logits [B, classes] of each view, float32."""
         whole, classes = self.amp is torch.float32, self.loader.num_classes
         views = batch.images if isinstance(batch.images, list) else [batch.images]
-        with torch.autocast(self.device.type, dtype=self.amp, enabled=not whole):
-            logits = model([view.float() if whole else view for view in views])
+        try:
+            with torch.autocast(self.device.type, dtype=self.amp, enabled=not whole):
+                logits = model([view.float() if whole else view for view in views])
+        except Exception as error:  # models raise many types
+            sizes = ", ".join(dict.fromkeys(f"{view.shape[-2]} x {view.shape[-1]}" for view in views))
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(".!")
+            raise ConfigError(
+                f"the model refused {len(batch)} images of {sizes}: {reason}. If it needs another size, set "
+                "`augment.crop.size`, or give the model this size: `model._target_=timm:NAME +model.img_size=N`, for "
+                "torchvision `+model.image_size=N`. Set `last=drop` or another `batch_size` if its batch norm needs "
+                "more images. `--debug` shows where the error came from."
+            ) from error
         for view in logits:
             is_tensor = isinstance(view, Tensor)
             if not is_tensor or view.ndim != 2 or view.shape[1] != (classes or view.shape[1]):
@@ -269,26 +258,25 @@ class Training:
         """Add the held-out accuracy to the history, and log the epoch."""
         entry, held_out = self.history[-1], ""
         if self.val is not None:
-            right, samples = _sum(self._evaluate(self.val).tolist())
-            entry["held_out_accuracy"] = accuracy = right / max(1.0, samples)
+            entry["held_out_accuracy"] = accuracy = self._evaluate(self.val)
             held_out = f", held-out {accuracy:.1%}"
         text = f"loss {entry['loss']:.3f}, train accuracy {entry['train_accuracy']:.1%}{held_out}"
         log.info("epoch %d: %s", self.loader.epoch, text)
 
     @torch.no_grad()
-    def _evaluate(self, loader: Loader) -> Tensor:
-        """This rank's number of correct predictions and of samples."""
+    def _evaluate(self, loader: Loader) -> float:
+        """The accuracy on the samples of all ranks."""
         if self.ranks > 1:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)  # use the first rank's running statistics, because each rank has its own
         alone = EachView(self.model).eval()  # the model without DDP; with DDP, ranks would wait for each other
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        hidden = not (self.first and sys.stderr.isatty())
-        for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=hidden):
-            _, right = outcome(self._logits(alone, batch), batch.labels, self.settings.loss)
+        for batch in tqdm(loader, desc="held out", unit="batch", leave=False, disable=None if self.first else True):
+            _, right = outcome(self._logits(alone, batch), batch.labels)
             weight = batch.valid.to(self.device).float()
             sums += torch.stack([(right * weight).sum(), weight.sum()])
-        return sums
+        correct, samples = _sum(sums.tolist())
+        return correct / max(1.0, samples)
 
     def save(self, file: Path) -> None:
         """Write the checkpoint atomically. Only the first rank writes."""
@@ -305,13 +293,10 @@ class Training:
             "history": self.history,
         }
         try:
-            with files.replacing(file, sync=True) as stream:
-                torch.save({**checkpoint, "digest": digest(checkpoint)}, stream)
-        except (OSError, RuntimeError) as error:
-            # on a full disk torch raises RuntimeError, which hides the reason
-            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            files.write(file, packed(checkpoint), sync=True)
+        except OSError as error:
             raise GpuaugError(
-                f"the checkpoint {file} cannot be written: {reason}. Free space, or set another `out`."
+                f"the checkpoint {file} cannot be written: {error}. Free space, or set another `out`."
             ) from error
 
     def load(self, file: Path) -> None:
@@ -337,8 +322,8 @@ class Training:
                 "or start again with resume=null."
             ) from error
         self.loader.load_state_dict(checkpoint["loader"])
-        if self.first:  # a checkpoint has the sums of all ranks, so only one rank adds them
-            self.sums += torch.tensor(checkpoint["sums"], dtype=torch.float64, device=self.device)
+        if self.first:  # a checkpoint has the sums of all ranks, so only one rank has them now
+            self.sums = torch.tensor(checkpoint["sums"], dtype=torch.float64, device=self.device)
         self.steps, self.history = checkpoint["steps"], checkpoint["history"]
         log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, checkpoint["loader"]["position"])
 
@@ -365,55 +350,22 @@ def rate(progress: float, *, warmup: float) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * (progress - warmup) / max(1e-9, 1.0 - warmup))
 
 
-def outcome(views: Sequence[Tensor], labels: Tensor | None, loss: str) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy of each sample, both float [B].
+def outcome(views: Sequence[Tensor], labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cross entropy and accuracy of each sample, both float [B].
 
     ``views`` are the logits of each view, float [B, C], and ``labels`` are int64 [B] or float [B, C]. With several
     views, the loss is the mean of the views' losses, and the accuracy is that of the views' summed logits.
     """
     if labels is None:
         raise ConfigError("`gpuaug train` needs labels, but a batch has none.")
-    summed = torch.stack(list(views)).sum(dim=0)
-    if loss == "cross_entropy":
-        if labels.ndim == 1 and labels.is_floating_point():
-            raise ConfigError(
-                "`loss=cross_entropy` needs classes, as whole numbers or names. Found: one fraction per image, "
-                f"such as {float(labels[0]):g}, which is a regression label."
-            )
-        losses = [cross_entropy(view, labels, reduction="none") for view in views]
-        truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
-        right = (summed.argmax(dim=1) == truth).float()
-    else:
-        if labels.shape != summed.shape:
-            shapes = f"labels {tuple(labels.shape)}, logits {tuple(summed.shape)}"
-            raise ConfigError(f"`loss=binary_cross_entropy` needs one label per image and class. Found: {shapes}.")
-        truth = labels.float()
-        losses = [binary_cross_entropy_with_logits(view, truth, reduction="none").mean(dim=1) for view in views]
-        right = ((summed > 0) == (truth > 0.5)).float().mean(dim=1)
-    return torch.stack(losses).mean(dim=0), right
-
-
-def _explain(error: Exception, batch: Batch) -> str | None:
-    """What a user can do about an error in the model's forward pass, or None."""
-    text = str(error).strip()
-    if isinstance(error, ValueError) and "more than 1 value per channel" in text:
-        return (
-            f"the model's batch norm cannot train on a batch of {len(batch)}. Set `last=drop` or another `batch_size`."
+    if labels.ndim == 1 and labels.is_floating_point():
+        raise ConfigError(
+            "Cross entropy needs classes, as whole numbers or names. Found: one fraction per image, such as "
+            f"{float(labels[0]):g}, which is a regression label."
         )
-    known = (
-        "Output size is too small",
-        "greater than actual input size",
-        "shapes cannot be multiplied",
-        "must match the size",
-    )
-    if isinstance(error, AssertionError) or any(words in text for words in known):
-        views = batch.images if isinstance(batch.images, list) else [batch.images]
-        sizes = ", ".join(f"{height} x {width}" for height, width in dict.fromkeys(tuple(v.shape[-2:]) for v in views))
-        return (
-            f"the model refused images of {sizes}: {text.rstrip('.!')}. Set `augment.crop.size`, or give "
-            "the model this size: `model._target_=timm:NAME +model.img_size=N`, for torchvision `+model.image_size=N`."
-        )
-    return None
+    losses = torch.stack([cross_entropy(view, labels, reduction="none") for view in views])
+    truth = labels if labels.ndim == 1 else labels.argmax(dim=1)
+    return losses.mean(dim=0), (torch.stack(list(views)).sum(dim=0).argmax(dim=1) == truth).float()
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
