@@ -13,6 +13,11 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def shown_size(height: int, width: int) -> str:
+    """The size of an image, for a message."""
+    return f"{width} x {height} (width x height)"
+
+
 class GpuaugError(Exception):
     """Base class of all gpuaug errors. Control characters in a message are escaped.
 

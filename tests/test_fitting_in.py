@@ -165,6 +165,7 @@ def test_a_loader_that_has_samples_is_still_iterated_in_batches(loader: Any) -> 
         with pytest.raises(TypeError):
             call()
     assert [len(batch) for batch in loader] == [16, 16, 16, 16, 1]
+    assert len(list(DataLoader(loader, batch_size=None))) == len(loader) == 5  # single samples, as the guide says
 
 
 def test_a_sample_of_a_repeated_order_is_its_first_occurrence(photos: Path) -> None:

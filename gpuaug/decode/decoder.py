@@ -36,7 +36,7 @@ from gpuaug.decode.request import (
     oriented_batch,
     split_by_bytes,
 )
-from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.errors import ConfigError, GpuaugError, shown_size
 from gpuaug.files import CODECS
 from gpuaug.native import buffers
 
@@ -252,9 +252,10 @@ class Decoder:
             raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
         if codec in header.BY_PILLOW:
             info = pillow.complete(info, encoded.data)
-        name, pixels = f"{codec} of {info.height}x{info.width}", info.height * info.width
+        size, pixels = shown_size(info.height, info.width), info.height * info.width
+        name = f"{codec} of {size}"
         if pixels == 0:
-            raise HeaderError(f"{codec} without pixels: {info.height}x{info.width}")
+            raise HeaderError(f"{codec} without pixels: {size}")
         if pixels > max_pixels:
             raise HeaderError(f"{name} is larger than `decode.max_pixels` ({max_pixels})")
         work = pixels * info.effort
@@ -283,7 +284,7 @@ class Decoder:
         most = self.settings.max_pixels
         headers, faults = request.headers, []
         for k in np.flatnonzero(request.largest_view > most).tolist():
-            size = f"{headers.height[k]}x{headers.width[k]}"
+            size = shown_size(headers.height[k], headers.width[k])
             reason = f"resizing {size} gives more pixels than `decode.max_pixels` ({most})"
             faults.append(decode_fault(int(request.rows[k]), headers.encoded[k], reason))
         return faults
@@ -453,8 +454,8 @@ class Decoder:
         # resizing takes memory for the largest view
         sizes, most = headers.memory + 3 * request.largest_view, self.settings.max_bytes
         for k in np.flatnonzero(sizes > most).tolist():
-            h, w = stored[k].tolist()
-            reason = f"decoding {h}x{w} pixels takes {sizes[k]} bytes, more than `decode.max_bytes` ({most}). Raise it"
+            needed = f"decoding {shown_size(*stored[k])} pixels takes {sizes[k]} bytes"
+            reason = f"{needed}, more than `decode.max_bytes` ({most}). Raise it"
             faults[k] = decode_fault(int(request.rows[k]), headers.encoded[k], reason)
         beside_dali = most // 2 if isinstance(self._dali, dali.CpuPipeline) else most  # DALI keeps up to the other half
         for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, beside_dali):

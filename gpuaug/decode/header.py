@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from gpuaug.errors import shown_size
 from gpuaug.files import CODECS, Buffer, sniff
 
 BY_PILLOW = ("webp", "bmp", "tiff", "jpeg2000", "ppm", "avif", "heif")  # codecs whose headers only Pillow reads
@@ -260,7 +261,7 @@ def _gif(data: Buffer) -> Header:
 def _raw(data: Buffer) -> Header:
     height, width = struct.unpack_from("<II", data, len(_RAW))
     if len(data) != (needed := RAW_HEADER + height * width * 3):
-        raise HeaderError(f"raw of {height}x{width} must have {needed} bytes. Found: {len(data)}")
+        raise HeaderError(f"raw of {shown_size(height, width)} must have {needed} bytes. Found: {len(data)}")
     return Header("raw", height, width)
 
 

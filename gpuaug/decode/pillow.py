@@ -17,6 +17,7 @@ from gpuaug.batch import Int32, Int64, Interpolation
 from gpuaug.decode import header
 from gpuaug.decode.header import Header, HeaderError
 from gpuaug.decode.request import DecodeRequest, Pixels
+from gpuaug.errors import shown_size
 from gpuaug.files import Buffer
 
 # Pillow's plugin has the name of the codec, capitalised; these are the exceptions
@@ -67,14 +68,15 @@ def decode(data: Buffer, codec: str, size: Int64, box: Int32, max_pixels: int) -
     with _faults(codec):
         image = _open(data, codec)
         if image.width * image.height > max_pixels:
-            found = f"{image.height}x{image.width}"
+            found = shown_size(image.height, image.width)
             raise HeaderError(f"{codec} of {found} is larger than `decode.max_pixels` ({max_pixels})")
         if codec == "jpeg":
             image.decodermaxblock = len(data)  # Pillow's blocks of 64 KiB take a fifth more time
         image.load()
         height, width = size.tolist()
         if image.size != (width, height):
-            raise HeaderError(f"{codec} of {image.height}x{image.width}, but its header says {height}x{width}")
+            found = shown_size(image.height, image.width)
+            raise HeaderError(f"{codec} of {found}, but its header says {width} x {height}")
         y, x, h, w = box.tolist()
         image.info.pop("transparency", None)  # Pillow would warn; DALI drops transparency too
         white = (1 << _bits(image)) - 1

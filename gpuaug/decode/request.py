@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpuaug.batch import CropWindows, Fault, Int32, Int64
 from gpuaug.decode.header import RAW_HEADER
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, shown_size
 
 Pixels = NDArray[np.uint8]
 
@@ -110,7 +110,7 @@ class DecodeRequest:
             k = int((~inside).argmax())
             raise ConfigError(
                 f"A crop's windows must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
-                f"an image of {h[k]}x{w[k]}. Clip them in the crop's `windows()` method."
+                f"an image of {shown_size(h[k], w[k])}. Clip them in the crop's `windows()` method."
             )
         parts = [to_stored(b.window, stored, orientation) for b in taken]
         return cls(rows, headers, to_stored(union, stored, orientation), taken, parts)

@@ -410,7 +410,9 @@ class Loader:
         Args:
             index: number of the sample in the source; -1 is the last of the samples that the loader uses.
 
-        If the order repeats samples, this is the first occurrence of the sample.
+        If the order repeats samples, this is the first occurrence of the sample. ``len(loader)`` is the number of
+        batches, not of samples. So ``DataLoader(loader, batch_size=None)`` yields only the first ``len(loader)``
+        samples, one at a time: iterate over the loader itself.
         A bad sample does not count towards ``faults.max``, and is not written to ``faults.file``.
 
         Raises:

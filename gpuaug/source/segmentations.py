@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.errors import ConfigError, GpuaugError
+from gpuaug.errors import ConfigError, GpuaugError, shown_size
 from gpuaug.source.index import Names
 
 MOST_PIXELS = 178_956_970  # limit for an image with outlines; Pillow refuses larger images too
@@ -74,11 +74,6 @@ class Segmentations:
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
                 flat[start:stop] = k + 1
         return flat.reshape(width, height).T
-
-
-def shown_size(height: int, width: int) -> str:
-    """The size of an image, for a message."""
-    return f"{width} x {height} (width x height)"
 
 
 def _runs(text: bytes, height: int, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -38,7 +38,7 @@ from gpuaug.batch import CropWindows, Int64
 from gpuaug.decode import header, pillow
 from gpuaug.decode.header import HeaderError
 from gpuaug.decode.request import oriented_batch
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, shown_size
 from gpuaug.native import buffers, build
 from gpuaug.targets.geometry import Float64, inverse
 from gpuaug.targets.rules import Masks
@@ -205,7 +205,7 @@ def decode(
         sizes = f"{width} x {height}" + (f" (stored as {w} x {h})" if upright != stored else "")
         raise HeaderError(f"mask of {size[1]} x {size[0]} pixels (width x height), but its image has {sizes}")
     if size[0] * size[1] > max_pixels:
-        raise HeaderError(f"mask of {size[0]}x{size[1]} is larger than `decode.max_pixels` ({max_pixels})")
+        raise HeaderError(f"mask of {shown_size(*size)} is larger than `decode.max_pixels` ({max_pixels})")
     colors = table is not None and table.colors
     if info is not None:
         mask = _png(data, info.bits, colors)
@@ -278,7 +278,7 @@ def _runs(data: bytes, size: tuple[int, int]) -> Mask:
     lengths = np.frombuffer(data, "<u4", count, _RUNS_HEADER + 4 * count)
     total, pixels = int(lengths.sum(dtype=np.uint64)), size[0] * size[1]
     if total != pixels:
-        raise HeaderError(f"runs of {total} pixels in a mask of {size[0]}x{size[1]}, {pixels} pixels")
+        raise HeaderError(f"runs of {total} pixels in a mask of {shown_size(*size)}, {pixels} pixels")
     if count and values.min() < 0:
         raise HeaderError(f"runs with a negative object number: {values.min()}")
     small = not count or values.max() <= 255

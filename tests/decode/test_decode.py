@@ -479,7 +479,7 @@ def test_results_outlive_the_next_batch(decoder):
 def test_boxes_outside_the_image_are_refused(decoder):
     batch = pack([encode(photograph())])
     box = np.array([[0, 0, 400, 100]], dtype=np.int32)
-    with pytest.raises(ConfigError, match=r"inside the image.*187x251"):
+    with pytest.raises(ConfigError, match=r"inside the image.*251 x 187 \(width x height\)"):
         windows = CropWindows(box, box[:, 2:], np.zeros_like(box[:, :2]), (8, 8))
         decoder.pixels(decoder.read_headers(batch), [windows])
 
@@ -554,7 +554,7 @@ def test_a_long_thin_image_cannot_be_blown_up(decoder):
     data = encode(Image.new("RGB", (60_000, 1)), "PNG")
     (view,), faults, _ = views(decoder, [data, KINDS["png"]()], ResizeCenterCrop(256, 224))
     assert [f.row for f in faults] == [0]
-    assert "resizing 1x60000" in faults[0].reason
+    assert "resizing 60000 x 1 (width x height)" in faults[0].reason
     assert (view[0] == 0).all()
     assert view[1].any()
 
@@ -704,7 +704,7 @@ def test_an_image_that_needs_more_than_max_bytes_is_a_fault(decoder):
     small = Decode(backend="pillow", max_bytes=15 * 187 * 251).open("cpu")
     images, faults, _ = views(small, [KINDS["jpeg 4:2:0"](), data], Resize((8, 8)))
     assert [fault.row for fault in faults] == [1]
-    assert "187x251 pixels takes" in faults[0].reason
+    assert "decoding 251 x 187 (width x height) pixels takes" in faults[0].reason
     assert "`decode.max_bytes`" in faults[0].reason
     assert images[0][0].any()
     assert not images[0][1].any()

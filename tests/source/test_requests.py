@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from urllib.parse import unquote
 
 import pytest
 from common import METHODS
@@ -249,6 +250,22 @@ def test_redirects_to_another_host_are_refused(kind):
             storage, url = asking(kind, port, redirects=True)
             assert storage.read([Range(f"{url}/away"), Range(f"{url}/away", 3, 4)]) == [BODY, BODY[3:7]]
             assert not [head for head in heads if "authorization" in head.lower() or "hidden" in head]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gs", "az"])
+def test_a_host_below_the_own_is_another_host_only_for_web_servers(kind):
+    """obstore cannot tell them apart; the guide says so. A name that only begins or ends alike is always another."""
+
+    def answer(head, send):
+        place = unquote(head.split()[1].rpartition("/")[2])
+        send(f"HTTP/1.1 302 Found\r\nLocation: http://{place}:1/x\r\nContent-Length: 0\r\n\r\n".encode())
+        return True
+
+    with server(answer) as (port, _):
+        storage, url = asking(kind, port, host="localhost")
+        hosts = [Range(f"{url}/{host}") for host in ("localhost.test", "notlocalhost", "sub.localhost")]
+        refused = ["source.remote.redirects=true" in str(error) for error in storage.read(hosts)]
+        assert refused == [True, True, kind == "http"]
 
 
 @pytest.mark.parametrize("kind", ["gs", "az"])

@@ -162,6 +162,7 @@ class Bucket:
     def _refuse_redirects(self, kind: str, config: Mapping[str, Any]) -> None:
         """Send requests to other hosts to a dead proxy, because obstore itself follows all redirects.
 
+        Hosts below the store's own are not sent there: obstore takes an exception from the proxy for all names below.
         ``config``: options of the store, which obstore completes from the environment.
         """
         names = re.compile(VARIABLES[kind])

@@ -47,7 +47,8 @@ class Remote:
         concurrency: maximum number of requests at a time in each worker.
         tries: maximum number of tries of a request.
         redirects: follow redirects of web servers and object stores to other hosts. With False they are errors, and
-            object stores cannot be read through a proxy.
+            object stores cannot be read through a proxy. For object stores, a host below the store's own, such as
+            ``photos.example.org`` below ``example.org``, is not another host.
         timeout: seconds for one try, plus at least one second for each megabyte of a range. All tries of a batch
             together should take less than the ``timeout`` of the loader.
         cache: folder on a local disk that stores what was read. Processes and runs may share it. None: no cache.

@@ -23,7 +23,7 @@ from gpuaug.augment.recipe import Augment, MultiView
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode import header
 from gpuaug.decode.request import HeaderInfo
-from gpuaug.errors import ConfigError, GpuaugError, SourceError
+from gpuaug.errors import ConfigError, GpuaugError, SourceError, shown_size
 from gpuaug.files import sniff
 from gpuaug.loader.augmented import before_normalization
 from gpuaug.read.reader import Reader
@@ -147,7 +147,7 @@ class Packer:
             elif (height, width) == original:
                 made = data.tobytes()
             elif max(height, width) > _LONGEST_JPEG:
-                reason = f"{height}x{width} pixels: a side of a JPEG has at most {_LONGEST_JPEG}"
+                reason = f"{shown_size(height, width)} pixels: a side of a JPEG has at most {_LONGEST_JPEG}"
                 return Fault(row, "encode", reason, len(data), begin)
             else:
                 stream = io.BytesIO()
