@@ -236,8 +236,8 @@ def _explain(error: Exception, name: str, overrides: list[Override], loader: Con
         advice = f" To replace all of it, remove it first: '~{above}' '+{above}={{_target_: ...}}'."
     elif options:
         advice = f" It is switched off. Choose one first: {above}={'|'.join(options)}."
-    elif not (advice := _elsewhere(word, parent, key=above) or near):
-        advice = f" If it takes this argument, `+{path}=...` adds it."
+    else:
+        advice = _elsewhere(word, parent, key=above) or ("" if near else f" If it takes this, `+{path}=...` adds it.")
     return (
         f"`{path}`: {f'`{above}`{target}' if above else f'the configuration {name!r}'} has no key {word!r}."
         f"{near} It has: {', '.join(keys) or 'nothing'}.{advice}"

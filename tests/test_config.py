@@ -144,6 +144,7 @@ def test_an_override_that_does_not_fit_is_told_the_nearest(override, expected):
     message = refused("augment=standard", override) if not override.startswith("augment=") else refused(override)
     for part in expected:
         assert part in message, message
+    assert message.count("Did you mean") <= 1
 
 
 def test_an_unknown_configuration_is_told_the_nearest():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ def _importing(name: str, remedy: str) -> Iterator[None]:
     sys.path = [folder for folder in before if os.path.realpath(folder) != here]
     try:
         yield
+    except ConfigError:  # about a package that this one needs
+        raise
     except Exception as error:
         raise ConfigError(
             f"this needs {name}, which cannot be imported ({type(error).__name__}: {error}). {remedy}"
@@ -54,7 +57,9 @@ def torchvision() -> tuple[Any, str]:
 
 def timm() -> Any:
     """The package ``timm``. Raises ConfigError if timm or torchvision cannot be imported."""
-    torchvision()  # timm imports it
     with _importing("timm", "Install it: pip install timm"):
+        if find_spec("timm") is None:  # said first: pip installs torchvision with timm
+            raise ModuleNotFoundError("No module named 'timm'")
+        torchvision()  # timm imports it
         import timm
     return timm

@@ -162,8 +162,6 @@ def test_a_file_in_the_current_folder_is_no_library(
     (tmp_path / f"{library}.py").write_text("raise ImportError('the file ran')")
     monkeypatch.chdir(tmp_path)
     peers.torchvision.cache_clear()
-    if library == "timm":
-        monkeypatch.setattr(peers, "torchvision", lambda: None)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path)])  # as if the library were not installed
