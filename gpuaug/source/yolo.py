@@ -196,6 +196,18 @@ class _Data:
 def _read_data(root: str, data: Any, storage: Storage) -> _Data:
     import yaml  # workers do not need yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is there twice. PyYAML would take the last one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if (key.tag, key.value) in keys:
+                    text = f"found duplicate key {key.value!r:.100}"
+                    raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
+                keys.add((key.tag, key.value))
+            return super().construct_mapping(node, deep=deep)
+
     file = absolute("data.yaml" if data is None else data, key="source.data", below=root)
     try:
         text = read_text(file, storage)
@@ -208,7 +220,7 @@ def _read_data(root: str, data: Any, storage: Storage) -> _Data:
     try:
         if len(text) > LARGEST_YAML:
             raise ValueError(f"it has {len(text)} characters, more than {LARGEST_YAML}")
-        fields = yaml.safe_load(text)
+        fields = yaml.load(text, Loader=Loader)
         if not isinstance(fields, dict):
             raise ValueError(f"it holds {type(fields).__name__}, not keys and values")
         points, flip = _keypoints(fields)
@@ -217,7 +229,9 @@ def _read_data(root: str, data: Any, storage: Storage) -> _Data:
             names=_class_names(fields), points=points, flip=flip,
         )  # fmt: skip
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        shown = str(error) or type(error).__name__
+        shown = "it is nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
+        if (mark := getattr(error, "problem_mark", None)) is not None:
+            shown = f"line {mark.line + 1}: {getattr(error, 'problem', error)}"
         raise SourceError(f"`source.data` {redact(file)!r} cannot be used: {shown:.500}.") from error
 
 

@@ -255,8 +255,10 @@ def test_classes_of_another_run(tmp_path):
 
 
 DAMAGED = {
-    "[": "cannot be used",
+    "[": "line 1: expected the node content",
     "": "it holds NoneType",
+    "train: a\nnames: {0: a, 0: b}": "line 2: found duplicate key '0'",
+    "train: a\nnames: [a]\ntrain: b": "line 3: found duplicate key 'train'",
     "{names: [a, a], train: x}": "each class once. Found twice: 'a'",
     "{names: {0: a, 2: b}}": "numbers in `names` must be 0 .. 1",
     "{names: [[a]]}": "`names` must be a list of class names",
@@ -265,8 +267,8 @@ DAMAGED = {
     "{train: [[a]]}": "`train` must be a path",
     "{train: a, kpt_shape: [1000000000, 3]}": "`kpt_shape` must be",
     "{train: a, kpt_shape: [3, 3], flip_idx: [1, 2, 0]}": "`flip_idx` must list the mirror image of each of the 3",
-    "!!python/object/apply:os.system [ls]": "cannot be used",
-    "[" * 100_000: "cannot be used",
+    "!!python/object/apply:os.system [ls]": "line 1: could not determine a constructor for the tag",
+    "[" * 100_000: "it is nested too deeply",
     "a: &a [x,x]\nb: &b [*a,*a]\nnames: [*b, *b]": "`names` must be a list",
     "#" * (1 << 21): "2097152 characters",
     "{val: images/val}": "`source.split` must be in .* which has 'val'. Found: 'train'",
