@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,8 @@ def settings(value: Any) -> Any:
 
 def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     """Differences of two JSON values: (path, value in a, value in b). A path shows a list entry's name or position."""
+    if a == b:  # in every call of a recipe
+        return []
     if isinstance(a, dict) and isinstance(b, dict):
         names = [*a, *(name for name in b if name not in a)]
         pairs = [(f"{where}.{name}" if where else name, a.get(name), b.get(name)) for name in names]
@@ -76,8 +78,13 @@ def differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:
             for k, (x, y) in enumerate(zip(a, b, strict=True))
         ]
     else:
-        return [] if a == b else [(where or "value", a, b)]
+        return [(where or "value", a, b)]
     return [difference for path, x, y in pairs for difference in differences(x, y, path)]
+
+
+@cache
+def _parameters(kind: type) -> Mapping[str, Any]:
+    return inspect.signature(kind).parameters
 
 
 def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +93,7 @@ def _of_kornia(op: Any, kind: type, public: dict[str, Any]) -> dict[str, Any]:
 
     if not isinstance(op, K.AugmentationBase2D | K.RandomJigsaw):
         return public
-    names = inspect.signature(kind).parameters
+    names = _parameters(kind)
     order = {"order": fixed_order(op)} if "order" in names else {}
     ranges = {k: v for k, v in generator_values(op).items() if k in names or isinstance(v, Distribution)}
     flags = {k: v for k, v in op.flags.items() if k in names}
