@@ -25,13 +25,6 @@ _identity = attrgetter("st_dev", "st_ino")  # of a folder, from its status
 TEXTS_AT_ONCE = 128  # annotation files that are read together, at most 2 GiB
 
 
-def open_tree(
-    root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root"
-) -> LocalTree | UrlTree:
-    """The files with one of ``endings`` below a folder or URL. ``key``: configuration key of ``root``."""
-    return UrlTree(root, storage, endings, key=key) if is_url(root) else LocalTree(root, endings, key=key)
-
-
 class Files:
     """Image files by number. ``listing`` maps names of remote files to sizes and versions."""
 
@@ -87,9 +80,7 @@ def read_list(path: str, storage: Storage, *, key: str) -> list[str]:
     return lines
 
 
-def by_stem(
-    tree: LocalTree | UrlTree, *, suffix: str = "", skip: Callable[[str], bool] = lambda name: False
-) -> dict[str, bytes]:
+def by_stem(tree: Tree, *, suffix: str = "", skip: Callable[[str], bool] = lambda name: False) -> dict[str, bytes]:
     """Map stems to paths. A stem is a path without ``suffix`` and extension. Files without ``suffix`` are left out."""
     found: dict[str, bytes] = {}
     place, ignored = redact(tree.root), 0
@@ -124,26 +115,31 @@ def listed(stems: Sequence[str], known: Mapping[str, bytes], *, place: str, root
     return [known[stem] for stem in stems]
 
 
-class LocalTree:
-    """The images below a local folder."""
+class Tree:
+    """The images below a folder or URL. Below a URL, empty folders are unknown: object stores do not list them."""
 
-    files: Mapping[str, FileInfo] = {}  # only a UrlTree knows sizes and versions
-
-    def __init__(self, root: str, endings: tuple[str, ...], *, key: str) -> None:
+    def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str = "source.root") -> None:
         self.root, self.endings = root, endings
-        self.skipped: Counter[str] = Counter()  # number of skipped folders, by reason
+        self.files: dict[str, FileInfo] = {}  # sizes and versions of remote images
         self.others: Counter[str] = Counter()  # number of files that are no images, by extension
+        self.skipped: Counter[str] = Counter()  # number of skipped local folders, by reason
         self._first = ""  # the first skipped folder
-        if not os.path.exists(root):
-            above = root
-            while not os.path.exists(above):
-                above = os.path.dirname(above)
-            raise SourceError(f"`{key}` does not exist: {root!r}. This part of the path exists: {above!r}.")
-        if not os.path.isdir(root):
-            raise SourceError(f"`{key}` must be a folder. Found a file: {root!r}.")
+        self._remote: dict[str, dict[str, list[str]]] = {}  # paths, by class folder and then by folder
+        if not is_url(root):
+            _check_folder(root, key)
+            return
+        for file in storage.find(root, key=key):
+            if file.path.lower().endswith(endings):
+                self.files[file.path] = file
+                folder, _, _ = file.path.rpartition("/")
+                self._remote.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(file.path)
+            else:
+                self.others[_ending(file.path)] += 1
 
     def classes(self) -> tuple[list[str], int]:
         """Names of the folders directly in the root, and number of images directly in it."""
+        if is_url(self.root):
+            return [name for name in self._remote if name], len(self._remote.get("", {}).get("", []))
         entries = _scan(self.root)
         folders = [entry.name for entry in entries if _is_folder(entry)]
         images = [e for e in entries if e.name.lower().endswith(self.endings) and not _is_folder(e)]
@@ -151,6 +147,16 @@ class LocalTree:
 
     def images(self, folder: str | None) -> Iterator[list[bytes]]:
         """Yield the images of each folder, as paths relative to the root. ``folder``: a class folder; None: all."""
+        if not is_url(self.root):
+            yield from self._local_images(folder)
+            return
+        folders: dict[str, list[str]] = {}
+        for first in self._remote if folder is None else [folder]:
+            folders |= self._remote[first]
+        for _, paths in sorted(folders.items()):
+            yield [os.fsencode(path) for path in sorted(paths)]
+
+    def _local_images(self, folder: str | None) -> Iterator[list[bytes]]:
         listed: list[tuple[str, list[str]]] = []  # folders and the names of their images
         visits: Counter[tuple[int, int]] = Counter()  # of each folder (device, inode) on paths with two or more links
         above = frozenset() if folder is None else frozenset([_identity(os.stat(self.root))])
@@ -186,7 +192,11 @@ class LocalTree:
 
     def warn(self) -> None:
         """Log one line about the skipped folders, and one about the files that are no images."""
-        _log_others(self.root, self.others)
+        if others := self.others:
+            most = sorted(others.items(), key=lambda item: (-item[1], item[0]))[:8]
+            counts = ", ".join(f"{count} {printable(ending)}" for ending, count in most)
+            more = ", ..." if len(others) > 8 else ""
+            log.info("source %s: skipped %d files: %s%s", redact(self.root), others.total(), counts, more)
         if self.skipped:
             log.warning(
                 "source %s: %d folders are skipped: %s; the first is %r",
@@ -199,44 +209,18 @@ class LocalTree:
         self.skipped[reason] += 1
 
 
-class UrlTree:
-    """The images below a URL. Empty folders are ignored, because object stores do not list them."""
-
-    def __init__(self, root: str, storage: Storage, endings: tuple[str, ...], *, key: str) -> None:
-        self.root, self.endings = root, endings
-        found = storage.find(root, key=key)
-        self.files = {file.path: file for file in found if file.path.lower().endswith(endings)}
-        self.others = Counter(_ending(file.path) for file in found if file.path not in self.files)
-        self.by_class: dict[str, dict[str, list[str]]] = {}  # paths, by class folder and then by folder
-        for key in self.files:
-            folder, _, _ = key.rpartition("/")
-            self.by_class.setdefault(folder.split("/", 1)[0], {}).setdefault(folder, []).append(key)
-
-    def classes(self) -> tuple[list[str], int]:
-        return [name for name in self.by_class if name], len(self.by_class.get("", {}).get("", []))
-
-    def images(self, folder: str | None) -> Iterator[list[bytes]]:
-        folders: dict[str, list[str]] = {}
-        for first in self.by_class if folder is None else [folder]:
-            folders |= self.by_class[first]
-        for _, keys in sorted(folders.items()):
-            yield [os.fsencode(key) for key in sorted(keys)]
-
-    def warn(self) -> None:
-        """Log one line about the files that are no images. No folder below a URL is skipped."""
-        _log_others(self.root, self.others)
+def _check_folder(root: str, key: str) -> None:
+    if not os.path.exists(root):
+        above = root
+        while not os.path.exists(above):
+            above = os.path.dirname(above)
+        raise SourceError(f"`{key}` does not exist: {root!r}. This part of the path exists: {above!r}.")
+    if not os.path.isdir(root):
+        raise SourceError(f"`{key}` must be a folder. Found a file: {root!r}.")
 
 
 def _ending(name: str) -> str:
     return os.path.splitext(name)[1].lower() or "without extension"
-
-
-def _log_others(root: str, others: Counter[str]) -> None:
-    if others:
-        most = sorted(others.items(), key=lambda item: (-item[1], item[0]))[:8]
-        counts = ", ".join(f"{count} {printable(ending)}" for ending, count in most)
-        more = ", ..." if len(others) > 8 else ""
-        log.info("source %s: skipped %d files: %s%s", redact(root), others.total(), counts, more)
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:

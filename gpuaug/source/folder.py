@@ -14,7 +14,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, numbers_of, shortened
-from gpuaug.source.files import Files, LocalTree, UrlTree, open_tree
+from gpuaug.source.files import Files, Tree
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.paths import absolute, redact
@@ -66,7 +66,7 @@ class FolderSource(ListedSource):
         self.root = absolute(root)
         self._storage = Storage(remote)
         began = time.monotonic()
-        tree = open_tree(self.root, self._storage, endings)
+        tree = Tree(self.root, self._storage, endings)
         if labels == "folder":
             self._list_classes(None if classes is None else class_mapping(classes), tree, endings)
         elif classes is not None:
@@ -79,7 +79,7 @@ class FolderSource(ListedSource):
         self._files = Files(self.root, self._names, self._storage, tree.files)
         self._activate(subset, exclude, began=began)
 
-    def _list_classes(self, given: dict[str, int] | None, tree: LocalTree | UrlTree, endings: tuple[str, ...]) -> None:
+    def _list_classes(self, given: dict[str, int] | None, tree: Tree, endings: tuple[str, ...]) -> None:
         place = redact(self.root)
         folders, beside = tree.classes()
         folders.sort()

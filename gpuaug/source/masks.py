@@ -11,7 +11,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, shortened
-from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list
+from gpuaug.source.files import Files, Tree, by_stem, listed, read_list
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.paths import absolute, redact
@@ -82,8 +82,8 @@ class MaskFolderSource(ListedSource):
         self.root = absolute(images, key="source.images", below=root)
         self.masks = absolute(masks, key="source.masks", below=root)
         began = time.monotonic()
-        tree = open_tree(self.root, self._storage, endings, key="source.images")
-        mask_tree = open_tree(self.masks, self._storage, mask_endings, key="source.masks")
+        tree = Tree(self.root, self._storage, endings, key="source.images")
+        mask_tree = Tree(self.masks, self._storage, mask_endings, key="source.masks")
         mask_ending = mask_suffix + mask_endings[0]
         pictures = by_stem(tree, suffix=image_suffix, skip=lambda name: self._is_mask(name, mask_ending))
         known = by_stem(mask_tree, suffix=mask_suffix)

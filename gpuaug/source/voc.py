@@ -18,7 +18,7 @@ from gpuaug import checks
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.source.base import Classes, ListedSource
 from gpuaug.source.classes import class_mapping, shortened
-from gpuaug.source.files import Files, by_stem, listed, open_tree, read_list, texts
+from gpuaug.source.files import Files, Tree, by_stem, listed, read_list, texts
 from gpuaug.source.filters import IMAGE_EXTENSIONS, Subset, extensions_of
 from gpuaug.source.index import Names
 from gpuaug.source.objects import ObjectTable
@@ -96,7 +96,7 @@ class VocSource(ListedSource):
         self._storage = Storage(remote)
         began = time.monotonic()
         self._set_classes(class_mapping(CLASSES if classes is None else classes))
-        tree = open_tree(self.root, self._storage, endings)
+        tree = Tree(self.root, self._storage, endings)
         known = by_stem(tree)
         file = join(folder, f"{lists}/{split}.txt")
         stems = read_list(file, self._storage, key="source.split")

@@ -12,7 +12,7 @@ from pictures import encode, photograph
 
 import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.source.yolo_labels import parse
+from gpuaug.source.yolo import _parse as parse
 
 NAMES = ["person", "dog", "cat"]
 IMAGE = encode(photograph("coffee", (23, 31)))

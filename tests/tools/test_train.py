@@ -30,7 +30,7 @@ from gpuaug.tools.train import training
 from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.checkpoint import packed
 from gpuaug.tools.train.model import SmallNet
-from gpuaug.tools.train.pace import Pace
+from gpuaug.tools.train.training import Pace
 
 SMALL = ("augment.crop.size=32", "+model.width=8", "batch_size=8", "num_workers=0", "device=cpu")
 HELD_OUT = ("val.augment=none", "val.augment.crop.size=[32,32]")

@@ -36,8 +36,8 @@ from gpuaug.source.base import checksum, digest
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import KIND, MANIFEST, VERSION, parse
 from gpuaug.tools.pack.job import GO_ON, Job, Pack, checked_out, finished
+from gpuaug.tools.pack.shards import write_shards
 from gpuaug.tools.pack.targets import describe
-from gpuaug.tools.pack.workers import write_shards
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 

@@ -20,8 +20,7 @@ from gpuaug.augment.recipe import View
 from gpuaug.decode.decoder import Decoder
 from gpuaug.files import sniff
 from gpuaug.loader.loader import Loader
-from gpuaug.tools.parity.choices import DRAWS, DRAWS_OF_CHAINS, compare_choices
-from gpuaug.tools.parity.counterpart import applied, augmented, calls_of, choose, crop_by_pillow, library, run
+from gpuaug.tools.parity.counterpart import applied, augmented, calls_of, compare_choices, crop_by_pillow, library, run
 from gpuaug.tools.parity.differences import STAGES, Image, Parity
 from gpuaug.tools.peers import torchvision
 from gpuaug.tools.preview.originals import read
@@ -116,9 +115,7 @@ def _augmented(
         against = library(op.op)
         title = f"{op.name}{f', {view.name}' * bool(view.name)}, against {against}"
         if title not in parity.choices:
-            draws = range(DRAWS_OF_CHAINS if op.chains else DRAWS)
-            _, (many,) = choose(loader, view, {op.name: op.op}, image.shape, indices=draws, epoch=epoch)
-            parity.choices[title] = compare_choices(op, many, image.shape)
+            parity.choices[title] = compare_choices(loader, view, op, image.shape, epoch=epoch)
         if not op.chains:
             (own,), ours = augmented(loader, view, {op.name: op.op}, image, index=index, epoch=epoch)
             parity.at("policy", op.name, against, view=view.name).add(ours, applied(op, own, image), key)

@@ -8,8 +8,7 @@ from pathlib import Path
 from threading import Thread
 
 from gpuaug.tools.preview.drawing import Settings
-from gpuaug.tools.preview.live import Live
-from gpuaug.tools.preview.server import PageServer
+from gpuaug.tools.preview.server import Live, PageServer
 from gpuaug.tools.request import Request
 
 
