@@ -64,7 +64,7 @@ from gpuaug.batch import Target as Target
 
 # pictures
 from gpuaug.tools.preview.drawing import preview as preview
-from gpuaug.tools.preview.notebook import preview_page as preview_page
+from gpuaug.tools.preview.server import preview_page as preview_page
 
 # configuration
 from gpuaug.config import compose as compose

@@ -35,7 +35,6 @@ _LOCK = RLock()  # Hydra's state is global, and the live page composes in a thre
 OWN = ("train", "eval")  # gpuaug's main configurations
 _DEEPEST = 100  # levels of nesting in a YAML file; OmegaConf fails at about 150
 _MOST = 100_000  # values in a YAML file, after OmegaConf has expanded aliases; a recipe has about 50
-_NAMED = ("ops", "views", "schedule")  # mappings of named objects; null switches an entry off
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
 # for example, `augment=timm:rand-m9-mstd0.5-inc1`
@@ -346,22 +345,10 @@ def _check(
     if "_target_" in value:
         called = _resolve(value["_target_"], key=_join(key, "_target_"), prefixes=prefixes)
         _check_arguments(called, {**given, **objects}, key=key, target=value["_target_"])
-        for k in _NAMED:
-            _check_named(given.get(k), key=_join(key, k))
     items = {k: _check(v, key=_join(key, k), prefixes=prefixes) for k, v in given.items()}
     if "_target_" not in value:
         return lambda: {k: make() for k, make in items.items()}
     return lambda: _call(called, {k: make() for k, make in items.items()} | dict(objects), key=key)
-
-
-def _check_named(entries: Any, *, key: str) -> None:
-    """Check that the entries of a mapping name a class or are null, which switches an entry off."""
-    for name, entry in entries.items() if isinstance(entries, Mapping) else ():
-        if isinstance(entry, Mapping) and "_target_" not in entry:
-            raise ConfigError(
-                f"`{_join(key, name)}` needs a `_target_`, such as kornia.augmentation.RandomErasing. "
-                f"Found keys: {', '.join(map(str, entry)) or 'none'}."
-            )
 
 
 def _resolve(target: Any, *, key: str, prefixes: tuple[str, ...]) -> Target:

@@ -60,7 +60,6 @@ class Annotations:
         return cls(mask, boxes, keypoints, *others)
 
     def __len__(self) -> int:
-        """Number of objects."""
         return len(self.labels)
 
 
@@ -94,7 +93,6 @@ class Style:
         return replace(self, numbers={k: n for n, k in enumerate(ids)}) if self.by_object and ids else self
 
     def color(self, annotations: Annotations, number: int) -> Color:
-        """The color of object ``number``."""
         if not self.by_object:
             return color_of(int(annotations.labels[number]))
         return color_of((self.numbers or {}).get(int(annotations.ids[number]), number))

@@ -27,7 +27,7 @@ from gpuaug.source.index import Names, locate, share
 from gpuaug.source.object_columns import class_names, column_values, read_objects
 from gpuaug.source.objects import ObjectTable, checked
 from gpuaug.source.paths import is_url, redact
-from gpuaug.source.remote.storage import Range, Remote, Storage
+from gpuaug.source.remote.storage import Range, Storage
 
 log = logging.getLogger("gpuaug")
 
@@ -230,21 +230,7 @@ class ListedSource(Source):
     @property
     def read_many(self) -> Callable[[Sequence[int]], list[Any]] | None:
         """``read_many(numbers)`` returns a list of samples or exceptions. None for local files."""
-        return self._read if self._is_remote else None
-
-    @property
-    def thread_safe(self) -> bool:
-        """True if samples are files, because several threads may read files at the same time."""
-        return self._files is not None
-
-    @property
-    def remote(self) -> Remote | None:
-        """How the source reads URLs; None if all its files are local."""
-        return self._storage.remote if self._is_remote else None
-
-    @property
-    def _is_remote(self) -> bool:
-        return is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root))
+        return None if self.remote is None else self._read
 
     def key(self, index: int) -> str:
         """Path of sample ``index`` below ``root``, with ``/`` between folders."""
@@ -385,6 +371,9 @@ class ListedSource(Source):
 
     def _activate(self, subset: Subset, exclude: str | os.PathLike[str] | None, *, began: float) -> None:
         self.indices = active(self._names, subset, exclude, root=self.root)
+        if is_url(self.root) or (self._mask_files is not None and is_url(self._mask_files.root)):
+            self.remote = self._storage.remote
+        self.thread_safe = self.thread_safe or self._files is not None
         text = f"{len(self)} images" if self.indices is None else f"{len(self)} of {len(self._names)} images"
         text += "" if self.classes is None else f", {len(self.classes)} classes"
         log.info("source %s: %s, listed in %.1f s", redact(self.root), text, time.monotonic() - began)

@@ -21,7 +21,6 @@ class ExtraNames(NamedTuple):
     single: bool
 
     def value(self, values: Iterable[Any]) -> Any:
-        """The extra of a sample, from the values of its fields."""
         made = dict(zip(self.names, values, strict=True))
         return made[self.names[0]] if self.single else made
 
@@ -68,6 +67,5 @@ class ExtraValues:
         self._columns = [Names.of([[pickle.dumps(value) for value in column]]) for column in columns]
 
     def __getitem__(self, index: int) -> Iterator[Any]:
-        """The values of a sample's fields."""
         # safe: this class has pickled the values
         return (pickle.loads(column[index]) for column in self._columns)

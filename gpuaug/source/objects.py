@@ -186,7 +186,6 @@ class ObjectTable:
         self.sizes = None if sizes is None else share(torch.from_numpy(np.ascontiguousarray(sizes, dtype=np.int32)))
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.bounds) - 1
 
     def reason(self, index: int) -> str | None:

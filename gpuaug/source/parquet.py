@@ -262,7 +262,6 @@ def _in_threads(work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any
 
 
 def _metadata(file: FileInfo, storage: Storage) -> Any:
-    """The footer of a file."""
     pyarrow = import_pyarrow()
     try:
         meta = pyarrow.parquet.read_metadata(pyarrow.PythonFile(_RangeFile(file, storage), mode="r"))

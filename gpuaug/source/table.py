@@ -102,7 +102,6 @@ class TableSource(ListedSource):
 
 
 def _read(table: str, names: list[str], extras: list[str], storage: Storage) -> dict[str, tuple[str, ...]]:
-    """The columns ``names`` and ``extras``."""
     kind, place = os.path.splitext(table.split("?", 1)[0])[1].lower(), redact(table)
     if kind not in (".csv", ".tsv"):
         raise ConfigError(f"`source.root` must end in .csv or .tsv. Found: {place!r}.")

@@ -38,8 +38,7 @@ import gpuaug
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import controls
 from gpuaug.tools.preview.drawing import Settings
-from gpuaug.tools.preview.notebook import LivePage
-from gpuaug.tools.preview.server import Live, PageServer
+from gpuaug.tools.preview.server import Live, LivePage, PageServer
 from gpuaug.tools.request import Request
 
 FEW = ("samples=2", "draws=1", "cell=64")

@@ -56,7 +56,6 @@ class Trace:
 
     @property
     def rate(self) -> float:
-        """Images per second."""
         return self.images / self.seconds
 
     def share(self, *stages: str) -> float:
