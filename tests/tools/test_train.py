@@ -27,9 +27,8 @@ from gpuaug.tools.main import main
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import command as train
 from gpuaug.tools.train import training
-from gpuaug.tools.train.build import build_model
 from gpuaug.tools.train.checkpoint import packed
-from gpuaug.tools.train.model import SmallNet
+from gpuaug.tools.train.model import SmallNet, build_model
 from gpuaug.tools.train.training import Pace
 
 SMALL = ("augment.crop.size=32", "+model.width=8", "batch_size=8", "num_workers=0", "device=cpu")

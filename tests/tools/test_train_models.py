@@ -28,7 +28,7 @@ from gpuaug.tools.main import main
 from gpuaug.tools.request import Request
 from gpuaug.tools.train import command as train
 from gpuaug.tools.train import training
-from gpuaug.tools.train.build import build_model
+from gpuaug.tools.train.model import build_model
 
 SMALL = ("augment.crop.size=32", "batch_size=8", "num_workers=0", "device=cpu", "epochs=1")
 MODULE = """

@@ -14,7 +14,7 @@ from gpuaug.tools.profile.advice import TITLES, Verdict, diagnose
 from gpuaug.tools.profile.trace import STAGES, Step
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request, count_batches
-from gpuaug.tools.train.build import build_model
+from gpuaug.tools.train.model import build_model
 from gpuaug.tools.train.training import Settings as TrainingSettings
 from gpuaug.tools.train.training import Training
 

@@ -13,7 +13,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Request
-from gpuaug.tools.train.build import build_model
+from gpuaug.tools.train.model import build_model
 from gpuaug.tools.train.training import Settings, Stop, Training
 
 log = logging.getLogger("gpuaug")
