@@ -147,8 +147,10 @@ def _annotations(
         (rows[i].keypoints for i in order.tolist()), categories, fault
     )
     outlines = None if masks is None else Segmentations(rows[i].segmentation for i in order.tolist())
-    for k in _repeated(columns["ids"]):
-        fault(k, "has an id that another object has too")
+    if (ids := columns["ids"]) is not None:
+        repeated = (ids >= 0) & np.isin(ids, _twice(ids.tolist()))
+        for k in np.flatnonzero(repeated).tolist():
+            fault(k, "has an id that another object has too")
     columns["sizes"] = np.array([(image.height, image.width) for image in images])
     return Annotations(
         names=[os.fsencode(image.file_name) for image in images],
@@ -251,14 +253,6 @@ def _warn_left_out(unknown: Int64, damaged: _Damaged, images: Int64, file: str) 
 def _twice(values: Iterable[Any]) -> list[Any]:
     """The values that occur more than once."""
     return [value for value, count in Counter(values).items() if count > 1]
-
-
-def _repeated(ids: Int64 | None) -> list[int]:
-    """Positions of ids above -1 that occur more than once."""
-    if ids is None:
-        return []
-    _, places, counts = np.unique(ids, return_inverse=True, return_counts=True)
-    return np.flatnonzero((counts[places] > 1) & (ids >= 0)).tolist()
 
 
 def _positions(numbers: Int64, known: Int64) -> Int64:
