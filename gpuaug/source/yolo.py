@@ -166,7 +166,7 @@ class YoloSource(ListedSource):
         numbers = None
         if names is not None and given is not None:
             numbers = numbers_of(names, given, f"of the classes in {described.place!r}")
-        table, polygons = _parse(
+        table, polygons = parse_labels(
             files(), num_classes=len(names or given or ()) or None, points=described.points,
             name=lambda i: redact(self._label_file(self._names[i])), numbers=numbers,
         )  # fmt: skip
@@ -316,7 +316,7 @@ def _below(root: str, folder: str, text: str, *, place: str, is_split: bool = Fa
 # -- label files
 
 
-def _parse(
+def parse_labels(
     files: Iterable[bytes | Exception],
     *,
     num_classes: int | None,

@@ -12,7 +12,7 @@ from pictures import encode, photograph
 
 import gpuaug
 from gpuaug.errors import ConfigError, GpuaugError, SourceError
-from gpuaug.source.yolo import _parse as parse
+from gpuaug.source.yolo import parse_labels
 
 NAMES = ["person", "dog", "cat"]
 IMAGE = encode(photograph("coffee", (23, 31)))
@@ -40,7 +40,7 @@ def read(text, *, num_classes=3, points=None):
 
 
 def parsed(texts, *, num_classes=3, points=None):
-    return parse(texts, num_classes=num_classes, points=points, name=str, numbers=None)
+    return parse_labels(texts, num_classes=num_classes, points=points, name=str, numbers=None)
 
 
 def corners(cx, cy, w, h):

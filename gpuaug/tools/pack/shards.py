@@ -1,4 +1,4 @@
-"""Writes the shards of `gpuaug pack`: reads, decodes and resizes samples, and encodes them."""
+"""Writes the shards of `gpuaug pack`: reads, decodes, resizes and encodes samples, in processes or on Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two sides of a comparison: steps of a recipe, and the same steps by torchvision, timm or Pillow."""
+"""The two sides of a comparison: steps and choices of a recipe, and the same by torchvision, timm or Pillow."""
 
 from __future__ import annotations
 

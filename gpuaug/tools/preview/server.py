@@ -1,4 +1,4 @@
-"""`gpuaug preview serve=true`: serves a page with sliders for a recipe, to this machine only.
+"""The page of `gpuaug preview serve=true`: draws samples again after each change, for this machine and for notebooks.
 
 No request names a file, and the path of every address begins with a random token. Another web page could let its own
 host name point to this machine (DNS rebinding). So only the host names 127.0.0.1 and localhost are accepted.
