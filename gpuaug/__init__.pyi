@@ -32,6 +32,7 @@ from gpuaug.source.remote.storage import Remote as Remote
 # recipes
 from gpuaug.augment.recipe import Augment as Augment
 from gpuaug.augment.recipe import MultiView as MultiView
+from gpuaug.augment.cameras import Cameras as Cameras
 from gpuaug.augment.progressive import Progressive as Progressive
 from gpuaug.augment.crop import RandomResizedCrop as RandomResizedCrop
 from gpuaug.augment.crop import RandomCrop as RandomCrop

@@ -454,7 +454,7 @@ def test_the_cause_is_chained_and_other_errors_keep_their_type(tmp_path):
 
 def test_null_and_deletion_switch_an_operation_or_view_off():
     for overrides in (["augment.ops.jitter=null"], ["~augment.ops.jitter"]):
-        assert [s.op for s in recipe(*overrides).streams if s.op != "crop"] == ["vflip", "flip", "gray"]
+        assert [s.name for s in recipe(*overrides).draws if s.name != "crop"] == ["vflip", "flip", "gray"]
     assert len(recipe("augment=dino", "augment.views.local=null").views) == 2
     assert recipe("augment.normalize=null").normalize is None
 

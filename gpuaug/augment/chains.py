@@ -30,7 +30,7 @@ def mixed(x: Tensor, op: Prepared, chosen: Chosen, run: Callable[[Tensor, Chosen
     total = torch.zeros_like(image) if op.rounds_twice else (1 - mix) * image
     for chain, share in enumerate(shares):
         own = slice(chain * depth, (chain + 1) * depth)
-        levels = _levels(run(x, Chosen(chosen.choice[:, own], chosen.params[own], chosen.keys)))
+        levels = _levels(run(x, replace(chosen, choice=chosen.choice[:, own], params=chosen.params[own], weights=None)))
         total += (share if op.rounds_twice else share * mix) * levels
     total.clamp_(0, 255).floor_()
     if op.rounds_twice:  # timm: the sum of the chains was rounded down, and is now blended with the image

@@ -282,12 +282,14 @@ class Chosen:
         keys: int64 [B, 2], for per-pixel noise and for seeded operations; None for other operations.
         weights: float32 [B, 1 + chains]. Column 0: share of all chains in the mixture. Others: share of each chain in
             that part. None for an operation without chains.
+        frames: how many neighbouring rows have the same choices, params and keys: the frames of a clip.
     """
 
     choice: Int
     params: tuple[Alternatives, ...]
     keys: Int | None = None
     weights: Float | None = None
+    frames: int = 1
 
 
 def tensors(params: Params, rows: Int | None = None) -> Tensors:

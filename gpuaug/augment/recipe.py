@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,10 +27,11 @@ from gpuaug.augment.ops.erasing import check_place
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import prepare_all
 from gpuaug.augment.reference import ReferenceBackend
+from gpuaug.augment.sharing import IMAGES, Draws, Rows, Same, by_camera, check_cameras, check_frames, fold
 from gpuaug.batch import CropWindows, Objects
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
-from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
+from gpuaug.random.keyed import Float, Int, seed_of_call, uniforms
 
 if TYPE_CHECKING:
     from gpuaug.targets.rules import Targets
@@ -53,6 +54,17 @@ class View:
     copy: int  # 0 .. `copies` - 1
     augment: Augment
 
+    def draws(self) -> list[Draws]:
+        """What the crop and the operations draw, in this order."""
+        augment = self.augment
+        own = [("crop", getattr(augment.crop, "count", 0), False)]
+        own += [(op.name, op.count, op.keyed) for op in augment.prepared]
+        frames, cameras = augment.same_on_frame, augment.shared_by_cameras
+        return [
+            Draws(self.name, self.copy, name, count, keyed, frames.get(name, True), name in cameras)
+            for name, count, keyed in own
+        ]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
@@ -64,14 +76,23 @@ class Drawn:
     epoch: int = 0
     indices: Int = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     repeats: Int | None = None
+    rows: Rows = IMAGES
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
         """Draw uniforms for the crop of ``view``, float32 [len(rows), count]. Each ``number`` gives other values."""
-        # no operation has this name: a null character is not allowed in names
-        stream = Stream(view.name, view.copy, f"crop\0{number}", view.augment.crop.count)
-        repeats = None if self.repeats is None else self.repeats[rows]
-        drawn = uniforms((stream,), seed=self.seed, epoch=self.epoch, indices=self.indices[rows], repeats=repeats)
-        return drawn[stream.view, stream.copy, stream.op]
+        draws, frames = view.draws()[0], self.rows.frames
+        frame = rows % frames if draws.frames is False else rows * 0
+        made = np.empty((len(rows), draws.count), dtype=np.float32)
+        for each in np.unique(frame).tolist():
+            own = np.flatnonzero(frame == each)
+            samples = rows[own] // frames
+            repeats = None if self.repeats is None else self.repeats[samples]
+            stream = self.rows.stream(draws, each, number)
+            values = uniforms(
+                (stream,), seed=self.seed, epoch=self.epoch, indices=self.indices[samples], repeats=repeats
+            )
+            made[own] = values[stream.view, stream.copy, stream.op]
+        return made
 
 
 class ReadOnly(nn.Module):
@@ -113,16 +134,9 @@ class RecipeBase(ReadOnly):
                 )
 
     @cached_property
-    def streams(self) -> tuple[Stream, ...]:
-        """The streams of random numbers that a batch needs."""
-        return tuple(
-            Stream(view.name, view.copy, name, count)
-            for view in self.views
-            for name, count in (
-                ("crop", getattr(view.augment.crop, "count", 0)),
-                *((p.name, p.count) for p in view.augment.prepared),
-            )
-        )
+    def draws(self) -> tuple[Draws, ...]:
+        """The random numbers that a batch needs."""
+        return tuple(draws for view in self.views for draws in view.draws())
 
     @property
     def main_thread(self) -> bool:
@@ -130,7 +144,13 @@ class RecipeBase(ReadOnly):
         return any(p.seeded is not None for view in self.views for p in view.augment.prepared)
 
     def draw(
-        self, *, seed: int, epoch: int, indices: Int | Tensor | Sequence[int], repeats: Int | None = None
+        self,
+        *,
+        seed: int,
+        epoch: int,
+        indices: Int | Tensor | Sequence[int],
+        repeats: Int | None = None,
+        rows: Rows = IMAGES,
     ) -> Drawn:
         """Draw the random numbers of a batch. They depend only on seed, epoch, index, repeat, view and operation.
 
@@ -139,16 +159,12 @@ class RecipeBase(ReadOnly):
             epoch: 0 <= epoch < 2**32.
             indices: int64 [B], sample numbers in the source.
             repeats: int64 [B], how many times the epoch has already yielded the index; None: 0 for all samples.
+            rows: what the rows of the batch are, if they are not images: frames of clips, from one of several cameras.
         """
         numbers = np.asarray(indices, dtype=np.int64)
-        values = uniforms(self.streams, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
-        keys = {
-            (s.view, s.copy, s.op): sample_keys(s, seed=seed, epoch=epoch, indices=numbers, repeats=repeats)
-            for v in self.views
-            for s in (Stream(v.name, v.copy, p.name, p.count) for p in v.augment.prepared if p.keyed)
-        }
         again = None if repeats is None else np.asarray(repeats, dtype=np.int64)
-        return Drawn(values, keys, seed, epoch, numbers, again)
+        values, keys = rows.draw(self.draws, seed=seed, epoch=epoch, indices=numbers, repeats=again)
+        return Drawn(values, keys, seed, epoch, numbers, again, rows)
 
     def windows(
         self,
@@ -207,20 +223,23 @@ class RecipeBase(ReadOnly):
         """
         return [
             [
-                p.draw(drawn.uniforms[v.name, v.copy, p.name], size, drawn.keys.get((v.name, v.copy, p.name)))
+                drawn.rows.choose(
+                    p, v.augment.same_on_frame.get(p.name, True), drawn.uniforms[at], size, drawn.keys.get(at)
+                )
                 for p in v.augment.prepared
+                for at in [(v.name, v.copy, p.name)]
             ]
             for v, size in zip(self.views, sizes, strict=True)
         ]
 
     def forward(
         self,
-        images: Tensor,
+        images: Tensor | Mapping[str, Tensor],
         *,
-        masks: Tensor | None = None,
-        boxes: Sequence[Any] | None = None,
-        labels: Sequence[Any] | None = None,
-        keypoints: Sequence[Any] | None = None,
+        masks: Any = None,
+        boxes: Any = None,
+        labels: Any = None,
+        keypoints: Any = None,
         targets: Targets | None = None,
         seed: int | None = None,
         epoch: int = 0,
@@ -231,48 +250,66 @@ class RecipeBase(ReadOnly):
         """Apply the whole recipe, including the crop, to a decoded batch.
 
         Args:
-            images: uint8 [B, 3, H, W] or [B, H, W, 3].
+            images: uint8 [B, 3, H, W] or [B, H, W, 3]. Clips are [B, T, 3, H, W] or [B, T, H, W, 3]. With several
+                cameras, a mapping of their names to images or clips of the same B samples.
             masks: integers [B, H, W], one class number per pixel.
             boxes: for each image [n, 4], (x1, y1, x2, y2) in pixels.
             labels: for each image [n], class numbers of the objects; None: 0 for all objects.
-            keypoints: for each image [n, K, 3], (x, y, visibility).
+            keypoints: for each image [n, K, 3], (x, y, visibility). With clips, masks are [B, T, H, W], and boxes,
+                labels and keypoints are lists of T for each clip. With cameras, all of them are mappings as ``images``.
             targets: rules for masks, boxes and keypoints; None: the defaults of :class:`~gpuaug.Targets`.
             seed: any integer. None: 0 if ``indices`` are given, else a new seed from torch's default CPU generator.
             epoch: number of the epoch.
-            indices: [B], sample numbers. None: 0 .. B-1, so calls with the same ``seed`` give the same result.
+            indices: [B], sample numbers; one for all frames and cameras. None: 0 .. B-1, so calls with the same
+                ``seed`` give the same result.
             dtype: float32, bfloat16 or float16, as a string or torch's constant.
             memory_format: contiguous_format or channels_last, as a string or torch's constant.
 
         Returns:
             [B, 3, h, w], or a list of such tensors if the recipe has several views. With masks, boxes or keypoints:
-            ``(images, targets)``, where ``targets`` is a :class:`~gpuaug.BatchTargets`, or a list of them.
+            ``(images, targets)``, where ``targets`` is a :class:`~gpuaug.BatchTargets`, or a list of them. Of clips:
+            [B, T, 3, h, w], and targets of B * T images, frame t of clip b at b * T + t. Of cameras: a dictionary.
 
         Raises:
             ReadOnlyError: settings were changed after the recipe was created.
         """
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
-        call = partial(RecipeBase._call, self)
+        call: Any = self._of_cameras if isinstance(images, Mapping) else self.augment_rows
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy code and gpuaug's kernels
             call = torch.compiler.disable(call)
         return call(images, given, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
 
-    def _call(
-        self, images: Any, given: dict[str, Any], *, seed: int | None, epoch: int, indices: Any, **output: Any
+    def augment_rows(
+        self,
+        images: Any,
+        given: dict[str, Any],
+        *,
+        seed: int | None,
+        epoch: int,
+        indices: Any,
+        rows: Rows = IMAGES,
+        **output: Any,
     ) -> Any:
+        """Do what :meth:`forward` does, for the images of one camera. ``given``: the targets; ``rows``: the camera."""
         self.check_unchanged()
         output = {name: checks.torch_constant(name, value) for name, value in output.items()}
-        images = _channels_last(images)
+        clip = isinstance(images, Tensor) and images.dim() == 5
+        samples, frames = images.shape[:2] if clip else (len(images), 1)
+        images = _channels_last(images.flatten(0, 1) if clip else images)
         checks.whole_number("seed", int(seed) if isinstance(seed, np.integer) else seed, None, optional=True)
         if indices is None:
-            indices = range(len(images))
+            indices = range(samples)
             seed = seed_of_call() if seed is None else seed
         numbers = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
-        if numbers.shape != (len(images),) or (numbers.size and numbers.dtype.kind not in "iu"):
+        if numbers.shape != (samples,) or (numbers.size and numbers.dtype.kind not in "iu"):
             raise ConfigError(
-                f"`indices` must be {len(images)} whole numbers, one per image. "
+                f"`indices` must be {samples} whole numbers, one per {'clip' if clip else 'image'}. "
                 f"Found: {numbers.dtype} {list(numbers.shape)}."
             )
-        drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers)
+        drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers, rows=replace(rows, frames=frames))
+        if clip:
+            given = {k: v if k == "targets" else fold(k, v, samples, frames) for k, v in given.items()}
+            numbers = numbers.repeat(frames)
         size, chosen, moved = (images.shape[1], images.shape[2]), None, None
         if any(given[name] is not None for name in ("masks", "boxes", "keypoints")):
             from gpuaug.augment.given_targets import augment_targets  # not needed without targets
@@ -287,9 +324,21 @@ class RecipeBase(ReadOnly):
             windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T, empty=size)
         views = [cut(images, each) for each in windows]
         made: Any = self.render(views, drawn, chosen=chosen, **output)
+        if clip:
+            made = [view.unflatten(0, (samples, frames)) for view in made]
         if moved is None:
             return made[0] if len(made) == 1 else made
         return (made[0], moved[0]) if len(made) == 1 else (made, moved)
+
+    def _of_cameras(
+        self, images: Mapping[str, Any], given: dict[str, Any], *, seed: int | None, indices: Any, **more: Any
+    ) -> dict[str, Any]:
+        """Apply the recipe to the images of each camera."""
+
+        def call(camera: str, batch: Tensor, **own: Any) -> Any:
+            return self.augment_rows(batch, rows=Rows(camera=camera), **own, **more)
+
+        return by_camera(images, call, given, seed=seed, indices=indices)
 
 
 class Augment(RecipeBase):
@@ -303,6 +352,10 @@ class Augment(RecipeBase):
         normalize: gpuaug.Normalize; None: pixels stay in 0..1.
         copies: number of views. Each view has its own random numbers.
         backend: ``fused`` (compiled kernels) or ``kornia`` (Kornia's modules, the reference).
+        same_on_frame: mapping of names of operations, or ``crop``, to what the frames of a clip share. True, the
+            default: all random numbers. False: none. ``field``: all but random fields, such as the noise of each pixel.
+        same_on_camera: mapping of names to whether the cameras of a sample share the random numbers; the entry
+            ``default`` is for all others. The default is False.
 
     >>> import torch, gpuaug, kornia.augmentation as K
     >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})
@@ -310,7 +363,17 @@ class Augment(RecipeBase):
     torch.Size([8, 3, 32, 32])
     """
 
-    _read_once = ("crop", "ops", "normalize", "copies", "backend", "prepared", "views")
+    _read_once = (
+        "crop",
+        "ops",
+        "normalize",
+        "copies",
+        "backend",
+        "same_on_frame",
+        "same_on_camera",
+        "prepared",
+        "views",
+    )
     cuda_is_wrong: bool | None = None  # True: CUDA's compiled kernels fail a check, so Kornia takes images on CUDA
 
     def __init__(
@@ -321,6 +384,8 @@ class Augment(RecipeBase):
         normalize: Normalize | None = None,
         copies: int = 1,
         backend: str = "fused",
+        same_on_frame: Mapping[str, Same] | None = None,
+        same_on_camera: Mapping[str, bool] | None = None,
     ) -> None:
         super().__init__()
         if crop is not None and not isinstance(crop, (*CROPS, Window)):
@@ -333,6 +398,10 @@ class Augment(RecipeBase):
         # the operations are not submodules, because `.to()` would convert Kornia's samplers
         self.prepared: tuple[Prepared, ...] = prepare_all(ops, path="augment.ops")
         check_place(self.prepared, normalize)
+        self.same_on_frame = check_frames(same_on_frame, self.prepared, key="augment.same_on_frame")
+        names = [op.name for op in self.prepared]
+        self.shared_by_cameras = check_cameras(same_on_camera, names, key="augment.same_on_camera")
+        self.same_on_camera = dict(same_on_camera or {})
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
@@ -353,8 +422,8 @@ class Augment(RecipeBase):
 
     def replace(self, **changes: Any) -> Augment:
         """Return a new recipe with ``changes`` of the settings, for example ``replace(normalize=None)``."""
-        kept = {name: getattr(self, name) for name in ("crop", "ops", "normalize", "copies", "backend")}
-        return Augment(**kept | changes)
+        names = ("crop", "ops", "normalize", "copies", "backend", "same_on_frame", "same_on_camera")
+        return Augment(**{name: getattr(self, name) for name in names} | changes)
 
     def settings(self) -> dict[str, Any]:
         """Crop, operations and normalization with their settings, as JSON."""
@@ -364,6 +433,7 @@ class Augment(RecipeBase):
             # a list, because the order matters
             "ops": [{"name": name, **settings(op)} for name, op in self.ops.items()],
             "normalize": None if normalize is None else normalize.values(),
+            **{name: value for name in ("same_on_frame", "same_on_camera") if (value := getattr(self, name))},
         }
 
     def extra_repr(self) -> str:
@@ -487,6 +557,4 @@ _INTEGERS = {
 }
 _AXES = {
     3: " For a single image, use `images[None]`.",
-    5: " For clips [B, T, 3, H, W], use `images.flatten(0, 1)`, and repeat each clip's number T times in `indices`: "
-    "then its frames have the same random numbers.",
 }

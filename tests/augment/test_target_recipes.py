@@ -157,7 +157,7 @@ def test_every_recipe_has_an_evaluation_counterpart() -> None:
     for name in TRAIN:
         train, counterpart = recipe(name), recipe(f"{name}_eval")
         assert not counterpart.ops
-        assert not sum(stream.count for stream in counterpart.streams)
+        assert not sum(stream.count for stream in counterpart.draws)
         assert repr(train.normalize) == repr(counterpart.normalize)
         assert train.crop.interpolation == counterpart.crop.interpolation == "bilinear"
 

@@ -126,7 +126,10 @@ class Part:
         if isinstance(compiled, ctypes.CDLL):
             tables = self.tables(chosen, size, x.device) + _weights(code, args)
             return _run_on_cpu(compiled, x, code, args, tables, ramps, output)
-        tables = self.tables(chosen, size, x.device, compiled.normal_field)
+        tables = [
+            (rows.ravel(), column, values.repeat_interleave(rows.shape[1], 0))
+            for rows, column, values in self.tables(chosen, size, x.device, compiled.normal_field)
+        ]
         scale, shift, dtype, channels_last = output
         program = upload(code, args, ramps, scale, shift, x.device)
         more = {"tables": tables, "formulas": self.formulas}
@@ -158,18 +161,20 @@ class Part:
     def tables(
         self, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
     ) -> list[Table]:
-        """Make tables for steps that need more numbers than ``args`` holds."""
+        """Tables of steps that need more numbers than ``args`` holds. Rows are [n, T]: T share a row of values."""
         tables = []
         for op, slot, alternatives, where, _ in self.columns or ():
             c = chosen[op]
             for alternative, steps in enumerate(alternatives):
                 if steps.table is None or not len(rows := np.flatnonzero(c.choice[:, slot] == alternative)):
                     continue
-                values = tensors(c.params[slot][alternative], rows)
+                first = rows[:: c.frames]  # frames of a clip share a row of the table
+                values = tensors(c.params[slot][alternative], first)
                 if c.keys is not None:
-                    key = to_device(torch.from_numpy(c.keys[rows]), device)
+                    key = to_device(torch.from_numpy(c.keys[first]), device)
                     values |= fields(self.ops[op].slots[slot][alternative], values, key, size, normal)
-                tables.append((rows, where.start, to_device(steps.table(values), device).contiguous()))
+                table = to_device(steps.table(values), device).contiguous()
+                tables.append((rows.reshape(len(first), -1), where.start, table))
         return tables
 
 
@@ -222,7 +227,7 @@ def _weights(code: NDArray[np.int32], args: Float) -> list[Table]:
         for group in groups(blurs[:, column], args[:, column]):
             sigma = torch.from_numpy(args[group.rows, column, 2:3])
             weights = torch.cat([get_gaussian_kernel1d(int(taps), sigma) for taps in group.static[:2]], dim=1)
-            tables.append((group.rows, column, weights.contiguous()))
+            tables.append((group.rows[:, None], column, weights.contiguous()))
     return tables
 
 
@@ -271,7 +276,7 @@ def _run_on_cpu(
     out = outputs.take((batch, 3, height, width), dtype, channels_last)
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
-        pointers[rows, column] = values.data_ptr() + np.arange(len(rows)) * (values[0].numel() * 4)
+        pointers[rows, column] = values.data_ptr() + np.arange(len(rows))[:, None] * (values[0].numel() * 4)
     # a thread costs about 50 us, so one thread is faster below 100,000 pixels
     threads = torch.get_num_threads() if batch * height * width >= 100_000 else 1
     job = _Job(
