@@ -1,0 +1,192 @@
+"""Batches that are on the device already: gpuaug beside the code of lerobot and stable-pretraining, and beside Kornia.
+
+    pip install --no-deps --target PEERS lerobot stable-pretraining
+    python bench/batches.py --peers PEERS --json batches.json         # CUDA if there is a device; else the CPU
+    python bench/batches.py --table batches.json --readme bench/README.md
+
+`lerobot` takes clips of two frames and applies three of its six operations. Its own code gets one clip at a time,
+because torchvision draws one value for all images of a call. `barlow` makes two views of a batch. All contestants of
+these two get floats in 0..1 and draw their own random values. `float`, `channels` and `uint16` compare ours with ours,
+for RGB in uint8, per image and channel. Contestants run in turns; a ratio is the median of the rounds' ratios. The
+differences are those from Kornia's operations with our random values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.augment import MEAN, PAUSE, STD, photographs
+from bench.peers_gpu import RECIPES, Case
+from bench.readme import add_arguments, processor, show
+
+Run = Callable[[int], Any]  # one batch, with this seed
+BANDS = 13  # of Sentinel-2
+
+
+def _module(peers: Path | None, file: str) -> ModuleType | None:
+    """A module of a peer, without the package's other dependencies."""
+    if peers is None:
+        return None
+    spec = importlib.util.spec_from_file_location(Path(file).stem + "_peer", peers / file)
+    assert spec is not None and spec.loader is not None, peers / file
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def lerobot_ops(module: Any = None) -> dict[str, Any]:
+    """lerobot's operations, src/lerobot/datasets/transforms.py, in Kornia's classes."""
+    import kornia.augmentation as K
+
+    return {
+        "brightness": K.ColorJitter(brightness=(0.8, 1.2), p=1.0),
+        "contrast": K.ColorJitter(contrast=(0.8, 1.2), p=1.0),
+        "saturation": K.ColorJitter(saturation=(0.5, 1.5), p=1.0),
+        "hue": K.ColorJitter(hue=(-0.05, 0.05), p=1.0),
+        "sharpness": K.RandomSharpness((0.5, 1.5), p=1.0),
+        "affine": K.RandomAffine(5.0, (0.05, 0.05), resample="nearest", p=1.0),
+    }
+
+
+def lerobot(batch: int, side: int, device: str, peers: Path | None) -> tuple[dict[str, Run], dict[str, float]]:
+    import kornia.augmentation as K
+
+    import gpuaug
+
+    clips = photographs(2 * batch, side).permute(0, 3, 1, 2).float().div(255).unflatten(0, (batch, 2)).to(device)
+    recipe = gpuaug.Augment(ops={"some": gpuaug.SomeOf(3, ops=lerobot_ops())})
+    video = K.VideoSequential(*lerobot_ops().values(), data_format="BTCHW", same_on_frame=True, random_apply=3)
+    runs: dict[str, Run] = {"ours": lambda seed: recipe(clips, seed=seed), "Kornia": lambda seed: video(clips)}
+    if (module := _module(peers, "lerobot/datasets/transforms.py")) is not None:
+        theirs = module.ImageTransforms(module.ImageTransformsConfig(enable=True, max_num_transforms=3))
+        runs["their own"] = lambda seed: torch.stack([theirs(clip) for clip in clips])
+    return runs, _difference(recipe, clips)
+
+
+def barlow(batch: int, side: int, device: str, peers: Path | None) -> tuple[dict[str, Run], dict[str, float]]:
+    case = Case(RECIPES["barlow_stacked"], batch, side, device)
+    (augment,) = case.augments
+    runs: dict[str, Run] = {"ours": lambda seed: augment(case.floats, seed=seed), "Kornia": case.kornia}
+    module: Any = _module(peers, "stable_pretraining/data/gpu_transforms.py")
+    if module is not None:
+        size = side * 7 // 8
+        theirs = module.StackedMultiView(
+            module.GPUCompose(
+                [
+                    module.GPURandomResizedCrop((size, size), scale=(0.08, 1.0)),
+                    module.GPURandomHorizontalFlip(p=0.5),
+                    module.GPUColorJitter(brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1, p=0.8),
+                    module.GPURandomGrayscale(p=0.2),
+                    module.GPUGaussianBlur(kernel_size=(23, 23), sigma=(0.1, 2.0), p=0.5),
+                    module.GPUNormalize(mean=MEAN, std=STD),
+                ]
+            ),
+            n_views=2,
+        )
+        runs["their own"] = lambda seed: theirs({"image": case.floats})
+    return runs, _difference(augment, case.floats)
+
+
+def _moving(size: int) -> Any:
+    """A recipe for any number of channels."""
+    import kornia.augmentation as K
+
+    import gpuaug
+
+    ops = {
+        "flip": K.RandomHorizontalFlip(p=0.5),
+        "affine": K.RandomAffine(15.0, (0.1, 0.1), p=0.5),
+        "brightness": K.RandomBrightness((0.8, 1.2), p=0.5),
+        "blur": K.RandomGaussianBlur(5, (0.5, 2.0), p=0.2),
+    }
+    return gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size), ops=ops)
+
+
+def _inputs(kind: str) -> Callable[..., tuple[dict[str, Run], dict[str, float]]]:
+    def make(batch: int, side: int, device: str, peers: Path | None) -> tuple[dict[str, Run], dict[str, float]]:
+        recipe = _moving(side * 7 // 8)
+        rgb = photographs(batch, side).permute(0, 3, 1, 2).contiguous().to(device)
+        if kind == "channels":
+            other = rgb[:, [k % 3 for k in range(BANDS)]].contiguous()
+        else:
+            other = rgb.float().div(255) if kind == "float" else rgb.to(torch.int32).mul(257).to(torch.uint16)
+        runs: dict[str, Run] = {"ours": lambda seed: recipe(other, seed=seed), "RGB": lambda seed: recipe(rgb, seed=seed)}
+        return runs, _difference(recipe, other)
+
+    return make
+
+
+CASES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, float]]]] = {
+    "lerobot": lerobot, "barlow": barlow, **{kind: _inputs(kind) for kind in ("float", "uint16", "channels")},
+}  # fmt: skip
+BATCHES = {"lerobot": (160, 32), "barlow": (64, 64), "float": (64, 32), "uint16": (64, 32), "channels": (64, 16)}  # CUDA, CPU
+
+
+def _difference(recipe: Any, images: torch.Tensor) -> dict[str, float]:
+    ours, reference = (each(images, seed=0) for each in (recipe, recipe.replace(backend="kornia")))
+    pairs = zip(ours, reference, strict=True) if isinstance(ours, list) else [(ours, reference)]
+    apart = torch.cat([(a - b).abs().flatten() for a, b in pairs])
+    return {"max": float(apart.max()), "mean": float(apart.mean())}
+
+
+def measure(name: str, batch: int, side: int, rounds: int, device: str, peers: Path | None) -> dict[str, Any]:
+    runs, difference = CASES[name](batch, side, device, peers)
+    # on the CPU, other work on the machine would lengthen the elapsed time
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    took: dict[str, list[float]] = {who: [] for who in runs}
+    with torch.no_grad():
+        for number in range(rounds + 1):  # the first round is not counted: it compiles
+            for who, run in runs.items():
+                time.sleep(PAUSE)
+                start = clock()
+                run(number)
+                if device != "cpu":
+                    torch.cuda.synchronize(device)
+                took[who].append(1e3 * (clock() - start))
+    scale = 3 / BANDS if name == "channels" else 1.0  # per channel
+    ratios = {
+        who: [scale * a / b if who == "RGB" else b / a for a, b in zip(took["ours"][1:], took[who][1:], strict=True)]
+        for who in runs
+        if who != "ours"
+    }
+    return {
+        "case": name, "batch": batch, "side": side, "difference": difference, "ratios": ratios,
+        "ms": {who: statistics.median(found[1:]) for who, found in took.items()},
+    }  # fmt: skip
+
+
+def table(report: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [
+        f"{report['processor']}, {report['threads']} threads, device {report['device']}, {report['date']}, load "
+        f"{report['load']:.1f}; {versions}. Milliseconds per batch"
+        f"{' (processor time of all threads)' if report['device'] == 'cpu' else ''}.",
+        "",
+        "| case | B | ms | ratio (all rounds) | difference |",
+        "|" + "---|" * 5,
+    ]
+    for r in report["results"]:
+        took = ", ".join(f"{who} {ms:.1f}" for who, ms in r["ms"].items())
+        ratios = "; ".join(
+            f"{'speed of RGB / ours per channel' if who == 'RGB' else f'{who} / ours'} "
+            f"{1 / statistics.median(found) if who == 'RGB' else statistics.median(found):.2f}"
+            for who, found in r["ratios"].items()
+        )
+        apart = f"{r['difference']['max']:.1e} (mean {r['difference']['mean']:.0e})"
+        lines.append(f"| {r['case']} | {r['batch']} | {took} | {ratios} | {apart} |")
+    return "\n".join(lines)
