@@ -290,7 +290,15 @@ class RecipeBase(ReadOnly):
         rows: Rows = IMAGES,
         **output: Any,
     ) -> Any:
-        """Do what :meth:`forward` does, for the images of one camera. ``given``: the targets; ``rows``: the camera."""
+        """Do what :meth:`forward` does, for the images of one camera.
+
+        Args:
+            images: images or clips.
+            given: the arguments ``masks``, ``boxes``, ``labels``, ``keypoints`` and ``targets`` of ``forward``.
+            seed, epoch, indices: as in ``forward``.
+            rows: the camera.
+            output: ``dtype`` and ``memory_format``, as in ``forward``.
+        """
         self.check_unchanged()
         output = {name: checks.torch_constant(name, value) for name, value in output.items()}
         clip = isinstance(images, Tensor) and images.dim() == 5
