@@ -14,7 +14,7 @@ from gpuaug.errors import printable
 Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-Interpolation = Literal["bilinear", "bicubic"]
+Interpolation = Literal["nearest", "bilinear", "bicubic"]  # `nearest` only for batches of tensors
 Fill = int | tuple[int, int, int]  # 0..255, the same for all channels or (red, green, blue)
 
 
@@ -186,7 +186,7 @@ class CropWindows:
         offset: [B, 2], (y, x) of the resized window's top left corner on the canvas. Pixels outside the canvas are cut
             off.
         size: (H, W) of the canvas, and of the view.
-        interpolation: ``bilinear`` or ``bicubic``, with antialiasing.
+        interpolation: ``nearest``; or ``bilinear`` or ``bicubic``, with antialiasing.
         fill: value of canvas pixels that the resized window does not cover.
     """
 

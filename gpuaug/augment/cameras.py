@@ -70,6 +70,9 @@ class Cameras(ReadOnly):
         seed: int | None = None,
         epoch: int = 0,
         indices: Any = None,
+        layout: Any = None,
+        white: Any = None,
+        nan: Any = "refuse",
         dtype: str | torch.dtype = torch.float32,
         memory_format: str | torch.memory_format = torch.contiguous_format,
     ) -> dict[str, Any]:
@@ -81,6 +84,7 @@ class Cameras(ReadOnly):
             seed: any integer, for all cameras.
             epoch: number of the epoch.
             indices: [B], sample numbers.
+            layout, white, nan: for all cameras, or mappings of cameras.
             dtype: of the results.
             memory_format: of the results.
 
@@ -91,6 +95,7 @@ class Cameras(ReadOnly):
             found = list(images) if isinstance(images, Mapping) else type(images).__name__
             raise ConfigError(f"`images` must have names of {', '.join(self.cameras)} as keys. Found: {found}.")
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
+        each = {"layout": layout, "white": white, "nan": nan}
         output: dict[str, Any] = {"epoch": epoch, "dtype": dtype, "memory_format": memory_format}
 
         def call(camera: str, batch: Tensor, **own: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Crops and resizes decoded images, for recipes that are called with a batch of tensors."""
+"""Crops and resizes images of any type, for recipes that are called with a batch of tensors."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpuaug.augment.crop import LARGEST_VIEW
+from gpuaug.augment.fused.backend import cut_on_cpu
+from gpuaug.augment.reference import unit
 from gpuaug.batch import CropWindows
 from gpuaug.decode import resize
 from gpuaug.errors import ConfigError
 from gpuaug.native.buffers import outputs, to_device
+from gpuaug.random.keyed import Float
 
 CHUNK_BYTES = 256 << 20  # largest float32 copy of images; `resample` has up to three at a time
 
 
-def cut(images: Tensor, windows: CropWindows) -> Tensor:
-    """Crop and resize uint8 images [B, H, W, 3] to uint8 [B, h, w, 3], as the decoder does on the CPU."""
+def cut(images: Tensor, windows: CropWindows, white: float) -> tuple[Tensor, float]:
+    """Crop and resize images [B, H, W, C]. Also returns the value that is white in the result [B, h, w, C].
+
+    RGB images of uint8 stay uint8, as the decoder makes them on the CPU. Others become float32, where 1 is white.
+    """
     H, W = windows.size
     placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
-        return images
+        return images, white
     pixels = windows.resized.prod(axis=1, dtype=np.int64)
     if pixels.max(initial=0) > LARGEST_VIEW:  # torch resizes the whole window before it is cut
         height, width = windows.resized[pixels.argmax()].tolist()
@@ -32,8 +38,15 @@ def cut(images: Tensor, windows: CropWindows) -> Tensor:
             f"`augment.crop` must resize images to at most {LARGEST_VIEW} pixels. Found: image {pixels.argmax()} of "
             f"{images.shape[1]}x{images.shape[2]} becomes {height}x{width}. Leave out thin images or change the crop."
         )
-    if images.device.type != "cpu":
-        return resample(images, windows)
+    levels = images.dtype == torch.uint8 and images.shape[3] == 3 and white == 255 and windows.interpolation != "nearest"
+    if levels and images.device.type != "cpu":
+        return resample(images, windows), white
+    if not levels:
+        fill = np.resize(np.asarray(windows.fill, dtype=np.float32) / 255, images.shape[3])
+        made = cut_on_cpu(images, windows, white, fill) if images.device.type == "cpu" else None
+        if made is not None:
+            return made.permute(0, 2, 3, 1), 1.0
+        return resample(unit(images, white).permute(0, 2, 3, 1), windows, fill), 1.0
     out = outputs.take((len(images), H, W, 3), torch.uint8, channels_last=False)
     boxes = zip(images.numpy(), windows.window.tolist(), strict=True)
     parts = [image[top : top + height, left : left + width] for image, (top, left, height, width) in boxes]
@@ -45,11 +58,13 @@ def cut(images: Tensor, windows: CropWindows) -> Tensor:
             list(pool.map(work, rows))  # raises the first error
 
     resize.views(parts, windows, out.numpy(), np.arange(len(images)), threads=threads, each=each)
-    return out
+    return out, white
 
 
-def resample(images: Tensor, windows: CropWindows) -> Tensor:
+def resample(images: Tensor, windows: CropWindows, fill: Float | None = None) -> Tensor:
     """Do what :func:`cut` does, on any device, with a few calls for the whole batch.
+
+    ``fill``: None for uint8 images; else [C], and images are float32, which are not rounded.
 
     Weights and rounding are those of resize.cpp. With random windows, 8 of 5 million levels differ, by 1: sums have
     only the 24 bits of float32, and the precision of weights depends on those inside the canvas. Memory bandwidth
@@ -58,20 +73,23 @@ def resample(images: Tensor, windows: CropWindows) -> Tensor:
     """
     (height, width), (H, W) = images.shape[1:3], windows.size
     step = max(1, CHUNK_BYTES // (12 * max(height, H) * max(width, W)))
-    fill = to_device(torch.tensor(windows.fill, dtype=torch.uint8, device="cpu"), images.device)
-    out = fill.new_empty((len(images), H, W, 3))
+    levels, color = fill is None, windows.fill if fill is None else fill
+    outside = to_device(torch.as_tensor(color, dtype=images.dtype, device="cpu"), images.device)
+    out = images.new_empty((len(images), H, W, images.shape[3]))
     for first in range(0, len(images), step):
         chunk = windows.take(np.arange(first, min(first + step, len(images))))
-        in_x, *columns = _neighbours(chunk, 1, images.device)
-        in_y, *rows = _neighbours(chunk, 0, images.device)
+        in_x, *columns = _neighbours(chunk, 1, images.device, levels)
+        in_y, *rows = _neighbours(chunk, 0, images.device, levels)
         part = images[first : first + step].transpose(1, 2)
-        x = _weighted(part.to(torch.float32, memory_format=torch.contiguous_format), *columns)
-        x = _weighted(x.transpose(1, 2), *rows).to(torch.uint8)
-        out[first : first + step] = torch.where(in_y[..., None] & in_x[:, None], x, fill)
+        x = _weighted(part.to(torch.float32, memory_format=torch.contiguous_format), *columns, levels)
+        x = _weighted(x.transpose(1, 2), *rows, levels).to(images.dtype)
+        out[first : first + step] = torch.where(in_y[..., None] & in_x[:, None], x, outside)
     return out
 
 
-def _neighbours(windows: CropWindows, axis: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _neighbours(
+    windows: CropWindows, axis: int, device: torch.device, levels: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The pixels of the image that each row (axis 0) or column (axis 1) of the canvas takes, as `Axis` of resize.cpp.
 
     Returns whether the window covers it, bool [B, n, 1]; the pixels, int64 [B, n, taps]; weights, float32 [B, n, taps].
@@ -85,6 +103,9 @@ def _neighbours(windows: CropWindows, axis: int, device: torch.device) -> tuple[
     center = (i.clamp(min=0).minimum(to - 1) + 0.5) * scale
     scale = scale.clamp(min=1)
     reach = scale * (1 + cubic)
+    if windows.interpolation == "nearest":
+        at = (first + center.trunc().minimum(length - 1)).long()
+        return (i >= 0) & (i < to), at, torch.ones(at.shape, dtype=torch.float32, device=device)
     k = (center - reach + 0.5).trunc().clamp(min=0) + torch.arange(taps, device=device)
     x = ((k - center + 0.5) / scale).abs()
     weights = (1 - x).clamp(min=0)
@@ -93,13 +114,15 @@ def _neighbours(windows: CropWindows, axis: int, device: torch.device) -> tuple[
         weights = torch.where(x < 1, (1.5 * x - 2.5) * x * x + 1, torch.where(x < 2, far, 0))
     weights = weights * (k < (center + reach + 0.5).trunc().minimum(length))
     weights = weights / weights.sum(2, keepdim=True)
+    if not levels:
+        return (i >= 0) & (i < to), (first + k.minimum(length - 1)).long(), weights.float()
     bits = (32767.5 / weights.amax((1, 2), keepdim=True)).log2().ceil().clamp(1, 23) - 1  # the weights fill 15 bits
     weights = (weights.abs().ldexp(bits) + 0.5).floor().ldexp(-bits).copysign(weights)
     return (i >= 0) & (i < to), (first + k.minimum(length - 1)).long(), weights.float()
 
 
-def _weighted(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sums of ``x``, float32 [B, n, ...], along its second axis, rounded to levels: [B, count, ...].
+def _weighted(x: Tensor, index: Tensor, weights: Tensor, levels: bool) -> Tensor:
+    """The weighted sums of ``x``, float32 [B, n, ...], along its second axis: [B, count, ...]. ``levels``: rounded.
 
     ``embedding_bag`` is one kernel on CUDA. A matrix product would read all rows, and could use TF32.
     """
@@ -107,4 +130,4 @@ def _weighted(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     index = index + torch.arange(batch, device=x.device)[:, None, None] * n
     flat = index.flatten(0, 1), x.reshape(batch * n, -1)
     y = F.embedding_bag(*flat, per_sample_weights=weights.flatten(0, 1), mode="sum")
-    return y.add_(0.5).floor_().clamp_(0, 255).view(batch, -1, *x.shape[2:])
+    return (y.add_(0.5).floor_().clamp_(0, 255) if levels else y).view(batch, -1, *x.shape[2:])

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from gpuaug import checks
 from gpuaug.augment.crop import CROPS, Window
 from gpuaug.augment.cut import cut
+from gpuaug.augment.domains import check as check_domains
 from gpuaug.augment.fingerprint import differences, settings
 from gpuaug.augment.fused.backend import FusedBackend
+from gpuaug.augment.inputs import pixels, same_type
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.erasing import check_place
 from gpuaug.augment.parameters import Chosen, Prepared, Size
@@ -201,19 +203,21 @@ class RecipeBase(ReadOnly):
         drawn: Drawn,
         *,
         chosen: Sequence[Sequence[Chosen]] | None = None,
+        white: Sequence[float | None] | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> list[Tensor]:
-        """Augment cropped uint8 images [B, H, W, 3], one tensor per view. Returns [B, 3, H, W] of ``dtype`` per view.
+        """Augment cropped images [B, H, W, C], one tensor per view. Returns [B, C, H, W] of ``dtype`` per view.
 
         ``drawn``: the batch's random numbers. ``chosen``: the result of :meth:`choose`; None: computed here.
+        ``white``: for each view, the images' value that becomes 1; None: 255 for uint8, 65535 for uint16, 1 for floats.
         ``memory_format``: of the result.
         """
         if chosen is None:
             chosen = self.choose(drawn, [(x.shape[1], x.shape[2]) for x in images])
         return [
-            view.augment.run(x, choices, dtype=dtype, memory_format=memory_format)
-            for x, view, choices in zip(images, self.views, chosen, strict=True)
+            view.augment.run(x, choices, white=w, dtype=dtype, memory_format=memory_format)
+            for x, view, choices, w in zip(images, self.views, chosen, white or [None] * len(images), strict=True)
         ]
 
     def choose(self, drawn: Drawn, sizes: Sequence[Size]) -> list[list[Chosen]]:
@@ -244,14 +248,17 @@ class RecipeBase(ReadOnly):
         seed: int | None = None,
         epoch: int = 0,
         indices: Int | Tensor | Sequence[int] | None = None,
+        layout: Any = None,
+        white: Any = None,
+        nan: Any = "refuse",
         dtype: str | torch.dtype = torch.float32,
         memory_format: str | torch.memory_format = torch.contiguous_format,
     ) -> Any:
-        """Apply the whole recipe, including the crop, to a decoded batch.
+        """Apply the whole recipe, including the crop, to a batch that is already on the device.
 
         Args:
-            images: uint8 [B, 3, H, W] or [B, H, W, 3]. Clips are [B, T, 3, H, W] or [B, T, H, W, 3]. With several
-                cameras, a mapping of their names to images or clips of the same B samples.
+            images: uint8, uint16, float16, bfloat16 or float32 [B, C, H, W]; clips are [B, T, C, H, W]. uint8 may also
+                be [B, H, W, 3]. With several cameras, a mapping of their names to images or clips of the same samples.
             masks: integers [B, H, W], one class number per pixel.
             boxes: for each image [n, 4], (x1, y1, x2, y2) in pixels.
             labels: for each image [n], class numbers of the objects; None: 0 for all objects.
@@ -262,22 +269,30 @@ class RecipeBase(ReadOnly):
             epoch: number of the epoch.
             indices: [B], sample numbers; one for all frames and cameras. None: 0 .. B-1, so calls with the same
                 ``seed`` give the same result.
-            dtype: float32, bfloat16 or float16, as a string or torch's constant.
+            layout: ``channels_first`` or ``channels_last``, the order of the images' axes; None: channels_first, but
+                channels_last for uint8 whose last axis has size 3.
+            white: value of the images that becomes 1; None: 255 for uint8, 65535 for uint16, 1 for floats.
+            nan: for values that are NaN or infinite: ``refuse`` or ``zero``. On CUDA, ``refuse`` waits for the device.
+            dtype: float32, bfloat16 or float16, as a string or torch's constant; ``same``: the images' type, with
+                their white, for recipes without ``normalize``.
             memory_format: contiguous_format or channels_last, as a string or torch's constant.
 
         Returns:
-            [B, 3, h, w], or a list of such tensors if the recipe has several views. With masks, boxes or keypoints:
+            [B, C, h, w], or a list of such tensors if the recipe has several views. With masks, boxes or keypoints:
             ``(images, targets)``, where ``targets`` is a :class:`~gpuaug.BatchTargets`, or a list of them. Of clips:
-            [B, T, 3, h, w], and targets of B * T images, frame t of clip b at b * T + t. Of cameras: a dictionary.
+            [B, T, C, h, w], and targets of B * T images, frame t of clip b at b * T + t. Of cameras: a dictionary.
 
         Raises:
             ReadOnlyError: settings were changed after the recipe was created.
+            ConfigError: an operation cannot take such images, or an argument is wrong.
         """
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
         call: Any = self._of_cameras if isinstance(images, Mapping) else self.augment_rows
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy code and gpuaug's kernels
             call = torch.compiler.disable(call)
-        return call(images, given, seed=seed, epoch=epoch, indices=indices, dtype=dtype, memory_format=memory_format)
+        reading = {"layout": layout, "white": white, "nan": nan}
+        output = {"dtype": dtype, "memory_format": memory_format}
+        return call(images, given, seed=seed, epoch=epoch, indices=indices, **reading, **output)
 
     def augment_rows(
         self,
@@ -287,6 +302,9 @@ class RecipeBase(ReadOnly):
         seed: int | None,
         epoch: int,
         indices: Any,
+        layout: str | None,
+        white: float | None,
+        nan: str,
         rows: Rows = IMAGES,
         **output: Any,
     ) -> Any:
@@ -295,15 +313,17 @@ class RecipeBase(ReadOnly):
         Args:
             images: images or clips.
             given: the arguments ``masks``, ``boxes``, ``labels``, ``keypoints`` and ``targets`` of ``forward``.
-            seed, epoch, indices: as in ``forward``.
+            seed, epoch, indices, layout, white, nan: as in ``forward``.
             rows: the camera.
             output: ``dtype`` and ``memory_format``, as in ``forward``.
         """
         self.check_unchanged()
-        output = {name: checks.torch_constant(name, value) for name, value in output.items()}
-        clip = isinstance(images, Tensor) and images.dim() == 5
-        samples, frames = images.shape[:2] if clip else (len(images), 1)
-        images = _channels_last(images.flatten(0, 1) if clip else images)
+        images, white, clip = pixels(images, layout=layout, white=white, nan=nan)
+        self._check_images(images, same=output["dtype"] == "same")
+        back = partial(same_type, dtype=images.dtype, white=white) if output["dtype"] == "same" else None
+        output = {name: checks.torch_constant(name, value) for name, value in output.items() if value != "same"}
+        frames = 1 if clip is None else clip
+        samples = len(images) // frames
         checks.whole_number("seed", int(seed) if isinstance(seed, np.integer) else seed, None, optional=True)
         if indices is None:
             indices = range(samples)
@@ -311,11 +331,11 @@ class RecipeBase(ReadOnly):
         numbers = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
         if numbers.shape != (samples,) or (numbers.size and numbers.dtype.kind not in "iu"):
             raise ConfigError(
-                f"`indices` must be {samples} whole numbers, one per {'clip' if clip else 'image'}. "
+                f"`indices` must be {samples} whole numbers, one per {'image' if clip is None else 'clip'}. "
                 f"Found: {numbers.dtype} {list(numbers.shape)}."
             )
         drawn = self.draw(seed=seed or 0, epoch=epoch, indices=numbers, rows=replace(rows, frames=frames))
-        if clip:
+        if clip is not None:
             given = {k: v if k == "targets" else fold(k, v, samples, frames) for k, v in given.items()}
             numbers = numbers.repeat(frames)
         size, chosen, moved = (images.shape[1], images.shape[2]), None, None
@@ -330,9 +350,11 @@ class RecipeBase(ReadOnly):
                 if given[name] is not None:
                     raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give one, too.")
             windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T, empty=size)
-        views = [cut(images, each) for each in windows]
-        made: Any = self.render(views, drawn, chosen=chosen, **output)
-        if clip:
+        views, whites = zip(*(cut(images, each, white) for each in windows), strict=True)
+        made: Any = self.render(views, drawn, chosen=chosen, white=whites, **output)
+        if back is not None:
+            made = [back(view) for view in made]
+        if clip is not None:
             made = [view.unflatten(0, (samples, frames)) for view in made]
         if moved is None:
             return made[0] if len(made) == 1 else made
@@ -347,6 +369,23 @@ class RecipeBase(ReadOnly):
             return self.augment_rows(batch, rows=Rows(camera=camera), **own, **more)
 
         return by_camera(images, call, given, seed=seed, indices=indices)
+
+    def _check_images(self, images: Tensor, *, same: bool) -> None:
+        """Raise ConfigError if an operation or the normalization cannot take ``images`` [B, H, W, C]."""
+        channels = images.shape[3]
+        for view in (view for view in self.views if view.copy == 0):
+            key, normalize = f"augment.views.{view.name}" if view.name else "augment", view.augment.normalize
+            check_domains(view.augment.prepared, channels=channels, deep=images.dtype == torch.uint16, key=f"{key}.ops")
+            if normalize is not None and len(normalize.mean) not in (1, channels):
+                raise ConfigError(
+                    f"`{key}.normalize` must have values for {channels} channels, as the images. "
+                    f"Found: {len(normalize.mean)}."
+                )
+            if normalize is not None and same:
+                raise ConfigError(
+                    f"`{key}.normalize` must be null with dtype='same', because normalized values do not fit into "
+                    f"{images.dtype}. Found: {normalize}."
+                )
 
 
 class Augment(RecipeBase):
@@ -450,9 +489,9 @@ class Augment(RecipeBase):
         return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
-        """Augment cropped ``images``, uint8 [B, H, W, 3], of one view. Returns [B, 3, H, W].
+        """Augment cropped ``images`` [B, H, W, C] of one view. Returns [B, C, H, W].
 
-        ``chosen`` holds the choices of every operation; ``output`` holds ``dtype`` and ``memory_format``.
+        ``chosen`` holds the choices of every operation; ``output`` holds ``white``, ``dtype`` and ``memory_format``.
         """
         if images.is_cuda and self.cuda_is_wrong is None:
             self.cuda_is_wrong = verdict("fused_cuda") is False
@@ -530,39 +569,3 @@ def _whole_images(heights: Int, widths: Int, empty: Size) -> CropWindows:
     zero = np.zeros_like(sizes)
     return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
 
-
-def _channels_last(images: Any) -> Tensor:
-    wanted = "`images` must be a uint8 tensor [B, 3, H, W] or [B, H, W, 3]"
-    if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.dim() != 4:
-        given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise ConfigError(f"{wanted}. Found: {given}.{_conversion(images)}")
-    first, last = images.shape[1] == 3, images.shape[3] == 3
-    if first == last or (len(images) and not images.numel()):
-        raise ConfigError(f"{wanted}, with one axis of size 3 and without empty axes. Found: {list(images.shape)}.")
-    if images.is_meta:
-        raise ConfigError("`images` must be on a device that stores pixels, such as cpu or cuda. Found: meta.")
-    return images.permute(0, 2, 3, 1) if first else images
-
-
-def _conversion(images: Any) -> str:
-    """Sentences that say how to convert ``images`` to a uint8 batch."""
-    if not isinstance(images, Tensor):
-        return (
-            " Convert an array by `torch.from_numpy(images)`, and a list of tensors of one size by "
-            "`torch.stack(images)`. A gpuaug.Loader reads files of any size."
-        )
-    if images.is_floating_point():
-        dtype = " If pixels are in 0..1, use `images.mul(255).round().to(torch.uint8)`. Normalize later."
-    else:
-        dtype = _INTEGERS.get(images.dtype, " If pixels are in 0..255, use `images.to(torch.uint8)`.")
-    return dtype + _AXES.get(images.dim(), "")
-
-
-_INTEGERS = {
-    torch.uint8: "",
-    torch.uint16: " If pixels are in 0..65535, use `images.float().div(257).round().to(torch.uint8)`.",
-    torch.bool: " If True is white, use `images.to(torch.uint8).mul(255)`.",
-}
-_AXES = {
-    3: " For a single image, use `images[None]`.",
-}

@@ -44,11 +44,15 @@ class ReferenceBackend:
         *,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
+        white: float | None = None,
     ) -> Tensor:
-        """Map uint8 [B, H, W, 3] to [B, 3, H, W]. ``chosen``: the choices of each operation."""
+        """Map [B, H, W, C] of a type in :data:`WHITE` to [B, C, H, W], in new memory.
+
+        ``chosen``: the choices of each operation; ``white``: value that becomes 1; None: that of the type.
+        """
         # the caller's autocast would run matrix products and convolutions in half precision
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-            x = unit(images)
+            x = unit(images, white)
             if len(x):
                 for op, c in zip(self.ops, chosen, strict=True):
                     x = apply(x, op, c)
@@ -57,18 +61,23 @@ class ReferenceBackend:
             return x.to(dtype=dtype, memory_format=memory_format)
 
 
+# the types of images, with the value that is white
+WHITE = {torch.uint8: 255.0, torch.uint16: 65535.0, torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 1.0}
+
+
 def size_of(x: Tensor) -> Size:
-    """(H, W) of uint8 [B, H, W, 3] or float32 [B, 3, H, W]. Raises TypeError for others: kernels would misread them."""
-    axis = {torch.uint8: 3, torch.float32: 1}.get(x.dtype)
-    if axis is None or x.dim() != 4 or x.shape[axis] != 3:
-        raise TypeError(f"expected uint8 [B, H, W, 3] or float32 [B, 3, H, W], but got {x.dtype} {list(x.shape)}")
-    return (x.shape[1], x.shape[2]) if axis == 3 else (x.shape[2], x.shape[3])
+    """(H, W) of [B, H, W, C]. Raises TypeError for other types and shapes, because kernels would misread them."""
+    if x.dtype not in WHITE or x.dim() != 4:
+        raise TypeError(f"expected [B, H, W, C] of {', '.join(map(str, WHITE))}, but got {x.dtype} {list(x.shape)}")
+    return x.shape[1], x.shape[2]
 
 
-def unit(images: Tensor) -> Tensor:
-    """Copy uint8 [B, H, W, 3] to a new, contiguous float32 tensor [B, 3, H, W] in 0..1."""
-    x = torch.empty((len(images), 3, *images.shape[1:3]), dtype=torch.float32, device=images.device)
-    return x.copy_(images.permute(0, 3, 1, 2)).div_(255)
+def unit(images: Tensor, white: float | None = None) -> Tensor:
+    """Copy [B, H, W, C] to a new, contiguous float32 tensor [B, C, H, W], where ``white`` (None: the type's) is 1."""
+    shape = len(images), images.shape[3], *images.shape[1:3]
+    x = torch.empty(shape, dtype=torch.float32, device=images.device).copy_(images.permute(0, 3, 1, 2))
+    white = WHITE[images.dtype] if white is None else white
+    return x if white == 1 else x.div_(white)
 
 
 def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
@@ -158,7 +167,7 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
     values = _values(params, rows=group)
     if keys is not None:
         key, size = to_device(torch.from_numpy(keys[group]), x.device), (x.shape[2], x.shape[3])
-        values |= fields(module, values, key, size)
+        values |= fields(module, values, key, size, channels=x.shape[1])
     at = to_device(torch.from_numpy(group), x.device)
     y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some modules return another dtype
     forget(module)

@@ -15,8 +15,8 @@ import logging
 import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from gpuaug.augment.ops.codes import ARGS, Code, as_cpp
 from gpuaug.augment.ops.geometry import finish_warps, warp_ramps
 from gpuaug.augment.parameters import Chosen, Normal, Prepared, Size, Steps, tensors
 from gpuaug.augment.policy import entry_of, fields
+from gpuaug.batch import CropWindows, Interpolation
 from gpuaug.native import build
 from gpuaug.native.buffers import outputs, to_device
 from gpuaug.random.keyed import Float, normal_field
@@ -37,7 +38,12 @@ from gpuaug.random.keyed import Float, normal_field
 logger = logging.getLogger("gpuaug")
 
 _Output = tuple[Any, Any, torch.dtype, bool]  # scale, shift (per channel: x * scale + shift), dtype, channels last
-_BETWEEN: _Output = (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), torch.float32, False
+_BETWEEN: _Output = (1.0,), (0.0,), torch.float32, False
+# With other numbers of channels than three, the Triton kernels run only these steps. They treat all channels alike.
+_ANY_CHANNEL = frozenset(
+    (Code.NONE, Code.HFLIP, Code.VFLIP, Code.MULTIPLY, Code.ADD, Code.SOLARIZE, Code.POSTERIZE, Code.INVERT, Code.GAMMA,
+     Code.ERASE, Code.BLUR, Code.WARP)
+)  # fmt: skip
 
 
 class FusedBackend:
@@ -55,35 +61,56 @@ class FusedBackend:
         *,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
+        white: float | None = None,
     ) -> Tensor:
-        """Map uint8 [B, H, W, 3] to [B, 3, H, W]. Only the final float32 result is cast."""
+        """Map [B, H, W, C] of a type in :data:`~gpuaug.augment.reference.WHITE` to [B, C, H, W], in new memory.
+
+        Only the final float32 result is cast. ``white``: value of the images that becomes 1; None: that of their type.
+        """
         reference.size_of(images)
         compiled = (library() if images.device.type == "cpu" else None) or _triton_kernels(images.device)
         if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
             device = torch.cuda.device(images.device) if images.is_cuda else nullcontext()
+            parts = self._parts
+            if images.is_cuda and images.shape[3] != 3:
+                parts = self._parts_of_any_channel
             try:
                 with torch.no_grad(), torch.autocast(images.device.type, enabled=False), device:
                     x = images
-                    for part in self._parts:
-                        output = last if part is self._parts[-1] else _BETWEEN
-                        if output == _BETWEEN and not part.numbers and x.dtype == torch.float32:
-                            continue  # no operation, normalization or cast is left
-                        x = self._run(x, part, chosen, compiled, output)
-                    return x
+                    for part in parts:
+                        output = last if part is parts[-1] else _BETWEEN
+                        if output == _BETWEEN and not part.numbers and x is not images:
+                            break  # no operation, normalization or cast is left
+                        x = self._run(x, part, chosen, compiled, output, white if x is images else 1.0)
+                        x = x.permute(0, 2, 3, 1)
+                    return x.permute(0, 3, 1, 2)
             except CannotRunError as error:
                 _without_triton(str(error))
-        return self._reference(images, chosen, dtype=dtype, memory_format=memory_format)
+        return self._reference(images, chosen, dtype=dtype, memory_format=memory_format, white=white)
 
-    def _run(self, x: Tensor, part: Part, chosen: Sequence[Chosen], compiled: Any, output: _Output) -> Tensor:
+    @cached_property
+    def _parts_of_any_channel(self) -> list[Part]:
+        return _parts(self._reference.ops, _ANY_CHANNEL)
+
+    def _run(
+        self,
+        x: Tensor,
+        part: Part,
+        chosen: Sequence[Chosen],
+        compiled: Any,
+        output: _Output,
+        white: float | None = None,
+    ) -> Tensor:
+        """Run a part on [B, H, W, C]. Returns [B, C, H, W]."""
         own = [chosen[number] for number in part.numbers]
         if part.columns is not None and not part.chains:
-            return part.run(x, own, compiled, output)
+            return part.run(x, own, compiled, output, white)
         op = self._reference.ops[part.numbers[0]]
-        x = reference.unit(x) if x.dtype == torch.uint8 else x
+        y = reference.unit(x, white)
         if part.columns is None:
-            return reference.apply(x, op, own[0])
-        return mixed(x, op, own[0], lambda x, chain: part.run(x, [chain], compiled, _BETWEEN))
+            return reference.apply(y, op, own[0])
+        return mixed(y, op, own[0], lambda y, chain: part.run(y.permute(0, 2, 3, 1), [chain], compiled, _BETWEEN))
 
 
 class Part:
@@ -118,22 +145,25 @@ class Part:
                 start, self.width = self.width, self.width + codes.shape[1]
                 self.columns.append((op, slot, alternatives, slice(start, self.width), codes))
 
-    def run(self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output) -> Tensor:
-        """Run the program on uint8 [B, H, W, 3] or float32 [B, 3, H, W]. ``compiled``: cpu.cpp or Triton's kernels."""
-        size = reference.size_of(x)
+    def run(
+        self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output, white: float | None = None
+    ) -> Tensor:
+        """Run the program on [B, H, W, C]. ``compiled``: cpu.cpp or Triton's kernels."""
+        size, channels = reference.size_of(x), x.shape[3]
         code, args = self.program(chosen, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
         if isinstance(compiled, ctypes.CDLL):
-            tables = self.tables(chosen, size, x.device) + _weights(code, args)
-            return _run_on_cpu(compiled, x, code, args, tables, ramps, output)
-        tables = [
-            (rows.ravel(), column, values.repeat_interleave(rows.shape[1], 0))
-            for rows, column, values in self.tables(chosen, size, x.device, compiled.normal_field)
-        ]
+            tables = self.tables(chosen, size, x.device, channels=channels) + _weights(code, args)
+            return _run_on_cpu(compiled, x, white, code, args, tables, ramps, output)
         scale, shift, dtype, channels_last = output
+        if channels != 3:
+            return _groups_of_three(compiled, reference.unit(x, white), code, args, ramps, output, self.formulas)
+        kernel = x.dtype == torch.uint8 and white in (None, reference.WHITE[x.dtype])
+        y = x if kernel else reference.unit(x, white)
+        tables = self.tables(chosen, size, x.device, compiled.normal_field)
         program = upload(code, args, ramps, scale, shift, x.device)
         more = {"tables": tables, "formulas": self.formulas}
-        return compiled.launch(x, program, dtype=dtype, channels_last=channels_last, **more)
+        return compiled.launch(y, program, dtype=dtype, channels_last=channels_last, **more)
 
     def program(self, chosen: list[Chosen], size: Size, batch: int) -> tuple[NDArray[np.int32], Float]:
         """Return ``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS]; code 0 is no step."""
@@ -159,9 +189,9 @@ class Part:
         return code, args
 
     def tables(
-        self, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field
+        self, chosen: list[Chosen], size: Size, device: torch.device, normal: Normal = normal_field, channels: int = 3
     ) -> list[Table]:
-        """Tables of steps that need more numbers than ``args`` holds. Rows are [n, T]: T share a row of values."""
+        """Make tables for steps that need more numbers than ``args`` holds."""
         tables = []
         for op, slot, alternatives, where, _ in self.columns or ():
             c = chosen[op]
@@ -172,15 +202,18 @@ class Part:
                 values = tensors(c.params[slot][alternative], first)
                 if c.keys is not None:
                     key = to_device(torch.from_numpy(c.keys[first]), device)
-                    values |= fields(self.ops[op].slots[slot][alternative], values, key, size, normal)
+                    values |= fields(self.ops[op].slots[slot][alternative], values, key, size, normal, channels)
                 table = to_device(steps.table(values), device).contiguous()
                 tables.append((rows.reshape(len(first), -1), where.start, table))
         return tables
 
 
-def _parts(ops: tuple[Prepared, ...]) -> list[Part]:
-    """Split the operations into parts. The last part is always a fused one, because it also normalises and casts."""
-    slots = [_slots(one_chain(op) if op.chains else op) for op in ops]
+def _parts(ops: tuple[Prepared, ...], codes: frozenset[Code] = frozenset(Code)) -> list[Part]:
+    """Split the operations into parts. The last part is always a fused one, because it also normalises and casts.
+
+    ``codes``: the steps that can run.
+    """
+    slots = [_slots(one_chain(op) if op.chains else op, codes) for op in ops]
     parts, first = [], 0
     for number in range(len(ops) + 1):
         end = number == len(ops)
@@ -194,7 +227,7 @@ def _parts(ops: tuple[Prepared, ...]) -> list[Part]:
     return parts
 
 
-def _slots(op: Prepared) -> list[tuple[Steps, ...]] | None:
+def _slots(op: Prepared, codes: frozenset[Code]) -> list[tuple[Steps, ...]] | None:
     """The steps of each slot's alternatives; None if the operation has no fused form, which is logged."""
     slots = []
     why = op.seeded
@@ -203,6 +236,9 @@ def _slots(op: Prepared) -> list[tuple[Steps, ...]] | None:
         steps = [entry and entry.steps(module) for entry, module in zip(entries, modules, strict=True)]
         if None in steps:
             why = f"no fused form of {type(modules[steps.index(None)]).__name__} with these settings"
+            break
+        if why is None and not codes.issuperset(code for s in steps if s for code in s.codes):
+            why = "CUDA kernels run it on RGB images only"
             break
         slots.append(tuple(s for s in steps if s))
     if why is not None:
@@ -243,7 +279,7 @@ def _affine(normalize: Any) -> tuple[Any, Any]:
 
 # makes the recipe `standard` a fifth faster, because min and max become one instruction each
 _FLAGS = (*build.FLAGS, "-ffinite-math-only")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.uint16: 4}
 
 
 @lru_cache(maxsize=1)
@@ -259,32 +295,68 @@ class _Job(ctypes.Structure):
     """The struct ``Job`` of cpu.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("src", "dst", "code", "args", "tables", "ramps")),
-        *((name, ctypes.c_int64) for name in ("batch", "height", "width", "steps")),
-        *((name, ctypes.c_int32) for name in ("src_float", "dst_type", "channels_last", "threads")),
-        *((name, ctypes.c_float * 3) for name in ("scale", "shift")),
+        *((name, ctypes.c_void_p) for name in ("src", "dst", "code", "args", "tables", "ramps", "scale", "shift")),
+        *((name, ctypes.c_int64) for name in ("batch", "channels", "height", "width", "steps")),
+        ("apart", ctypes.c_int64 * 4),
+        ("white", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("src_type", "dst_type", "channels_last", "threads")),
     )
 
 
+class _Cut(ctypes.Structure):
+    """The struct ``Cut`` of cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("src", "dst", "window", "resized", "offset", "fill")),
+        *((name, ctypes.c_int64) for name in ("batch", "channels", "height", "width")),
+        ("apart", ctypes.c_int64 * 4),
+        ("white", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("src_type", "interpolation", "threads")),
+    )
+
+
+def cut_on_cpu(images: Tensor, windows: CropWindows, white: float, fill: Float) -> Tensor | None:
+    """Crop and resize [B, H, W, C] to float32 [B, C, h, w]; None if cpu.cpp cannot be compiled. ``fill``: [C]."""
+    if (compiled := library()) is None:
+        return None
+    (height, width), batch, channels = windows.size, len(images), images.shape[3]
+    out = outputs.take((batch, channels, height, width), torch.float32, False)
+    image, row, pixel, channel = images.stride()
+    arrays = [np.ascontiguousarray(v, dtype=np.int32) for v in (windows.window, windows.resized, windows.offset)]
+    job = _Cut(
+        *(images.data_ptr(), out.data_ptr(), *(array.ctypes.data for array in arrays), fill.ctypes.data),
+        *(batch, channels, height, width),
+        (ctypes.c_int64 * 4)(image, channel, row, pixel),
+        white,
+        *(_DTYPES[images.dtype], get_args(Interpolation).index(windows.interpolation)),
+        torch.get_num_threads() if batch * height * width >= 100_000 else 1,  # as in _run_on_cpu
+    )
+    if compiled.gpuaug_cut(ctypes.byref(job)):
+        raise MemoryError(f"Out of memory while cropping {height}x{width} images. Free memory or use smaller images.")
+    return out
+
+
 def _run_on_cpu(
-    library: ctypes.CDLL, images: Tensor, code: NDArray[np.int32], args: Float, tables: list[Table], ramps: Float,
-    output: _Output,
+    library: ctypes.CDLL, images: Tensor, white: float | None, code: NDArray[np.int32], args: Float,
+    tables: list[Table], ramps: Float, output: _Output,
 ) -> Tensor:  # fmt: skip
     scale, shift, dtype, channels_last = output
-    images = images.contiguous()
-    batch, (height, width) = len(images), reference.size_of(images)
-    out = outputs.take((batch, 3, height, width), dtype, channels_last)
+    batch, height, width, channels = images.shape
+    out = outputs.take((batch, channels, height, width), dtype, channels_last)
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
         pointers[rows, column] = values.data_ptr() + np.arange(len(rows))[:, None] * (values[0].numel() * 4)
+    affine = np.stack([np.resize(np.asarray(values, dtype=np.float32), channels) for values in (scale, shift)])
+    image, row, pixel, channel = images.stride()
     # a thread costs about 50 us, so one thread is faster below 100,000 pixels
     threads = torch.get_num_threads() if batch * height * width >= 100_000 else 1
     job = _Job(
         *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),
-        *(pointers.ctypes.data if tables else None, ramps.ctypes.data),
-        *(batch, height, width, code.shape[1]),
-        *(images.dtype == torch.float32, _DTYPES[dtype], channels_last, threads),
-        *((ctypes.c_float * 3)(*scale), (ctypes.c_float * 3)(*shift)),
+        *(pointers.ctypes.data if tables else None, ramps.ctypes.data, affine[0].ctypes.data, affine[1].ctypes.data),
+        *(batch, channels, height, width, code.shape[1]),
+        (ctypes.c_int64 * 4)(image, channel, row, pixel),
+        reference.WHITE[images.dtype] if white is None else white,
+        *(_DTYPES[images.dtype], _DTYPES[dtype], channels_last, threads),
     )
     if library.gpuaug_augment(ctypes.byref(job)):  # ctypes releases the GIL
         raise MemoryError(f"Out of memory while augmenting {height}x{width} images. Free memory or use smaller images.")
@@ -305,6 +377,23 @@ def _triton_kernels(device: torch.device) -> Any:
         _without_triton(f"{type(error).__name__}: {error}")
         return None
     return triton_kernels
+
+
+def _groups_of_three(
+    compiled: Any, x: Tensor, code: NDArray[np.int32], args: Float, ramps: Float, output: _Output, formulas: Any
+) -> Tensor:
+    """Run kernels for RGB on any number of channels, float32 [B, C, H, W]: three channels of an image are one row."""
+    scale, shift, dtype, channels_last = output
+    batch, channels = x.shape[:2]
+    groups = -(-channels // 3)
+    x = torch.cat([x, x[:, -1:].expand(-1, 3 * groups - channels, -1, -1)], dim=1).view(-1, 3, *x.shape[2:])
+    program = upload(np.repeat(code, groups, 0), np.repeat(args, groups, 0), ramps, *_BETWEEN[:2], x.device)
+    y = compiled.launch(x, program, dtype=torch.float32, channels_last=False, formulas=formulas)
+    y = y.view(batch, 3 * groups, *y.shape[2:])[:, :channels]
+    factors = [torch.tensor(np.resize(values, channels), dtype=torch.float32) for values in (scale, shift)]
+    wide, high = (to_device(values, y.device).view(-1, 1, 1) for values in factors)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return (y * wide + high).to(dtype, memory_format=memory_format)
 
 
 def _without_triton(why: str) -> None:

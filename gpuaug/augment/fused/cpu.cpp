@@ -4,7 +4,8 @@
 // those of Kornia 0.9, and discontinuous operations (equalize, posterize) jump at the same pixels. Steps with Pillow's
 // arithmetic (ops/pillow.py) are bit-identical to Pillow's. These equalities need the compiler flag -ffp-contract=off.
 // With -ffinite-math-only, a NaN can become any integer. So an index that comes from a float is clamped as an integer.
-// An image is three float planes. Consecutive pointwise operations run on blocks that fit into the L1 cache.
+// An image is float planes, in groups of three: a group has the channels of RGB, or three channels of another image.
+// Consecutive pointwise operations run on blocks that fit into the L1 cache.
 
 #include <algorithm>
 #include <atomic>
@@ -23,18 +24,20 @@ constexpr int BLOCK = 512;   // pixels: three planes of 2 KB stay in the L1 cach
 constexpr int LANES = 16;
 
 struct Job {
-    const void* src;         // uint8 [B, H, W, 3] or float [B, 3, H, W]
-    void* dst;               // [B, 3, H, W], or [B, H, W, 3] if channels_last
+    const void* src;
+    void* dst;               // [B, C, H, W], or [B, H, W, C] if channels_last
     const int32_t* code;     // [B, S]
     const float* args;       // [B, S, ARGS]
     const float* const* tables;  // [B, S]: for the codes that need more than ARGS numbers, else null
     const float* ramps;          // WARP: output positions [2, 2, W + H]: affine or projective, align_corners, x and y
-    int64_t batch, height, width, steps;
-    int32_t src_float;       // 0: uint8 NHWC, 1: float NCHW
+    const float *scale, *shift;  // [C]: out = x * scale + shift
+    int64_t batch, channels, height, width, steps;
+    int64_t apart[4];        // of the source: elements from image to image, channel to channel, row to row, pixel to pixel
+    float white;             // the source's value that becomes 1
+    int32_t src_type;        // 0: float32, 1: bfloat16, 2: float16, 3: uint8, 4: uint16
     int32_t dst_type;        // 0: float32, 1: bfloat16, 2: float16
     int32_t channels_last;
     int32_t threads;
-    float scale[3], shift[3];  // out = x * scale + shift
 };
 
 inline float low(float a, float b) { return a < b ? a : b; }
@@ -340,7 +343,8 @@ void pointwise(const Op& op, const Statistic& stat, float* const* planes, int n,
     }
 }
 
-void collect(const Op& op, Statistic& stat, const float* const* planes, int n) {
+// `some`: number of the planes to look at; 3 of RGB.
+void collect(const Op& op, Statistic& stat, const float* const* planes, int n, bool rgb, int some) {
     const float *__restrict r = planes[0], *__restrict g = planes[1], *__restrict b = planes[2];
     const int32_t code = op.code;
     const float half = op.pillow ? 0.5f : 0.0f;
@@ -348,6 +352,12 @@ void collect(const Op& op, Statistic& stat, const float* const* planes, int n) {
         float sum = 0.0f;  // exact, because a block is small
         for (int i = 0; i < n; ++i) sum += gray_level(level(r[i]), level(g[i]), level(b[i]));
         stat.gray += sum;
+    } else if (code == CONTRAST && !rgb) {
+        for (int c = 0; c < some; ++c) {
+            double sum = 0.0;
+            for (int i = 0; i < n; ++i) sum += planes[c][i];
+            stat.gray += sum;
+        }
     } else if (code == CONTRAST) {
         float sum[LANES] = {};
         int i = 0;
@@ -452,6 +462,45 @@ void load_bytes(const uint8_t* __restrict s, float* __restrict r, float* __restr
     }
 }
 
+inline float from_bfloat(uint16_t x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+inline float from_half(uint16_t x) {
+    _Float16 half;
+    std::memcpy(&half, &x, 2);
+    return static_cast<float>(half);
+}
+
+// Reads n values that lie `step` apart as fractions of white.
+template <typename T, typename F>
+inline void load_values(const T* __restrict s, int64_t step, float* __restrict d, int64_t n, F convert) {
+    if (step == 1)
+        for (int64_t i = 0; i < n; ++i) d[i] = convert(s[i]);
+    else
+        for (int64_t i = 0; i < n; ++i) d[i] = convert(s[i * step]);
+}
+void load_values(const void* src, int32_t type, int64_t at, int64_t step, float white, float* d, int64_t n) {
+    const uint16_t* const shorts = static_cast<const uint16_t*>(src) + at;
+    switch (type) {
+        case 0: {
+            const float* const s = static_cast<const float*>(src) + at;
+            if (white == 1.0f) return load_values(s, step, d, n, [](float x) { return x; });
+            return load_values(s, step, d, n, [=](float x) { return x / white; });
+        }
+        case 1: return load_values(shorts, step, d, n, [=](uint16_t x) { return from_bfloat(x) / white; });
+        case 2: return load_values(shorts, step, d, n, [=](uint16_t x) { return from_half(x) / white; });
+        case 3: {
+            const uint8_t* const s = static_cast<const uint8_t*>(src) + at;
+            if (white == 255.0f) return load_values(s, step, d, n, [](uint8_t x) { return byte_value(x); });
+            return load_values(s, step, d, n, [=](uint8_t x) { return static_cast<float>(x) / white; });
+        }
+        default: return load_values(shorts, step, d, n, [=](uint16_t x) { return static_cast<float>(x) / white; });
+    }
+}
+
 // A register of 16 or 8 floats.
 #if defined(__AVX512F__)
 typedef __m512 Wide;
@@ -544,14 +593,23 @@ struct Worker {
     std::vector<uint32_t> packed;
     std::vector<double> fractions;
     std::vector<const float*> lines;
-    Statistic stat, stat_next;
+    std::vector<Statistic> stats, stats_next;  // of each group of channels
     std::vector<Op> program;
     const Op* jump = nullptr;  // the last discontinuous operation; all earlier ones must be bit-identical to Kornia
     const Job& job;
-    const int64_t H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
+    const int64_t C, groups, H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
 
     explicit Worker(const Job& given)
-        : job(given), H(job.height), W(job.width), pixels(H * W), apart((pixels / LANES + 22) * LANES) {}
+        : stats((given.channels + 2) / 3), stats_next(stats.size()), job(given), C(job.channels), groups((C + 2) / 3),
+          H(job.height), W(job.width), pixels(H * W), apart((pixels / LANES + 22) * LANES) {}
+
+    // The operation for the channels of a group: its noise begins further on.
+    Op of_group(Op op, int64_t group) const {
+        if (group && op.table && op.code == NOISE) op.table += 3 * group * pixels;
+        if (group && op.table && op.code == ERASE_NOISE)
+            op.table += 3 * group * static_cast<int64_t>(op.a[2]) * static_cast<int64_t>(op.a[3]);
+        return op;
+    }
 
     // Copies a row of an image and extends it by `half` pixels on each side.
     void extend(const float* s, float* line, int64_t half, int border) const {
@@ -563,7 +621,7 @@ struct Worker {
         }
     }
 
-    void blur(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+    void blur(const Op& op, const float* in, float* out) {
         const int kx = static_cast<int>(op.a[0]), ky = static_cast<int>(op.a[1]), border = static_cast<int>(op.a[3]);
         extra.resize(pixels + W);
         row.resize(W + kx);
@@ -572,7 +630,7 @@ struct Worker {
         std::fill(zero, zero + W, 0.0f);
         for (int c = 0; c < 3; ++c) {
             for (int64_t y = 0; y < H; ++y) {
-                extend(in.data() + c * apart + y * W, row.data(), kx / 2, border);
+                extend(in + c * apart + y * W, row.data(), kx / 2, border);
                 const float* base = row.data();
                 weigh(op.table, kx, [base](int t) { return base + t; }, extra.data() + y * W, W);
             }
@@ -582,7 +640,7 @@ struct Worker {
                     lines[t] = from < 0 ? zero : extra.data() + from * W;
                 }
                 const float* const* all = lines.data();
-                weigh(op.table + kx, ky, [all](int t) { return all[t]; }, out.data() + c * apart + y * W, W);
+                weigh(op.table + kx, ky, [all](int t) { return all[t]; }, out + c * apart + y * W, W);
             }
         }
     }
@@ -636,7 +694,7 @@ struct Worker {
             }
     }
 
-    void jpeg(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+    void jpeg(const Op& op, const float* in, float* out) {
         const int64_t tall = (H + 15) / 16 * 16, wide = (W + 15) / 16 * 16, all = tall * wide, h = tall / 2, w = wide / 2;
         extra.resize(4 * all);
         float* const full[3] = {extra.data(), extra.data() + all, extra.data() + 2 * all};
@@ -644,7 +702,7 @@ struct Worker {
         row.resize(2 * wide);
         for (int64_t y = 0; y < tall; ++y) {  // the last row and column are repeated
             const int64_t from = std::min(y, H - 1) * W;
-            const float *r = in.data() + from, *g = r + apart, *b = g + apart;
+            const float *r = in + from, *g = r + apart, *b = g + apart;
             float *luma_row = full[0] + y * wide, *blue = full[1] + y * wide, *red = full[2] + y * wide;
             for (int64_t x = 0; x < W; ++x) {
                 const float gray = 0.299f * r[x] + 0.587f * g[x] + 0.114f * b[x];
@@ -684,7 +742,7 @@ struct Worker {
                 }
             }
             const float *luma_row = full[0] + y * wide, *blue = row.data(), *red = blue + wide;
-            float *r = out.data() + y * W, *g = r + apart, *b = g + apart;
+            float *r = out + y * W, *g = r + apart, *b = g + apart;
             for (int64_t x = 0; x < W; ++x) {
                 const float gray = luma_row[x] / 255.0f, cb = blue[x] / 255.0f - 0.5f, cr = red[x] / 255.0f - 0.5f;
                 r[x] = unit(gray + 1.4025245442f * cr);
@@ -694,14 +752,14 @@ struct Worker {
         }
     }
 
-    void sharpness(const Op& op, std::vector<float>& in, std::vector<float>& out) {
+    void sharpness(const Op& op, float* in, float* out) {
         const float f = op.a[0], side = 1.0f / 13.0f, middle = 5.0f / 13.0f;
         const bool levels = op.pillow;
         if (levels)
-            for (float& x : in) x = level(x);
+            for (int64_t i = 0; i < 3 * apart; ++i) in[i] = level(in[i]);
         for (int c = 0; c < 3; ++c) {
-            const float* s = in.data() + c * apart;
-            float* d = out.data() + c * apart;
+            const float* s = in + c * apart;
+            float* d = out + c * apart;
             std::memcpy(d, s, W * sizeof(float));
             std::memcpy(d + (H - 1) * W, s + (H - 1) * W, W * sizeof(float));
             for (int64_t y = 1; y < H - 1; ++y) {
@@ -728,7 +786,7 @@ struct Worker {
             }
         }
         if (levels)
-            for (float& x : out) x = value(x);
+            for (int64_t i = 0; i < 3 * apart; ++i) out[i] = value(out[i]);
     }
 
     typedef float Pixel __attribute__((vector_size(16)));
@@ -776,12 +834,12 @@ struct Worker {
 #endif
 
     // Bilinear warp by a matrix from output to input positions in -1..1. Padding: 0 zeros, 1 border, 2 reflection.
-    void warp(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+    void warp(const Op& op, const float* in, float* out) {
         const int64_t stride = W + 3;  // one zero before each row and two after, so taps need no bounds check
         extra.resize(((H + 3) * stride + 1) * 4 + 4);
         Pixel* image = reinterpret_cast<Pixel*>((reinterpret_cast<uintptr_t>(extra.data()) + 15) & ~static_cast<uintptr_t>(15));
         const Pixel zero = {0.0f, 0.0f, 0.0f, 0.0f};
-        const float *r = in.data(), *g = r + apart, *b = g + apart;
+        const float *r = in, *g = r + apart, *b = g + apart;
         std::fill(image, image + stride, zero);
         for (int64_t y = 0; y < H; ++y) {
             Pixel* line = image + (y + 1) * stride;
@@ -832,7 +890,7 @@ struct Worker {
             const float least = padding == 0 ? -1.0f : 0.0f, beyond = padding == 0 ? 0.0f : 1.0f;
             const float most_x = static_cast<float>(W) - beyond, most_y = static_cast<float>(H) - beyond;
             taps(px, py, offset, w0, w1, w2, w3, least, most_x, most_y, stride);
-            float *dr = out.data() + y * W, *dg = dr + apart, *db = dg + apart;
+            float *dr = out + y * W, *dg = dr + apart, *db = dg + apart;
             int64_t x = 0;
 #if defined(__AVX512F__)
             // lane l of part j is pixel 4 l + j, so a transpose within each lane gives the channels in order
@@ -927,7 +985,7 @@ struct Worker {
     }
 
     // Pillow's affine transform. A tap outside the image is the nearest pixel inside.
-    void resample(const Op& op, const std::vector<float>& in, std::vector<float>& out) {
+    void resample(const Op& op, const float* in, float* out) {
         double m[6];
         std::memcpy(m, op.a, sizeof m);
         const int interpolation = static_cast<int>(op.a[12]);
@@ -939,7 +997,7 @@ struct Worker {
         double *dx = fractions.data(), *dy = dx + W;
         uint32_t *image = packed.data(), *made = image + (H + 4) * stride;
         for (int64_t y = 0; y < H; ++y) {
-            const float* s = in.data() + y * W;
+            const float* s = in + y * W;
             uint32_t* line = image + (y + 2) * stride;
             pack(s, s + apart, s + 2 * apart, line + 2, W);
             line[0] = line[1] = line[2];
@@ -970,13 +1028,13 @@ struct Worker {
                     made[x] = whole(v);
                 }
             }
-            float* o = out.data() + y * W;
+            float* o = out + y * W;
             unpack(made, o, o + apart, o + 2 * apart, W);
         }
     }
 
     void turn(int32_t code, std::vector<float>& v) {
-        for (int c = 0; c < 3; ++c) {
+        for (int64_t c = 0; c < C; ++c) {
             float* p = v.data() + c * apart;
             if (code == HFLIP)
                 for (int64_t y = 0; y < H; ++y) std::reverse(p + y * W, p + (y + 1) * W);
@@ -990,15 +1048,16 @@ struct Worker {
         for (int i = 0; i < n; ++i) o[3 * i] = r[i], o[3 * i + 1] = g[i], o[3 * i + 2] = b[i];
     }
 
-    void store(int64_t sample, const Block& at, float* const* planes, int n) const {
+    void store(int64_t sample, int64_t group, const Block& at, float* const* planes, int n) const {
         const bool narrow = job.dst_type != 0;
-        const int64_t start = at.y * W + at.x, first_value = (sample * pixels + start) * 3;
+        const int64_t start = at.y * W + at.x, first_value = (sample * pixels + start) * C + 3 * group;
+        const int some = static_cast<int>(std::min<int64_t>(C - 3 * group, 3));
         float line[3][BLOCK];
         uint16_t halves[3][BLOCK];
-        for (int c = 0; c < 3; ++c) {
-            const int64_t to = (sample * 3 + c) * pixels + start;
+        for (int c = 0; c < some; ++c) {
+            const int64_t channel = 3 * group + c, to = (sample * C + channel) * pixels + start;
             float* wide = narrow || job.channels_last ? line[c] : static_cast<float*>(job.dst) + to;
-            scale_out(planes[c], wide, n, job.scale[c], job.shift[c], wide != line[c]);
+            scale_out(planes[c], wide, n, job.scale[channel], job.shift[channel], wide != line[c]);
             if (!narrow) continue;
             uint16_t* __restrict o = job.channels_last ? halves[c] : static_cast<uint16_t*>(job.dst) + to;
             if (job.dst_type == 2) to_half(line[c], o, n);
@@ -1006,64 +1065,79 @@ struct Worker {
                 for (int i = 0; i < n; ++i) o[i] = to_bfloat(line[c][i]);
         }
         if (!job.channels_last) return;
-        if (narrow) interleave(halves[0], halves[1], halves[2], static_cast<uint16_t*>(job.dst) + first_value, n);
-        else interleave(line[0], line[1], line[2], static_cast<float*>(job.dst) + first_value, n);
+        if (C == 3) {
+            if (narrow) interleave(halves[0], halves[1], halves[2], static_cast<uint16_t*>(job.dst) + first_value, n);
+            else interleave(line[0], line[1], line[2], static_cast<float*>(job.dst) + first_value, n);
+            return;
+        }
+        for (int c = 0; c < some; ++c)
+            for (int i = 0; i < n; ++i) {
+                if (narrow) static_cast<uint16_t*>(job.dst)[first_value + i * C + c] = halves[c][i];
+                else static_cast<float*>(job.dst)[first_value + i * C + c] = line[c][i];
+            }
     }
 
     // Loads the image, runs the operations [from, to), collects the statistic that `wanted` needs, and stores.
     void sweep(int64_t sample, bool buffered, bool mirror, bool upside, const Op* from, const Op* to, const Op* wanted, bool& outside, bool keep, bool last) {
         const int64_t rows = W >= BLOCK ? 1 : std::max<int64_t>(1, BLOCK / W), wide = std::min<int64_t>(W, BLOCK);
         alignas(64) float scratch[3][BLOCK + LANES];  // padded, so that the distance is not a power of two
-        if (wanted) stat_next.reset(wanted->code);
+        if (wanted)
+            for (Statistic& stat : stats_next) stat.reset(wanted->code);
         bool end_outside = outside;
         for (int64_t y = 0; y < H; y += rows)
-            for (int64_t x = 0; x < W; x += wide) {
-                const Block at{y, x, std::min(rows, H - y), std::min(wide, W - x)};
-                const int n = static_cast<int>(at.rows * at.width);
-                float* planes[3] = {scratch[0], scratch[1], scratch[2]};
-                if (buffered || keep)
-                    for (int c = 0; c < 3; ++c) planes[c] = first.data() + c * apart + y * W + x;  // in place
-                if (!buffered) load(sample, at, mirror, upside, planes);
-                end_outside = outside;
-                for (const Op* op = from; op != to; ++op) {
-                    if (end_outside && !keeps_outside(*op)) {
-                        for (float* p : planes) clamp_block(p, n);
-                        end_outside = false;
+            for (int64_t x = 0; x < W; x += wide)
+                for (int64_t group = 0; group < groups; ++group) {
+                    const Block at{y, x, std::min(rows, H - y), std::min(wide, W - x)};
+                    const int n = static_cast<int>(at.rows * at.width);
+                    float* planes[3] = {scratch[0], scratch[1], scratch[2]};
+                    if (buffered || keep)
+                        for (int c = 0; c < 3; ++c) planes[c] = first.data() + (3 * group + c) * apart + y * W + x;  // in place
+                    if (!buffered) load(sample, group, at, mirror, upside, planes);
+                    end_outside = outside;
+                    for (const Op* op = from; op != to; ++op) {
+                        if (end_outside && !keeps_outside(*op)) {
+                            for (float* p : planes) clamp_block(p, n);
+                            end_outside = false;
+                        }
+                        pointwise(of_group(*op, group), stats[group], planes, n, at, pixels, W, op < jump);
+                        end_outside = may_leave_unit(*op, end_outside);
                     }
-                    pointwise(*op, stat, planes, n, at, pixels, W, op < jump);
-                    end_outside = may_leave_unit(*op, end_outside);
-                }
-                if (wanted) {
-                    if (end_outside && !keeps_outside(*wanted)) {
-                        for (float* p : planes) clamp_block(p, n);
+                    if (wanted) {
+                        if (end_outside && !keeps_outside(*wanted)) {
+                            for (float* p : planes) clamp_block(p, n);
+                        }
+                        const int some = static_cast<int>(std::min<int64_t>(C - 3 * group, 3));
+                        collect(*wanted, stats_next[group], planes, n, C == 3, some);
                     }
-                    collect(*wanted, stat_next, planes, n);
+                    if (last) store(sample, group, at, planes, n);
                 }
-                if (last) store(sample, at, planes, n);
-            }
         outside = end_outside;
         if (wanted) {
-            finish(*wanted, stat_next, pixels);
-            std::swap(stat, stat_next);
+            if (wanted->code == CONTRAST && C != 3) {  // around the mean of all channels
+                double sum = 0.0;
+                for (const Statistic& stat : stats_next) sum += stat.gray;
+                for (Statistic& stat : stats_next) stat.gray = sum / static_cast<double>(C);
+            }
+            for (Statistic& stat : stats_next) finish(*wanted, stat, pixels);
+            std::swap(stats, stats_next);
         }
     }
-    void load(int64_t sample, const Block& at, bool mirror, bool upside, float* const* planes) {
+    void load(int64_t sample, int64_t group, const Block& at, bool mirror, bool upside, float* const* planes) {
+        const bool bytes = job.src_type == 3 && C == 3 && job.white == 255.0f && job.apart[1] == 1 && job.apart[3] == 3;
         for (int64_t row_in = 0; row_in < at.rows; ++row_in) {
             const int64_t y = upside ? H - 1 - (at.y + row_in) : at.y + row_in;
-            const int64_t o = row_in * at.width;
+            const int64_t o = row_in * at.width, line = sample * job.apart[0] + y * job.apart[2];
             const int n = static_cast<int>(at.width);
-            if (job.src_float) {
-                for (int c = 0; c < 3; ++c) {
-                    const float* __restrict s = static_cast<const float*>(job.src) + (sample * 3 + c) * pixels + y * W;
-                    if (mirror)
-                        for (int i = 0; i < n; ++i) planes[c][o + i] = s[W - 1 - at.x - i];
-                    else
-                        std::memcpy(planes[c] + o, s + at.x, n * sizeof(float));
-                }
-            } else {
-                const uint8_t* s = static_cast<const uint8_t*>(job.src) + (sample * pixels + y * W) * 3;
+            if (bytes) {
+                const uint8_t* s = static_cast<const uint8_t*>(job.src) + line;
                 if (mirror) load_bytes<true>(s + (W - at.x - n) * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
                 else load_bytes<false>(s + at.x * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
+                continue;
+            }
+            const int64_t column = mirror ? W - 1 - at.x : at.x, step = mirror ? -job.apart[3] : job.apart[3];
+            for (int c = 0; c < 3; ++c) {  // a channel that is missing in the last group is the last one again
+                const int64_t channel = std::min(3 * group + c, C - 1);
+                load_values(job.src, job.src_type, line + channel * job.apart[1] + column * job.apart[3], step, job.white, planes[c] + o, n);
             }
         }
     }
@@ -1085,7 +1159,8 @@ struct Worker {
         jump = program.data();
         for (const Op& op : program)
             if (has(op.code, IS_JUMPS) || op.pillow) jump = &op;
-        bool buffered = false, outside = job.src_float != 0, ready = false;
+        const bool whole = job.white == (job.src_type == 3 ? 255.0f : 65535.0f);
+        bool buffered = false, outside = job.src_type < 3 || !whole, ready = false;
         size_t pos = 0;
         while (true) {
             size_t end = pos;
@@ -1099,7 +1174,7 @@ struct Worker {
             const bool statistic = has(next.code, IS_STATISTIC);
             // if the statistic is of the source, nothing is buffered, and the next sweep reads the source again
             const bool keep = !(statistic && end == pos && !buffered);
-            if (keep) first.resize(3 * apart);
+            if (keep) first.resize(3 * groups * apart);
             if (!(buffered && end == pos && !statistic)) sweep(sample, buffered, mirror, upside, ops + pos, ops + end, statistic ? &next : nullptr, outside, keep, false);
             if (keep) buffered = true;
             if (buffered) mirror = upside = false;
@@ -1113,15 +1188,18 @@ struct Worker {
                 turn(next.code, first);
             } else {
                 if (outside && !keeps_outside(next)) {
-                    clamp_block(first.data(), 3 * apart);
+                    clamp_block(first.data(), 3 * groups * apart);
                     outside = false;
                 }
-                second.resize(3 * apart);
-                if (next.code == BLUR) blur(next, first, second);
-                else if (next.code == SHARPNESS) sharpness(next, first, second);
-                else if (next.code == RESAMPLE) resample(next, first, second);
-                else if (next.code == JPEG) jpeg(next, first, second);
-                else warp(next, first, second);
+                second.resize(3 * groups * apart);
+                for (int64_t group = 0; group < groups; ++group) {
+                    float *in = first.data() + 3 * group * apart, *out = second.data() + 3 * group * apart;
+                    if (next.code == BLUR) blur(next, in, out);
+                    else if (next.code == SHARPNESS) sharpness(next, in, out);
+                    else if (next.code == RESAMPLE) resample(next, in, out);
+                    else if (next.code == JPEG) jpeg(next, in, out);
+                    else warp(next, in, out);
+                }
                 std::swap(first, second);
             }
             pos = end + 1;
@@ -1129,15 +1207,111 @@ struct Worker {
     }
 };
 
-}  // namespace
+// A crop of a batch to floats. Sizes of all images and all results are equal.
+struct Cut {
+    const void* src;
+    float* dst;              // [B, C, height, width]
+    const int32_t *window, *resized, *offset;  // of CropWindows: [B, 4], [B, 2], [B, 2]
+    const float* fill;       // [C]
+    int64_t batch, channels, height, width;
+    int64_t apart[4];        // as in Job
+    float white;
+    int32_t src_type, interpolation, threads;  // interpolation: 0 nearest, 1 bilinear, 2 bicubic
+};
 
-extern "C" int gpuaug_augment(const Job* job) {
+float cubic_weight(float x) {  // with a = -0.5, as Pillow's
+    x = std::fabs(x);
+    if (x < 1.0f) return (1.5f * x - 2.5f) * x * x + 1.0f;
+    return x < 2.0f ? ((-0.5f * x + 2.5f) * x - 4.0f) * x + 2.0f : 0.0f;
+}
+
+// The pixels of the window that each position of the canvas takes along one axis.
+struct Axis {
+    int64_t first = 0, last = 0, least = 0, most = 0;  // positions inside the window's result; pixels that they take
+    int taps = 1;
+    std::vector<int32_t> from;  // of each position: its first pixel
+    std::vector<float> weights;  // [positions, taps]
+
+    Axis(int64_t count, int64_t size, int64_t resized, int64_t offset, int interpolation) {
+        first = std::min(std::max<int64_t>(offset, 0), count);
+        last = std::max(first, std::min(offset + resized, count));
+        const double scale = static_cast<double>(size) / static_cast<double>(resized), wide = std::max(scale, 1.0);
+        const double reach = wide * (interpolation == 2 ? 2.0 : 1.0);
+        const bool copies = interpolation == 0 || size == resized;
+        if (!copies) taps = static_cast<int>(std::min<int64_t>(2 * static_cast<int64_t>(std::ceil(reach)) + 1, size));
+        from.resize(count);
+        weights.assign(count * taps, 0.0f);
+        least = size;
+        for (int64_t i = first; i < last; ++i) {
+            const double center = (static_cast<double>(i - offset) + 0.5) * scale;
+            int64_t begin = std::min<int64_t>(static_cast<int64_t>(center), size - 1), end = begin + 1;
+            if (!copies) {
+                begin = static_cast<int64_t>(std::max(center - reach + 0.5, 0.0));
+                end = std::min<int64_t>(static_cast<int64_t>(center + reach + 0.5), size);
+            }
+            const int64_t start = std::min(begin, size - taps);  // all taps are inside
+            double sum = 0.0;
+            float* own = weights.data() + i * taps;
+            for (int64_t k = begin; k < end; ++k) {
+                const float x = static_cast<float>((static_cast<double>(k) - center + 0.5) / wide);
+                own[k - start] = copies ? 1.0f : interpolation == 2 ? cubic_weight(x) : std::max(1.0f - std::fabs(x), 0.0f);
+                sum += own[k - start];
+            }
+            for (int t = 0; t < taps; ++t) own[t] = static_cast<float>(own[t] / sum);
+            from[i] = static_cast<int32_t>(start);
+            least = std::min(least, start);
+            most = std::max(most, start + taps);
+        }
+    }
+};
+
+void cut_image(const Cut& job, int64_t sample, std::vector<float>& plane, std::vector<float>& line) {
+    const int32_t *box = job.window + 4 * sample, *resized = job.resized + 2 * sample, *offset = job.offset + 2 * sample;
+    const Axis rows(job.height, box[2], resized[0], offset[0], job.interpolation);
+    const Axis columns(job.width, box[3], resized[1], offset[1], job.interpolation);
+    const int64_t wide = columns.most - columns.least, count = job.width;
+    std::vector<int32_t> index(columns.taps * count);  // [taps, count], for loops that compilers vectorise
+    std::vector<float> weight(columns.taps * count);
+    for (int t = 0; t < columns.taps; ++t)
+        for (int64_t x = columns.first; x < columns.last; ++x) {
+            index[t * count + x] = columns.from[x] + t - static_cast<int32_t>(columns.least);
+            weight[t * count + x] = columns.weights[x * columns.taps + t];
+        }
+    const bool empty = rows.first == rows.last || columns.first == columns.last;
+    if (!empty) plane.resize((rows.most - rows.least) * wide), line.resize(wide);
+    for (int64_t c = 0; c < job.channels; ++c) {
+        float* out = job.dst + (sample * job.channels + c) * job.height * job.width;
+        if (empty || rows.last - rows.first < job.height || columns.last - columns.first < job.width)
+            std::fill(out, out + job.height * job.width, job.fill[c]);
+        if (empty) continue;
+        for (int64_t y = rows.least; y < rows.most; ++y) {
+            const int64_t at = sample * job.apart[0] + c * job.apart[1] + (box[0] + y) * job.apart[2] + (box[1] + columns.least) * job.apart[3];
+            load_values(job.src, job.src_type, at, job.apart[3], job.white, plane.data() + (y - rows.least) * wide, wide);
+        }
+        for (int64_t y = rows.first; y < rows.last; ++y) {
+            const float* top = plane.data() + (rows.from[y] - rows.least) * wide;
+            weigh(rows.weights.data() + y * rows.taps, rows.taps, [=](int t) { return top + t * wide; }, line.data(), wide);
+            float* __restrict to = out + y * job.width;
+            const float* __restrict from = line.data();
+            for (int64_t x = columns.first; x < columns.last; ++x) to[x] = 0.0f;
+            for (int t = 0; t < columns.taps; ++t) {
+                const int32_t* __restrict at = index.data() + t * count;
+                const float* __restrict k = weight.data() + t * count;
+                for (int64_t x = columns.first; x < columns.last; ++x) to[x] = fma(k[x], from[at[x]], to[x]);
+            }
+        }
+    }
+}
+
+// Calls work(i) for all images. Returns 1 if memory is not sufficient.
+template <typename Make>
+int each_image(int64_t batch, int64_t threads, Make make) {
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{0};
     auto work = [&] {
         try {
-            Worker worker(*job);
-            for (int64_t i = next++; i < job->batch; i = next++) worker.run(i);
+            auto run = make();
+            for (int64_t i = next++; i < batch; i = next++) run(i);
         } catch (...) {  // only std::bad_alloc is possible
             failed = 1;
         }
@@ -1145,6 +1319,20 @@ extern "C" int gpuaug_augment(const Job* job) {
         _mm_sfence();  // orders the streaming stores of scale_out
 #endif
     };
-    on_threads(std::min<int64_t>(job->threads, job->batch), work);
+    on_threads(std::min(threads, batch), work);
     return failed;
+}
+
+}  // namespace
+
+extern "C" int gpuaug_augment(const Job* job) {
+    return each_image(job->batch, job->threads, [job] {
+        return [worker = Worker(*job)](int64_t i) mutable { worker.run(i); };
+    });
+}
+
+extern "C" int gpuaug_cut(const Cut* job) {
+    return each_image(job->batch, job->threads, [job] {
+        return [job, plane = std::vector<float>(), line = std::vector<float>()](int64_t i) mutable { cut_image(*job, i, plane, line); };
+    });
 }

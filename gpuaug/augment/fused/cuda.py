@@ -24,7 +24,6 @@ from gpuaug.augment.fused.cuda_kernels import _blur_kernel, _mean_kernel, _norma
 from gpuaug.augment.fused.cuda_pillow import _levels_kernel, _pillow_kernel
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, table_of
 from gpuaug.augment.ops.codes import Code
-from gpuaug.augment.reference import size_of
 
 BLOCK = 512  # pixels per Triton program: 224 x 224 take 98 programs, 96 x 96 take 18
 # 64 threads, so 8 pixels and 69 to 80 registers per thread. 16 pixels take 128 to 168, and 7 % fewer instructions.
@@ -83,7 +82,7 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """Queue the program's kernels on the current device; ``x``: uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
     x = x.contiguous()
-    batch, (height, width) = len(x), size_of(x)
+    batch, (height, width) = len(x), x.shape[1:3] if x.dtype == torch.uint8 else x.shape[2:]
     steps, eights = program.code.shape[1], width % 8 == 0
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     out = torch.empty((batch, 3, height, width), dtype=dtype, device=x.device, memory_format=memory_format)

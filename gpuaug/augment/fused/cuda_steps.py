@@ -31,7 +31,8 @@ _STATIC = {  # for each step: indices of the arguments that must be equal for al
 _PADDINGS = ("zeros", "border", "reflection")
 POINTS = having(Trait.KERNEL)  # steps that can share a kernel
 
-Table = tuple[Int, int, Tensor]  # ascending rows, their column, and float32 values [rows, ...]
+# ascending rows [n, T], their column, and float32 values [n, ...]. Each of the n is for T rows: the frames of a clip
+Table = tuple[Int, int, Tensor]
 
 
 class CannotRunError(Exception):
@@ -249,7 +250,11 @@ def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | Non
 
     The tables of several operations are joined. Missing values are 0.
     """
-    own = [(rows, values) for rows, at, values in tables if at == column and rows[0] in group.rows]
+    own = [
+        (rows.ravel(), values if rows.shape[1] == 1 else values.repeat_interleave(rows.shape[1], 0))
+        for rows, at, values in tables
+        if at == column and rows[0, 0] in group.rows
+    ]
     if not own or len(own[0][0]) == len(group.rows):
         return own[0][1] if own else None
     joined = own[0][1].new_zeros((len(group.rows), *max(values.shape[1:] for _, values in own)))
