@@ -36,12 +36,14 @@ def entry_of(op: Any) -> Entry | None:
     return op.entry if isinstance(op, RecipeOp) else by_class(ENTRIES, op)
 
 
-def fields(op: Any, params: Any, keys: Tensor, size: Size, normal: Any = normal_field) -> dict[str, Tensor]:
+def fields(
+    op: Any, params: Any, keys: Tensor, size: Size, normal: Any = normal_field, channels: int = 3
+) -> dict[str, Tensor]:
     """Return the parameters that ``params`` lacks, such as noise per pixel; {} for most operations."""
     entry = entry_of(op)
     if entry is None or entry.fields is None:
         return {}
-    return entry.fields(op, params, keys ^ getattr(op, "_noise", 0), size, normal)
+    return entry.fields(op, params, keys ^ getattr(op, "_noise", 0), size, normal, channels)
 
 
 class OneOf:

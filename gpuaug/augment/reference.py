@@ -158,7 +158,7 @@ def _apply_rows(x: Tensor, module: nn.Module, rows: Int, params: Params, keys: I
     values = _values(params, rows=group)
     if keys is not None:
         key, size = to_device(torch.from_numpy(keys[group]), x.device), (x.shape[2], x.shape[3])
-        values |= fields(module, values, key, size)
+        values |= fields(module, values, key, size, channels=x.shape[1])
     at = to_device(torch.from_numpy(group), x.device)
     y = module(x if whole else x.index_select(0, at), params=values).to(x.dtype)  # some modules return another dtype
     forget(module)
