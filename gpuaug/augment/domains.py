@@ -23,7 +23,7 @@ def check(
 ) -> None:
     """Raise ConfigError, with its key, for an operation that would fail or do something else than it says.
 
-    Operations without an entry, such as a user's modules, are not checked.
+    A user's modules and Kornia's operations without an entry are not checked.
 
     Args:
         ops: the operations of a recipe.
@@ -47,27 +47,20 @@ def check(
 def _check(ops: tuple[Prepared, ...], channels: int, deep: bool, key: str) -> None:
     for where, leaf in (pair for op in ops for pair in op.leaves(f"{key}.{op.name}")):
         # a policy has no entry, but its modules have
-        modules = (module for slot in leaf.slots for module in slot) if entry_of(leaf.op) is None else (leaf.op,)
-        for module in modules:
-            _check_one(where, module, channels, deep)
-
-
-def _check_one(key: str, op: Any, channels: int, deep: bool) -> None:
-    entry = entry_of(op)
-    takes = "any" if entry is None else entry.takes
-    if isinstance(takes, str):
-        needs = ("", "RGB images") if "rgb" in takes and channels != 3 else None
-    else:
-        needs, takes = takes(op, channels), "any"
-    if needs is not None:
-        setting, images = needs
-        remedy = "Change it, or pass other images." if setting else "Remove it, or pass other images."
-        raise ConfigError(
-            f"`{key}{'.' if setting else ''}{setting}` needs {images}. Found: {channels} "
-            f"channel{'s' if channels != 1 else ''}. {remedy}"
-        )
-    if deep and "levels" in takes:
-        raise ConfigError(
-            f"`{key}` works on 256 levels. Found: uint16 images. Convert them: "
-            "`images.float().div(257).round().to(torch.uint8)`."
-        )
+        modules = [leaf.op] if entry_of(leaf.op) is not None else [module for slot in leaf.slots for module in slot]
+        for module, entry in ((module, entry_of(module)) for module in modules):
+            takes = "any" if entry is None else entry.takes
+            needs = ("", "RGB images") if takes in ("rgb", "rgb levels") and channels != 3 else None
+            if callable(takes):
+                needs = takes(module, channels)
+            if needs is not None:
+                name, remedy = (f"{where}.{needs[0]}", "Change") if needs[0] else (where, "Remove")
+                raise ConfigError(
+                    f"`{name}` needs {needs[1]}. Found: {channels} channel{'s' if channels != 1 else ''}. "
+                    f"{remedy} it, or pass other images."
+                )
+            if deep and takes in ("levels", "rgb levels"):
+                raise ConfigError(
+                    f"`{where}` works on 256 levels. Found: uint16 images. Convert them: "
+                    "`images.float().div(257).round().to(torch.uint8)`."
+                )

@@ -39,13 +39,14 @@ OWN = {name: kind for name, kind in OWN.items() if issubclass(kind, RecipeOp)}
 
 
 def refusal(op: Any, channels: int, *, deep: bool = False) -> str:
-    """The message of `check`; "" if it takes the images."""
+    """The message of `check`, which begins with the key; "" if it takes the images."""
+    message = ""
     try:
         check([prepare("x", op)], channels=channels, deep=deep)
     except ConfigError as error:
-        assert re.match(r"`augment\.ops\.x[`.]", str(error))
-        return str(error)
-    return ""
+        message = str(error)
+    assert not message or re.match(r"`augment\.ops\.x[`.]", message)
+    return message
 
 
 def pixels(channels: int, batch: int = 3) -> Tensor:
@@ -80,9 +81,8 @@ def test_what_fails_in_kornia_or_is_silently_wrong_is_refused(name: str, channel
 @pytest.mark.parametrize("name", KORNIA)
 def test_what_cannot_tell_16_bits_from_8_is_refused_for_uint16(name: str) -> None:
     channels = 4 if name == "gray of four" else 13 if name == "drop three" else 3
-    op, levels = KORNIA[name](p=1.0), torch.randint(0, 256, (2, channels, *SIZE))
-    low, high = ((levels + part) / 256 for part in (0.3, 0.6))  # both are in the same of 256 levels, by any rounding
-    low, high = ((levels + part) / 255.99 for part in (0.2, 0.4))
+    op, levels = KORNIA[name](p=1.0), torch.randint(0, 255, (2, channels, *SIZE))
+    low, high = ((levels + part) / 255 for part in (0.2, 0.202))  # the same of 256 levels, by any rounding
     torch.manual_seed(0)
     y = op(low)
     blind = torch.equal(y, op(high, params=op._params))
@@ -154,13 +154,7 @@ def test_what_is_taken_runs_with_our_random_numbers(name: str, channels: int) ->
     y = reference.apply(x.clone(), prepared, chosen)
     assert y.shape == x.shape
     assert y.isfinite().all()
-    assert (y != x).flatten(1).any(1).all() or name in (
-        "gray of four",
-        "hflip",
-        "affine moved",
-        "jigsaw",
-        "rotation 90",
-    )
+    assert (y != x).any() or name == "jigsaw"  # of one piece
 
 
 # --- random fields
@@ -179,7 +173,8 @@ def test_fields_of_three_channels_have_the_bits_that_they_had() -> None:
     erase = gpuaug.RandomErasing()
     largest = int(erase.scale[1] * h * w + (h + w) / 2) + 1
     assert torch.equal(fields(erase, {}, keys, SIZE)["gaussian_noise"], normal_field(keys, 3 * largest))
-    assert fields(K.RandomChannelDropout(), {}, keys, SIZE).keys() == {"batch_idx"}
+    drawn = torch.tensor([[1, 2], [2, 0]])
+    assert torch.equal(fields(K.RandomChannelDropout(2), {"channel_idx": drawn}, keys, SIZE)["channel_idx"], drawn)
 
 
 def test_fields_have_as_many_channels_as_the_images() -> None:

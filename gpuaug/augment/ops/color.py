@@ -161,11 +161,10 @@ def _channels(u: Float, size: Size, *, name: str = "channels", count: int = 3) -
 
 
 def _dropped(op: Any, params: Any, keys: Tensor, size: Size, normal: Any, channels: int) -> dict[str, Tensor]:
-    """The numbers of rows, and, because ``params`` are for three channels, the dropped ones of other images."""
-    rows = {"batch_idx": torch.arange(len(keys), device="cpu")[:, None]}
-    if channels == 3:
-        return rows
-    return rows | {"channel_idx": uniform_field(keys, channels).argsort(dim=1)[:, : op.num_drop_channels].cpu()}
+    """The numbers of rows, and the dropped channels of images that are not RGB; ``params`` has those of RGB images."""
+    order = uniform_field(keys, channels).argsort(dim=1) if channels != 3 else params["channel_idx"]
+    rows = torch.arange(len(keys), device="cpu")[:, None]
+    return {"batch_idx": rows, "channel_idx": order[:, : op.num_drop_channels].cpu()}
 
 
 def _dropout_takes(op: Any, channels: int) -> tuple[str, str] | None:

@@ -142,10 +142,6 @@ def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, cha
     return {"plasma": plasma}
 
 
-def _shade(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, channels: int) -> Tensors:
-    return _plasma(op, params, keys, size, normal, 1)
-
-
 _RAIN = ("number_of_drops", "drop_height", "drop_width")
 
 
@@ -212,12 +208,10 @@ ENTRIES = {
     ),
     # the last bits of torch's matrix products depend on the batch size
     "RandomJPEG": Entry(
-        "pixels",
-        step(Code.JPEG, "jpeg_quality", table=_divisors),
-        uniform_from("jpeg_quality"),
+        *("pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality")),
         one_by_one=True,
         takes="rgb",
-    ),
+    ),  # fmt: skip
     "RandomSaltAndPepperNoise": Entry(
         "pixels",
         parameters=uniform_from("amount_factor", "salt_and_pepper_factor"),
@@ -229,7 +223,7 @@ ENTRIES = {
     "RandomLinearCornerIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
     "RandomPlasmaBrightness": Entry("pixels", fields=_plasma),
     "RandomPlasmaContrast": Entry("pixels", fields=_plasma),
-    "RandomPlasmaShadow": Entry("pixels", fields=_shade),
+    "RandomPlasmaShadow": Entry("pixels", fields=lambda *given: _plasma(*given[:-1], 1)),
     "RandomRain": Entry("pixels", parameters=_rain, check=_check_rain, fields=_coordinates, takes=_one_or_three),
     "RandomSnow": Entry("pixels", takes="rgb"),
 }
