@@ -331,10 +331,7 @@ def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
 
 
 def color(value: float | Sequence[float], *, channels: int | None = None) -> Fill:
-    """Check a colour: one whole number 0..255, or one for each channel. 128.0 becomes 128.
-
-    ``channels``: how many there are; None: any number.
-    """
+    """Check a colour: one whole number 0..255, or one for each of ``channels`` (None: any). 128.0 becomes 128."""
     given = list(value) if isinstance(value, Sequence) else [value]
     values: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in given]
     counts = (1, channels or max(len(values), 1))

@@ -41,9 +41,7 @@ class Normalize(nn.Module):
                 for v in values
             )
             if not numbers or not len(values):
-                raise ConfigError(
-                    f"`augment.normalize.{name}` must be one number, or one for each channel. Found: {given!r}."
-                )
+                raise ConfigError(f"`augment.normalize.{name}` must be a number, or one per channel. Found: {given!r}.")
             if name == "std" and min(values) <= 0:
                 raise ConfigError(f"`augment.normalize.std` must be positive. Found: {given!r}.")
             made[name] = list(values)
@@ -71,9 +69,8 @@ class Normalize(nn.Module):
                 f"`augment.normalize` has values for {count} channels. Found: images with {channels}. "
                 "Give one value per channel, or one for all."
             )
-        if count == 1 and channels == 3:
-            for name, values in self.settings.items():
-                _check_unit(name, values)
+        for name, values in self.settings.items() if count == 1 and channels == 3 else ():
+            _check_unit(name, values)
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalize float32 ``images`` [B, C, H, W]."""

@@ -594,10 +594,10 @@ def test_normalize_is_the_formula_and_nothing_is_the_identity() -> None:
         ((0.5, 0.5, 0.5), (0.2, 0.0, 0.2), "positive"),
         ((0.5, 0.5, 0.5), (0.2, -0.2, 0.2), "positive"),
         ((0.5, 0.5), STD, "equally many numbers.*Found: 2 and 3"),
-        ("abc", STD, "one number, or one for each channel"),
-        ((0.5, math.nan, 0.5), STD, "one number, or one for each channel"),
-        (MEAN, (math.inf,) * 3, "one number, or one for each channel"),
-        (MEAN, None, "one number, or one for each channel"),
+        ("abc", STD, "a number, or one per channel"),
+        ((0.5, math.nan, 0.5), STD, "a number, or one per channel"),
+        (MEAN, (math.inf,) * 3, "a number, or one per channel"),
+        (MEAN, None, "a number, or one per channel"),
     ],
 )
 def test_a_normalization_that_cannot_work_is_refused(mean: object, std: object, words: str) -> None:

@@ -173,7 +173,7 @@ def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any
     return {"coordinates_factor": uniform_field(keys, 2 * int(most - 1)).view(len(keys), -1, 2)}
 
 
-def _one_or_three(op: Any, channels: int) -> tuple[str, str] | None:
+def _gray_or_rgb(op: Any, channels: int) -> tuple[str, str] | None:
     return None if channels in (1, 3) else ("", "images with 1 or 3 channels")  # Kornia checks it
 
 
@@ -211,19 +211,18 @@ ENTRIES = {
         *("pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality")),
         one_by_one=True,
         takes="rgb",
-    ),  # fmt: skip
+    ),
     "RandomSaltAndPepperNoise": Entry(
-        "pixels",
-        parameters=uniform_from("amount_factor", "salt_and_pepper_factor"),
-        fields=_specks,
-        takes=_one_or_three,
+        "pixels", parameters=uniform_from("amount_factor", "salt_and_pepper_factor"), fields=_specks, takes=_gray_or_rgb
     ),
     "RandomGaussianIllumination": Entry("pixels", parameters=_light(6, "gain", "sigma", "center", "sign")),
     "RandomLinearIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
     "RandomLinearCornerIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
     "RandomPlasmaBrightness": Entry("pixels", fields=_plasma),
     "RandomPlasmaContrast": Entry("pixels", fields=_plasma),
-    "RandomPlasmaShadow": Entry("pixels", fields=lambda *given: _plasma(*given[:-1], 1)),
-    "RandomRain": Entry("pixels", parameters=_rain, check=_check_rain, fields=_coordinates, takes=_one_or_three),
+    "RandomPlasmaShadow": Entry(
+        "pixels", fields=lambda op, params, keys, size, normal, channels: _plasma(op, params, keys, size, normal, 1)
+    ),
+    "RandomRain": Entry("pixels", parameters=_rain, check=_check_rain, fields=_coordinates, takes=_gray_or_rgb),
     "RandomSnow": Entry("pixels", takes="rgb"),
 }
