@@ -63,7 +63,7 @@ class Normalize(nn.Module):
         return {k: b.tolist() if (b := getattr(self, k)).device.type == "cpu" else v for k, v in self.settings.items()}
 
     def check_channels(self, channels: int) -> None:
-        """Raise ConfigError if the values are not for images with this number of channels."""
+        """Raise ConfigError if the values are not for images with ``channels``, a number."""
         if (count := len(self.mean)) not in (1, channels):
             raise ConfigError(
                 f"`augment.normalize` has values for {count} channels. Found: images with {channels}. "
