@@ -87,12 +87,12 @@ class RandomErasing(RecipeOp):
         """
         if params is None:
             return super().forward(images)
-        made, noise = images.clone(), params.get("gaussian_noise")
+        made, noise, channels = images.clone(), params.get("gaussian_noise"), images.shape[1]
         values = torch.tensor([self.mean, self.std], dtype=images.dtype, device="cpu")
         mean, std = to_device(values, images.device).view(2, -1, 1, 1)
         boxes = torch.stack([params[k] for k in ("xs", "ys", "widths", "heights")], dim=1).long().tolist()
         for row, (x, y, w, h) in enumerate(boxes):
-            value = mean if noise is None else mean + std * noise[row, : images.shape[1] * h * w].view(-1, h, w)
+            value = mean if noise is None else mean + std * noise[row, : channels * h * w].view(channels, h, w)
             made[row, :, y : y + h, x : x + w] = value
         return made
 
