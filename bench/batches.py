@@ -5,10 +5,10 @@
     python bench/batches.py --table batches.json --readme bench/README.md
 
 `lerobot` takes clips of two frames and applies three of its six operations. Its own code gets one clip at a time,
-because torchvision draws one value for all images of a call. `barlow` makes two views of a batch. All contestants of
-these two get floats in 0..1 and draw their own random values. `float`, `channels` and `uint16` compare ours with ours,
-for RGB in uint8, per image and channel. Contestants run in turns; a ratio is the median of the rounds' ratios. The
-differences are those from Kornia's operations with our random values.
+because torchvision draws one value for all images of a call. `barlow` makes two views of a batch. The contestants of
+these two get floats in 0..1 and draw their own random values. `float`, `uint16` and `channels` are other images beside
+RGB images of uint8, for a recipe that any image can take; `channels` has 13. Contestants run in turns, and a ratio is
+the median of the rounds' ratios. The differences are those from Kornia's operations with our random values.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.augment import MEAN, PAUSE, STD, photographs
+from bench.contestants import _torchvision_there
 from bench.peers_gpu import RECIPES, Case
 from bench.readme import add_arguments, processor, show
 
@@ -43,13 +44,14 @@ def _module(peers: Path | None, file: str) -> ModuleType | None:
     if peers is None:
         return None
     spec = importlib.util.spec_from_file_location(Path(file).stem + "_peer", peers / file)
-    assert spec is not None and spec.loader is not None, peers / file
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def lerobot_ops(module: Any = None) -> dict[str, Any]:
+def lerobot_ops() -> dict[str, Any]:
     """lerobot's operations, src/lerobot/datasets/transforms.py, in Kornia's classes."""
     import kornia.augmentation as K
 
@@ -125,7 +127,10 @@ def _inputs(kind: str) -> Callable[..., tuple[dict[str, Run], dict[str, float]]]
             other = rgb[:, [k % 3 for k in range(BANDS)]].contiguous()
         else:
             other = rgb.float().div(255) if kind == "float" else rgb.to(torch.int32).mul(257).to(torch.uint16)
-        runs: dict[str, Run] = {"ours": lambda seed: recipe(other, seed=seed), "RGB": lambda seed: recipe(rgb, seed=seed)}
+        runs: dict[str, Run] = {
+            "ours": lambda seed: recipe(other, seed=seed),
+            "RGB": lambda seed: recipe(rgb, seed=seed),
+        }
         return runs, _difference(recipe, other)
 
     return make
@@ -134,7 +139,13 @@ def _inputs(kind: str) -> Callable[..., tuple[dict[str, Run], dict[str, float]]]
 CASES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, float]]]] = {
     "lerobot": lerobot, "barlow": barlow, **{kind: _inputs(kind) for kind in ("float", "uint16", "channels")},
 }  # fmt: skip
-BATCHES = {"lerobot": (160, 32), "barlow": (64, 64), "float": (64, 32), "uint16": (64, 32), "channels": (64, 16)}  # CUDA, CPU
+BATCHES = {
+    "lerobot": (160, 32),
+    "barlow": (64, 64),
+    "float": (64, 32),
+    "uint16": (64, 32),
+    "channels": (64, 16),
+}  # CUDA, CPU
 
 
 def _difference(recipe: Any, images: torch.Tensor) -> dict[str, float]:
@@ -158,9 +169,9 @@ def measure(name: str, batch: int, side: int, rounds: int, device: str, peers: P
                 if device != "cpu":
                     torch.cuda.synchronize(device)
                 took[who].append(1e3 * (clock() - start))
-    scale = 3 / BANDS if name == "channels" else 1.0  # per channel
+    work = BANDS / 3 if name == "channels" else 1.0  # ours has so many times as many channels
     ratios = {
-        who: [scale * a / b if who == "RGB" else b / a for a, b in zip(took["ours"][1:], took[who][1:], strict=True)]
+        who: [work * b / a for a, b in zip(took["ours"][1:], took[who][1:], strict=True)]
         for who in runs
         if who != "ours"
     }
@@ -177,16 +188,55 @@ def table(report: dict[str, Any]) -> str:
         f"{report['load']:.1f}; {versions}. Milliseconds per batch"
         f"{' (processor time of all threads)' if report['device'] == 'cpu' else ''}.",
         "",
-        "| case | B | ms | ratio (all rounds) | difference |",
+        "| case | B | milliseconds | speed of ours, per image and channel | difference |",
         "|" + "---|" * 5,
     ]
     for r in report["results"]:
         took = ", ".join(f"{who} {ms:.1f}" for who, ms in r["ms"].items())
         ratios = "; ".join(
-            f"{'speed of RGB / ours per channel' if who == 'RGB' else f'{who} / ours'} "
-            f"{1 / statistics.median(found) if who == 'RGB' else statistics.median(found):.2f}"
+            f"{statistics.median(found):.2f} × {who} ({min(found):.2f} to {max(found):.2f})"
             for who, found in r["ratios"].items()
         )
         apart = f"{r['difference']['max']:.1e} (mean {r['difference']['mean']:.0e})"
         lines.append(f"| {r['case']} | {r['batch']} | {took} | {ratios} | {apart} |")
     return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--peers", type=Path, help="folder with the packages of the peers; without it they are left out"
+    )
+    parser.add_argument("--batch", type=int, help="default: 160 clips and 64 images on a GPU, 32, 64 and 16 on the CPU")
+    parser.add_argument("--side", type=int, default=256, help="of the square images (default: 256)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="tiny images: shows that it runs")
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
+    if show(args, "batches.py", table):
+        return 0
+    if args.quick:
+        args.batch, args.side, args.rounds = 4, 40, 1
+    if args.peers is not None:
+        _torchvision_there()
+    from importlib.metadata import version
+
+    report: dict[str, Any] = {
+        "processor": processor(), "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
+        "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0],
+        "versions": {name: version(name) for name in ("torch", "kornia")}, "results": [],
+    }  # fmt: skip
+    for name in args.case:
+        batch = args.batch or BATCHES[name][args.device == "cpu"]
+        report["results"].append(measure(name, batch, args.side, args.rounds, args.device, args.peers))
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

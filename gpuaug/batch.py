@@ -15,7 +15,7 @@ Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]  # `nearest` only for batches of tensors
-Fill = int | tuple[int, int, int]  # 0..255, the same for all channels or (red, green, blue)
+Fill = int | tuple[int, ...]  # 0..255, the same for all channels or one for each
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Policy(RecipeOp):
     def __init__(self, interpolation: str, fill: Fill, *, also: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.interpolation = checks.one_of("interpolation", interpolation, (*INTERPOLATIONS, *also))
-        made = color(0 if fill is None else fill)
+        made = color(0 if fill is None else fill, channels=3)
         self.fill = made if isinstance(made, tuple) else (made, made, made)
 
     def modules_of(self, names: Sequence[str], interpolation: str | None = None) -> tuple[nn.Module, ...]:

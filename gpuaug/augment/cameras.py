@@ -95,17 +95,16 @@ class Cameras(ReadOnly):
             found = list(images) if isinstance(images, Mapping) else type(images).__name__
             raise ConfigError(f"`images` must have names of {', '.join(self.cameras)} as keys. Found: {found}.")
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
-        each = {"layout": layout, "white": white, "nan": nan}
-        output: dict[str, Any] = {"epoch": epoch, "dtype": dtype, "memory_format": memory_format}
+        more = {"layout": layout, "white": white, "nan": nan, "dtype": dtype, "memory_format": memory_format}
 
         def call(camera: str, batch: Tensor, **own: Any) -> Any:
             recipe, rows = self.cameras[camera], Rows(camera=camera, shared=self._shared)
-            return batch if recipe is None else recipe.augment_rows(batch, rows=rows, **own, **output)
+            return batch if recipe is None else recipe.augment_rows(batch, rows=rows, **own)
 
         every: Any = by_camera
         if torch.compiler.is_compiling():  # as in Augment
             every = torch.compiler.disable(every)
-        return every(images, call, given, seed=seed, indices=indices)
+        return every(images, call, given, seed=seed, epoch=epoch, indices=indices, **more)
 
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide random numbers and pixels, as JSON."""

@@ -135,7 +135,8 @@ class RandomCrop(Crop):
     Args:
         size: (H, W) of the crop, not larger than the padded image; an int is a square.
         padding: pixels around the image: one value, (left and right, top and bottom) or (left, top, right, bottom).
-        fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
+        fill: value of the added pixels, 0..255: one number, or one for each channel, such as (red, green, blue). 255 is
+            white in images of any type.
 
     >>> RandomCrop(32, padding=4)
     RandomCrop((32, 32), padding=(4, 4, 4, 4), fill=0)
@@ -329,12 +330,12 @@ def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     return pair(name, (side, side)) if isinstance(side, int) else side
 
 
-def color(value: float | Sequence[float]) -> Fill:
-    """Check a colour: one whole number 0..255, or three for red, green and blue. 128.0 becomes 128."""
+def color(value: float | Sequence[float], *, channels: int | None = None) -> Fill:
+    """Check a colour: one whole number 0..255, or one for each of ``channels`` (None: any). 128.0 becomes 128."""
     given = list(value) if isinstance(value, Sequence) else [value]
     values: list[Any] = [int(v) if isinstance(v, float) and v.is_integer() else v for v in given]
-    if len(values) not in (1, 3) or any(type(v) is not int or not 0 <= v <= 255 for v in values):
-        raise ConfigError(
-            f"`fill` must be a whole number from 0 to 255, or three of them (red, green, blue). Found: {value!r:.99}."
-        )
-    return values[0] if len(values) == 1 else (values[0], values[1], values[2])
+    counts = (1, channels or max(len(values), 1))
+    if len(values) not in counts or any(type(v) is not int or not 0 <= v <= 255 for v in values):
+        several = f"{channels} of them" if channels else "one for each channel"
+        raise ConfigError(f"`fill` must be a whole number from 0 to 255, or {several}. Found: {value!r:.99}.")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -38,11 +38,13 @@ def cut(images: Tensor, windows: CropWindows, white: float) -> tuple[Tensor, flo
             f"`augment.crop` must resize images to at most {LARGEST_VIEW} pixels. Found: image {pixels.argmax()} of "
             f"{images.shape[1]}x{images.shape[2]} becomes {height}x{width}. Leave out thin images or change the crop."
         )
-    levels = images.dtype == torch.uint8 and images.shape[3] == 3 and white == 255 and windows.interpolation != "nearest"
+    levels = (
+        images.dtype == torch.uint8 and images.shape[3] == 3 and white == 255 and windows.interpolation != "nearest"
+    )
     if levels and images.device.type != "cpu":
         return resample(images, windows), white
     if not levels:
-        fill = np.resize(np.asarray(windows.fill, dtype=np.float32) / 255, images.shape[3])
+        fill = np.resize(np.asarray(windows.fill, dtype=np.float32) / np.float32(255), images.shape[3])
         made = cut_on_cpu(images, windows, white, fill) if images.device.type == "cpu" else None
         if made is not None:
             return made.permute(0, 2, 3, 1), 1.0
@@ -81,15 +83,13 @@ def resample(images: Tensor, windows: CropWindows, fill: Float | None = None) ->
         in_x, *columns = _neighbours(chunk, 1, images.device, levels)
         in_y, *rows = _neighbours(chunk, 0, images.device, levels)
         part = images[first : first + step].transpose(1, 2)
-        x = _weighted(part.to(torch.float32, memory_format=torch.contiguous_format), *columns, levels)
-        x = _weighted(x.transpose(1, 2), *rows, levels).to(images.dtype)
+        x = _weighted(part.to(torch.float32, memory_format=torch.contiguous_format), *columns, levels=levels)
+        x = _weighted(x.transpose(1, 2), *rows, levels=levels).to(images.dtype)
         out[first : first + step] = torch.where(in_y[..., None] & in_x[:, None], x, outside)
     return out
 
 
-def _neighbours(
-    windows: CropWindows, axis: int, device: torch.device, levels: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _neighbours(windows: CropWindows, axis: int, device: torch.device, levels: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The pixels of the image that each row (axis 0) or column (axis 1) of the canvas takes, as `Axis` of resize.cpp.
 
     Returns whether the window covers it, bool [B, n, 1]; the pixels, int64 [B, n, taps]; weights, float32 [B, n, taps].
@@ -121,7 +121,7 @@ def _neighbours(
     return (i >= 0) & (i < to), (first + k.minimum(length - 1)).long(), weights.float()
 
 
-def _weighted(x: Tensor, index: Tensor, weights: Tensor, levels: bool) -> Tensor:
+def _weighted(x: Tensor, index: Tensor, weights: Tensor, *, levels: bool) -> Tensor:
     """The weighted sums of ``x``, float32 [B, n, ...], along its second axis: [B, count, ...]. ``levels``: rounded.
 
     ``embedding_bag`` is one kernel on CUDA. A matrix product would read all rows, and could use TF32.

@@ -16,7 +16,9 @@ LAYOUTS = ("channels_first", "channels_last")
 _WANTED = "`images` must be uint8, uint16, float16, bfloat16 or float32 [B, C, H, W], or clips [B, T, C, H, W]"
 
 
-def pixels(images: Any, *, layout: str | None, white: float | None, nan: str) -> tuple[Tensor, float, int | None]:
+def pixels(
+    images: Any, *, layout: str | None, white: float | None, nan: str | None
+) -> tuple[Tensor, float, int | None]:
     """Check a batch. Returns a view [B, H, W, C], the value that is white, and T of clips, whose frames are rows.
 
     The arguments are those of :class:`gpuaug.Augment`'s ``forward``.
@@ -50,9 +52,9 @@ def _is_channels_last(images: Tensor, layout: str | None) -> bool:
     return images.dtype == torch.uint8 and last and not first
 
 
-def _finite(images: Tensor, nan: str) -> Tensor:
+def _finite(images: Tensor, nan: str | None) -> Tensor:
     """Do what ``nan`` says about values that are no finite numbers: kernels would make any number of them."""
-    checks.one_of("nan", nan, ("refuse", "zero"))
+    nan = "refuse" if nan is None else checks.one_of("nan", nan, ("refuse", "zero"))
     if not images.is_floating_point():
         return images
     if nan == "zero":

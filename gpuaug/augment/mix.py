@@ -65,7 +65,7 @@ class Mix:
         """Mix images and labels. The inputs are not modified.
 
         Args:
-            images: float [B, 3, H, W] per view; views may differ in size.
+            images: float [B, channels, H, W] per view; views may differ in size.
             labels: int64 [B], or float [B, C] (soft or multi-label), on the images' device.
             valid: bool [B], on the CPU. A sample with False is not mixed and is not used as a partner.
             num_classes: C, needed for int64 labels.

@@ -34,7 +34,8 @@ Rule = Callable[[Float, Size], Params]  # uniforms [B, n] (without the gate's) t
 Parameters = Callable[[Any], tuple[int, Rule]]  # from a module to its number of uniforms and its rule
 Tensors = dict[str, Tensor]  # Kornia's parameter names to tensors [B, ...]
 Normal = Callable[[Tensor, int], Tensor]  # from keys int64 [B, 2] and n to standard normal values float32 [B, n]
-Fields = Callable[[Any, Tensors, Tensor, Size, Normal], Tensors]
+Fields = Callable[[Any, Tensors, Tensor, Size, Normal, int], Tensors]
+Takes = Literal["any", "rgb", "levels", "rgb levels"] | Callable[[Any, int], tuple[str, str] | None]
 Write = Callable[[Float, Params, Size], None]  # fills the arguments of n rows: float32 [n, steps, ARGS], zeros at first
 
 
@@ -151,9 +152,12 @@ class Entry:
         check: function of (module, configuration key) that raises ConfigError for settings that would fail later.
         prepare: function from (name, module) to Prepared, for operations with several slots or alternatives. If the
             function returns None, the operation has one slot with one alternative.
-        fields: function from (module, params of n rows, keys int64 [n, 2], size, normal) to further params, such as
-            noise per pixel. ``normal`` makes standard normal values.
+        fields: function from (module, params of n rows, keys int64 [n, 2], size, normal, C) to further params, such as
+            noise per pixel. ``normal`` makes standard normal values. C is the number of channels.
         one_by_one: Kornia's module gets one image at a time, because its results depend on the batch size.
+        takes: the images that the operation takes. ``rgb``: three channels, with the meaning of red, green and blue.
+            ``levels``: not uint16, because the operation has 256 levels. A function from (module, C): None if it takes
+            C channels, else the name of the setting that forbids them ("": all settings do), and what it needs.
     """
 
     affects: Literal["pixels", "matrix", "field"]
@@ -164,6 +168,7 @@ class Entry:
     prepare: Callable[[str, Any], Prepared | None] | None = None
     fields: Fields | None = None
     one_by_one: bool = False
+    takes: Takes = "any"
 
     def gated(self, name: str, op: Any) -> Prepared:
         """Prepare an operation with one slot. The first uniform is compared with ``op.p``."""

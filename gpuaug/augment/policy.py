@@ -43,7 +43,7 @@ def fields(
     entry = entry_of(op)
     if entry is None or entry.fields is None:
         return {}
-    return entry.fields(op, params, keys ^ getattr(op, "_noise", 0), size, normal)
+    return entry.fields(op, params, keys ^ getattr(op, "_noise", 0), size, normal, channels)
 
 
 class OneOf:

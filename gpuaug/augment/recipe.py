@@ -360,27 +360,20 @@ class RecipeBase(ReadOnly):
             return made[0] if len(made) == 1 else made
         return (made[0], moved[0]) if len(made) == 1 else (made, moved)
 
-    def _of_cameras(
-        self, images: Mapping[str, Any], given: dict[str, Any], *, seed: int | None, indices: Any, **more: Any
-    ) -> dict[str, Any]:
+    def _of_cameras(self, images: Mapping[str, Any], given: dict[str, Any], **more: Any) -> dict[str, Any]:
         """Apply the recipe to the images of each camera."""
 
         def call(camera: str, batch: Tensor, **own: Any) -> Any:
-            return self.augment_rows(batch, rows=Rows(camera=camera), **own, **more)
+            return self.augment_rows(batch, rows=Rows(camera=camera), **own)
 
-        return by_camera(images, call, given, seed=seed, indices=indices)
+        return by_camera(images, call, given, **more)
 
     def _check_images(self, images: Tensor, *, same: bool) -> None:
         """Raise ConfigError if an operation or the normalization cannot take ``images`` [B, H, W, C]."""
-        channels = images.shape[3]
         for view in (view for view in self.views if view.copy == 0):
             key, normalize = f"augment.views.{view.name}" if view.name else "augment", view.augment.normalize
-            check_domains(view.augment.prepared, channels=channels, deep=images.dtype == torch.uint16, key=f"{key}.ops")
-            if normalize is not None and len(normalize.mean) not in (1, channels):
-                raise ConfigError(
-                    f"`{key}.normalize` must have values for {channels} channels, as the images. "
-                    f"Found: {len(normalize.mean)}."
-                )
+            deep, rest = images.dtype == torch.uint16, {"crop": view.augment.crop, "normalize": normalize}
+            check_domains(view.augment.prepared, channels=images.shape[3], deep=deep, key=f"{key}.ops", **rest)
             if normalize is not None and same:
                 raise ConfigError(
                     f"`{key}.normalize` must be null with dtype='same', because normalized values do not fit into "
@@ -568,4 +561,3 @@ def _whole_images(heights: Int, widths: Int, empty: Size) -> CropWindows:
     height, width = sizes[0].tolist() if len(sizes) else empty
     zero = np.zeros_like(sizes)
     return CropWindows(np.concatenate([zero, sizes], axis=1), sizes, zero, (height, width))
-

@@ -170,10 +170,11 @@ def by_camera(
     *,
     seed: int | None,
     indices: Any,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Call ``call(camera, images, given=..., seed=..., indices=...)`` for each camera.
+    """Call ``call(camera, images, given=..., seed=..., indices=..., **more)`` for each camera.
 
-    ``given``: arguments that are mappings from cameras, or the same for all cameras.
+    The values of ``given`` and ``more`` are mappings from cameras, or the same for all cameras.
     """
     sizes: dict[int, tuple[str, list[int]]] = {}  # by number of dimensions
     for camera, batch in images.items():
@@ -191,9 +192,10 @@ def by_camera(
     if seed is None and indices is None:
         seed = seed_of_call()  # one for all cameras
 
-    def own(camera: str) -> dict[str, Any]:
-        return {name: value.get(camera) if isinstance(value, Mapping) else value for name, value in given.items()}
+    def own(values: Mapping[str, Any], camera: str) -> dict[str, Any]:
+        return {name: value.get(camera) if isinstance(value, Mapping) else value for name, value in values.items()}
 
     return {
-        camera: call(camera, batch, given=own(camera), seed=seed, indices=indices) for camera, batch in images.items()
+        camera: call(camera, batch, given=own(given, camera), seed=seed, indices=indices, **own(more, camera))
+        for camera, batch in images.items()
     }

@@ -63,7 +63,7 @@ class RandomScaleCrop(Crop):
         scale: smallest and largest random factor, 0 < min <= max <= 100. The factor is uniform.
         base: size at a factor of 1. An int: the shorter side. Two ints: limits of the longer and the shorter side.
             None: the largest size that fits into ``size``.
-        fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
+        fill: value of the added pixels, 0..255, as of :class:`~gpuaug.RandomCrop`.
         anchor: position of the crop in a resized image that is larger than ``size``. ``random``: top and left are drawn
             independently. ``diagonal``: one fraction is drawn for both, as in ``FixedSizeCrop``.
         cat_max_ratio: mmsegmentation's rule, 0 < cat_max_ratio <= 1. If a class covers at least this share of the
@@ -202,7 +202,7 @@ class Letterbox(Crop):
 
     Args:
         size: output (H, W); an int is a square.
-        fill: value of the added pixels, 0..255; a list of three is (red, green, blue).
+        fill: value of the added pixels, 0..255, as of :class:`~gpuaug.RandomCrop`.
         centre: True: the image lies in the middle of the output. False: the image lies at the top left.
         upscale: whether an image that is smaller than ``size`` is enlarged.
         shorter: length of the shorter side after resizing; less if ``size`` requires it. A list: one of its values is
@@ -287,7 +287,7 @@ class RandomIoUCrop(Crop):
         trials: number of crops per round, 1..1000.
         zoom_out: range of canvas side / image side, 1 <= min <= max <= 100. None: no zooming out.
         zoom_p: probability of zooming out.
-        fill: value of the border, 0..255; a list of three is (red, green, blue).
+        fill: value of the border, 0..255, as of :class:`~gpuaug.RandomCrop`.
         p: probability of the IoU crop.
         interpolation: ``bilinear`` or ``bicubic``.
 

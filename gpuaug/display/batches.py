@@ -74,7 +74,7 @@ def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image
     if str(images.dtype) == "torch.uint8":
         pixels = pixels / 255
     elif normalize is not None:
-        mean, std = (np.array(values, dtype=np.float32).reshape(3, 1, 1) for values in normalize)
+        mean, std = (np.array(values, dtype=np.float32).reshape(-1, 1, 1) for values in normalize)
         pixels = pixels * std + mean
     levels = np.rint(np.nan_to_num(pixels).clip(0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
     return [Image.fromarray(np.ascontiguousarray(each)) for each in levels]

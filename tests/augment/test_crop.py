@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gpuaug
 from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.batch import CropWindows
 from gpuaug.errors import ConfigError
@@ -202,7 +203,8 @@ def test_one_size_per_batch():
         (lambda: RandomCrop(8, padding=-1), "`padding`.*Found: -1"),
         (lambda: RandomCrop(8, padding=(1, 2, 3)), r"`padding`.*Found: \(1, 2, 3\)"),
         (lambda: RandomCrop(8, fill=256), "`fill`.*Found: 256"),
-        (lambda: RandomCrop(8, fill=(1, 2)), r"`fill` must be .* or three of them.*Found: \(1, 2\)"),
+        (lambda: RandomCrop(8, fill=()), r"`fill` must be .* or one for each channel.*Found: \(\)"),
+        (lambda: gpuaug.RandAugment(fill=(1, 2)), r"`fill` must be .* or 3 of them.*Found: \(1, 2\)"),
         (lambda: RandomCrop(8, fill=(1, 2, 256)), r"`fill`.*Found: \(1, 2, 256\)"),
         (lambda: Resize((8, 8), max_size=9), r"`max_size` must be above `size`.*size \(8, 8\), max_size 9"),
         (lambda: Resize(8, max_size=8), "`max_size` must be above `size`.*size 8, max_size 8"),

@@ -169,7 +169,7 @@ def test_masks_and_boxes_stay() -> None:
         ({"ratio": (3, 0.3)}, r"`ratio` must satisfy 0 < min <= max. Found: \(3, 0.3\)"),
         ({"mode": "rand"}, "`mode` must be one of const, pixel. Found: 'rand'"),
         ({"count": 0}, "`count` must be a whole number from 1"),
-        ({"mean": (1, 2)}, "^`mean` must be three numbers"),
+        ({"mean": (1, 2)}, "^`mean` and `std` must have equally many numbers"),
         ({"std": (0, 1, 1)}, "^`std` must be positive"),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.ops.kornia_private import fixed_order, range_of, ranges
 from gpuaug.augment.parameters import Argument, Entry, Params, Prepared, Rule, Size, Steps, step, steps_of, uniform_from
 from gpuaug.errors import ConfigError
-from gpuaug.random.keyed import Float, Int, pick, scale
+from gpuaug.random.keyed import Float, Int, pick, scale, uniform_field
 
 # --- ColorJitter and ColorJiggle
 
@@ -92,9 +94,15 @@ def _jitter_steps(op: Any, *, hsv: bool) -> Steps | None:
     return Steps(tuple((_JIGGLE if hsv else _JITTER)[k] for k in changes), write)
 
 
+def _jitter_takes(op: Any, channels: int) -> tuple[str, str] | None:
+    order, idle = fixed_order(op), _idle(op)
+    used = [name for k, name in ((2, "saturation"), (3, "hue")) if not idle[k] and (order is None or k in order)]
+    return (used[0], "RGB images") if used and channels != 3 else None
+
+
 def _jitter(*, hsv: bool) -> Entry:
     steps, factors, prepare = (partial(f, hsv=hsv) for f in (_jitter_steps, _factors, _prepare_jitter))
-    return Entry("pixels", steps, factors, prepare=prepare)  # type: ignore[arg-type]
+    return Entry("pixels", steps, factors, prepare=prepare, takes=_jitter_takes)  # type: ignore[arg-type]
 
 
 # --- the others
@@ -108,6 +116,19 @@ def _clipped(code: Code, argument: Argument) -> Callable[[Any], Steps | None]:
 def _grayscale(op: Any) -> Steps | None:
     weights = (0.299, 0.587, 0.114) if op.rgb_weights is None else tuple(float(w) for w in op.rgb_weights)
     return steps_of(Code.GRAY, *weights, min(weights) < 0 or sum(weights) > 1 + 1e-6) if len(weights) == 3 else None
+
+
+def _prepare_gray(name: str, op: Any) -> Prepared:
+    """Make a tensor of the weights, because Kornia takes no list, such as one of a YAML file."""
+    given = copy.copy(op)
+    given.rgb_weights = None if op.rgb_weights is None else torch.as_tensor(op.rgb_weights)
+    return replace(ENTRIES["RandomGrayscale"].gated(name, given), op=op)
+
+
+def _grayscale_takes(op: Any, channels: int) -> tuple[str, str] | None:
+    # Kornia's gray of other images is the mean of all channels, also of alpha or infrared
+    count = 3 if op.rgb_weights is None else len(op.rgb_weights)
+    return None if count == channels else ("rgb_weights", f"images with {count} channels")
 
 
 def _invert(op: Any) -> Steps | None:
@@ -139,13 +160,16 @@ def _channels(u: Float, size: Size, *, name: str = "channels", count: int = 3) -
     return {name: np.argsort(u[:, :3], axis=1, kind="stable")[:, :count]}
 
 
-def _check_dropped(op: Any, key: str) -> None:
-    if op.num_drop_channels > 3:
-        raise ConfigError(f"`{key}.num_drop_channels` must be 1, 2 or 3. Found: {op.num_drop_channels}.")
+def _dropped(op: Any, params: Any, keys: Tensor, size: Size, normal: Any, channels: int) -> dict[str, Tensor]:
+    """The numbers of rows, and the dropped channels of images that are not RGB; ``params`` has those of RGB images."""
+    order = uniform_field(keys, channels).argsort(dim=1) if channels != 3 else params["channel_idx"]
+    rows = torch.arange(len(keys), device="cpu")[:, None]
+    return {"batch_idx": rows, "channel_idx": order[:, : op.num_drop_channels].cpu()}
 
 
-def _own_row(op: Any, params: Any, keys: Tensor, size: Size, normal: Any) -> dict[str, Tensor]:
-    return {"batch_idx": torch.arange(len(keys), device="cpu")[:, None]}
+def _dropout_takes(op: Any, channels: int) -> tuple[str, str] | None:
+    count = op.num_drop_channels
+    return None if count < channels else ("num_drop_channels", f"images with more than {count} channels")
 
 
 _SHUFFLED = tuple((lambda params, c=c: params["channels"][:, c]) for c in range(3))
@@ -154,30 +178,34 @@ ENTRIES = {
     "ColorJiggle": _jitter(hsv=True),
     "RandomBrightness": Entry("pixels", _clipped(Code.ADD, lambda params: params["brightness_factor"] - np.float32(1))),
     "RandomContrast": Entry("pixels", _clipped(Code.MULTIPLY, "contrast_factor")),
-    "RandomSaturation": Entry("pixels", step(Code.SATURATION_HSV, "saturation_factor")),
-    "RandomHue": Entry("pixels", step(Code.HUE, "hue_factor")),
-    "RandomGrayscale": Entry("pixels", _grayscale),
+    "RandomSaturation": Entry("pixels", step(Code.SATURATION_HSV, "saturation_factor"), takes="rgb"),
+    "RandomHue": Entry("pixels", step(Code.HUE, "hue_factor"), takes="rgb"),
+    "RandomGrayscale": Entry("pixels", _grayscale, prepare=_prepare_gray, takes=_grayscale_takes),
     "RandomSolarize": Entry("pixels", step(Code.SOLARIZE, "thresholds", "additions")),
     "RandomPosterize": Entry(
-        "pixels", step(Code.POSTERIZE, "bits_factor"), lambda op: (1, partial(_bits, drawn=range_of(op, "bit_sampler")))
+        "pixels",
+        step(Code.POSTERIZE, "bits_factor"),
+        lambda op: (1, partial(_bits, drawn=range_of(op, "bit_sampler"))),
+        takes="levels",
     ),
     "RandomInvert": Entry("pixels", _invert),
     # torch's `pow` rounds the last pixels of a chunk of memory differently, and the chunks depend on the batch size.
     "RandomGamma": Entry(
         "pixels", step(Code.GAMMA, "gamma_factor", "gain_factor"), check=_check_gamma, one_by_one=True
     ),
-    "RandomRGBShift": Entry("pixels", step(Code.ADD, "r_shift", "g_shift", "b_shift")),
+    "RandomRGBShift": Entry("pixels", step(Code.ADD, "r_shift", "g_shift", "b_shift"), takes="rgb"),
     "RandomPlanckianJitter": Entry(
-        "pixels", _planckian, lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist")))
+        "pixels", _planckian, lambda op: (1, partial(_temperature, drawn=range_of(op, "pl_idx_dist"))), takes="rgb"
     ),
-    "RandomChannelShuffle": Entry("pixels", step(Code.SHUFFLE, *_SHUFFLED), lambda op: (3, _channels)),
+    # Kornia's takes any number of channels, but our draws and steps have three
+    "RandomChannelShuffle": Entry("pixels", step(Code.SHUFFLE, *_SHUFFLED), lambda op: (3, _channels), takes="rgb"),
     "RandomChannelDropout": Entry(
         "pixels",
         parameters=lambda op: (3, partial(_channels, name="channel_idx", count=op.num_drop_channels)),
-        check=_check_dropped,
-        fields=_own_row,
+        fields=_dropped,
+        takes=_dropout_takes,
     ),
     "RandomAutoContrast": Entry("pixels", lambda op: steps_of(Code.AUTOCONTRAST, op.clip_output)),
-    "RandomEqualize": Entry("pixels", step(Code.EQUALIZE)),
-    "RandomClahe": Entry("pixels"),
+    "RandomEqualize": Entry("pixels", step(Code.EQUALIZE), takes="levels"),
+    "RandomClahe": Entry("pixels", takes="levels"),
 }

@@ -98,8 +98,8 @@ def _erased_box(u: Float, size: Size, *, area: tuple[Any, Any], ratios: tuple[An
     }
 
 
-def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
-    values = normal(keys, 3 * size[0] * size[1]).view(-1, 3, *size)
+def _gaussian_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, channels: int) -> Tensors:
+    values = normal(keys, channels * size[0] * size[1]).view(-1, channels, *size)
     return {"gaussian_noise": values.mul_(setting(op, "std")).add_(setting(op, "mean"))}  # in place, to save memory
 
 
@@ -115,17 +115,17 @@ def _gradient(u: Float, size: Size, *, op: Any, samplers: list[str]) -> Params:
     return {"gradient": generated(op, torch.from_numpy(u.copy()), size, samplers)["gradient"].numpy()}
 
 
-def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
+def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, channels: int) -> Tensors:
     u = uniform_field(keys, 2 * size[0] * size[1]).view(-1, 2, *size)
     amount, ratio = (
         to_device(params[name], u.device).view(-1, 1, 1, 1) for name in ("amount_factor", "salt_and_pepper_factor")
     )
     noise, salt = u[:, :1] < amount, u[:, 1:] < ratio
     masks = {"mask_salt": noise & salt, "mask_pepper": noise & ~salt}
-    return {name: mask.expand(-1, 3, -1, -1) for name, mask in masks.items()}
+    return {name: mask.expand(-1, channels, -1, -1) for name, mask in masks.items()}
 
 
-def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, *, channels: int = 3) -> Tensors:
+def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, channels: int) -> Tensors:
     """Kornia's plasma, with separate random numbers for each sample."""
     from kornia.contrib import diamond_square
 
@@ -162,7 +162,7 @@ def _check_rain(op: Any, key: str) -> None:
             raise ConfigError(f"`{key}.{name}` must be at least {least}. Found: {value:.0f}.")
 
 
-def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
+def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, channels: int) -> Tensors:
     """Positions (y, x) in 0..1 for the maximum number of drops. In Kornia, this number depends on the batch."""
     (_, most), (_, tall), (left, right) = (range_of(op, f"{name}_sampler") for name in _RAIN)
     if tall > size[0] or max(right - 1, -left) >= size[1]:
@@ -171,6 +171,10 @@ def _coordinates(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any
             f"between -{size[1]} and {size[1]}. Found: up to {tall - 1:.0f}, and {left:.0f} to {right - 1:.0f}."
         )
     return {"coordinates_factor": uniform_field(keys, 2 * int(most - 1)).view(len(keys), -1, 2)}
+
+
+def _gray_or_rgb(op: Any, channels: int) -> tuple[str, str] | None:
+    return None if channels in (1, 3) else ("", "images with 1 or 3 channels")  # Kornia checks it
 
 
 def _floor(x: Tensor) -> Tensor:
@@ -204,17 +208,21 @@ ENTRIES = {
     ),
     # the last bits of torch's matrix products depend on the batch size
     "RandomJPEG": Entry(
-        "pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality"), one_by_one=True
+        *("pixels", step(Code.JPEG, "jpeg_quality", table=_divisors), uniform_from("jpeg_quality")),
+        one_by_one=True,
+        takes="rgb",
     ),
     "RandomSaltAndPepperNoise": Entry(
-        "pixels", parameters=uniform_from("amount_factor", "salt_and_pepper_factor"), fields=_specks
+        "pixels", parameters=uniform_from("amount_factor", "salt_and_pepper_factor"), fields=_specks, takes=_gray_or_rgb
     ),
     "RandomGaussianIllumination": Entry("pixels", parameters=_light(6, "gain", "sigma", "center", "sign")),
     "RandomLinearIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
     "RandomLinearCornerIllumination": Entry("pixels", parameters=_light(3, "gain", "sign", "directions")),
     "RandomPlasmaBrightness": Entry("pixels", fields=_plasma),
     "RandomPlasmaContrast": Entry("pixels", fields=_plasma),
-    "RandomPlasmaShadow": Entry("pixels", fields=partial(_plasma, channels=1)),
-    "RandomRain": Entry("pixels", parameters=_rain, check=_check_rain, fields=_coordinates),
-    "RandomSnow": Entry("pixels"),
+    "RandomPlasmaShadow": Entry(
+        "pixels", fields=lambda op, params, keys, size, normal, channels: _plasma(op, params, keys, size, normal, 1)
+    ),
+    "RandomRain": Entry("pixels", parameters=_rain, check=_check_rain, fields=_coordinates, takes=_gray_or_rgb),
+    "RandomSnow": Entry("pixels", takes="rgb"),
 }

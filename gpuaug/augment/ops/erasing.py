@@ -38,7 +38,7 @@ class RandomErasing(RecipeOp):
         ratio: range of height / width. Its logarithm is uniform.
         mode: ``pixel`` (normal noise per pixel) or ``const`` (the mean).
         count: largest number of boxes. An image gets 1 to ``count``, all equally likely.
-        mean, std: three values each, for pixels in 0..1; the same as in the recipe's ``normalize``.
+        mean, std: one value per channel, or one for all, for pixels in 0..1; the same as in the recipe's ``normalize``.
         masks: new value of the mask inside the boxes, such as 255, which losses ignore. None: masks stay. Boxes and
             keypoints of objects stay, also inside an erased box, as in timm and torchvision.
 
@@ -57,8 +57,8 @@ class RandomErasing(RecipeOp):
         ratio: Sequence[float] = (0.3, 1 / 0.3),
         mode: str = "pixel",
         count: int = 1,
-        mean: Sequence[float] = (0.485, 0.456, 0.406),
-        std: Sequence[float] = (0.229, 0.224, 0.225),
+        mean: float | Sequence[float] = (0.485, 0.456, 0.406),
+        std: float | Sequence[float] = (0.229, 0.224, 0.225),
         masks: int | None = None,
     ) -> None:
         super().__init__()
@@ -78,21 +78,21 @@ class RandomErasing(RecipeOp):
         """Fill one box in each image. A recipe calls this method with the boxes that the recipe draws.
 
         Args:
-            images: float32 [B, 3, H, W].
+            images: float32 [B, C, H, W].
             params: ``xs``, ``ys``, ``widths`` and ``heights`` [B] in pixels. If ``mode`` is ``pixel``, also
-                ``gaussian_noise`` [B, n]. Its first 3 * height * width values fill the box.
+                ``gaussian_noise`` [B, n]. Its first C * height * width values fill the box.
 
         Raises:
             ConfigError: ``params`` is None, as in a direct call.
         """
         if params is None:
             return super().forward(images)
-        made, noise = images.clone(), params.get("gaussian_noise")
+        made, noise, channels = images.clone(), params.get("gaussian_noise"), images.shape[1]
         values = torch.tensor([self.mean, self.std], dtype=images.dtype, device="cpu")
-        mean, std = to_device(values, images.device).view(2, 3, 1, 1)
+        mean, std = to_device(values, images.device).view(2, -1, 1, 1)
         boxes = torch.stack([params[k] for k in ("xs", "ys", "widths", "heights")], dim=1).long().tolist()
         for row, (x, y, w, h) in enumerate(boxes):
-            value = mean if noise is None else mean + std * noise[row, : 3 * h * w].view(3, h, w)
+            value = mean if noise is None else mean + std * noise[row, : channels * h * w].view(channels, h, w)
             made[row, :, y : y + h, x : x + w] = value
         return made
 
@@ -163,12 +163,15 @@ def _box(u: np.ndarray[Any, Any], size: Size, op: RandomErasing, count: np.ndarr
     return {k: v.astype(np.float32) for k, v in values.items()}, found
 
 
-def _steps(op: RandomErasing) -> Steps:
-    std, table = (op.std, lambda values: values["gaussian_noise"]) if op.mode == "pixel" else ((), None)
-    return steps_of(Code.ERASE_NOISE, "xs", "ys", "widths", "heights", *op.mean, *std, table=table)
+def _steps(op: RandomErasing) -> Steps | None:
+    if len(op.mean) not in (1, 3):
+        return None
+    mean, std = (values * (3 // len(values)) for values in (op.mean, op.std))
+    std, table = (std, lambda values: values["gaussian_noise"]) if op.mode == "pixel" else ((), None)
+    return steps_of(Code.ERASE_NOISE, "xs", "ys", "widths", "heights", *mean, *std, table=table)
 
 
-def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Any) -> Tensors:
+def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal: Any, channels: int) -> Tensors:
     """Always draw the noise of the largest possible box, because the values depend on how many are drawn."""
     if op.mode != "pixel":  # a OneOf or SomeOf also gives keys to operations without noise
         return {}
@@ -176,7 +179,12 @@ def _noise(op: RandomErasing, params: Tensors, keys: Tensor, size: Size, normal:
     # Rounding adds at most 1/2 to each side of a box. The sides are below those of the image, so the box grows by at
     # most (height + width) / 2 + 1/4 pixels.
     largest = min(height * width, int(op.scale[1] * height * width + (height + width) / 2) + 1)
-    return {"gaussian_noise": normal(keys, 3 * largest)}
+    return {"gaussian_noise": normal(keys, channels * largest)}
 
 
-RandomErasing.entry = Entry("pixels", steps=_steps, fields=_noise)
+def _takes(op: RandomErasing, channels: int) -> tuple[str, str] | None:
+    values = len(op.mean)
+    return None if values in (1, channels) else ("mean", f"images with {values} channels")
+
+
+RandomErasing.entry = Entry("pixels", steps=_steps, fields=_noise, takes=_takes)

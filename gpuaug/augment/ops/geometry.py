@@ -121,7 +121,7 @@ def _pieces(u: Float, size: Size, *, unchanged: NDArray[np.int64] | None) -> Par
     return {"permutation": pieces}
 
 
-def _elastic_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal) -> Tensors:
+def _elastic_noise(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Normal, channels: int) -> Tensors:
     return {"noise": uniform_field(keys, 2 * size[0] * size[1]).view(-1, 2, *size) * 2 - 1}
 
 

@@ -46,11 +46,11 @@ class _Given:
 
 
 def generated(op: Any, u: Tensor, size: tuple[int, int], samplers: Sequence[str]) -> dict[str, Tensor]:
-    """The parameters that Kornia's generator makes from uniforms float32 [B, n], one column per draw."""
+    """What Kornia's generator makes from uniforms float32 [B, n], one column per draw. Fields have one channel."""
     generator, columns = copy.copy(op._param_generator), iter(u.unbind(1))
     for name in samplers:
         setattr(generator, name, _Given(getattr(generator, name), columns))
-    made: dict[str, Tensor] = generator.forward((len(u), 3, *size))
+    made: dict[str, Tensor] = generator.forward((len(u), 1, *size))
     return made
 
 

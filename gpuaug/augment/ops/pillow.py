@@ -236,11 +236,11 @@ def _cubic(taps: Sequence[Tensor], d: Tensor) -> Tensor:
 
 def _moves(fill: _Fill) -> Entry:
     matrix = Matrix(partial(_write_forward, fill=fill), elements=True)
-    return Entry("matrix", partial(_resampled, fill=fill), matrix=matrix)
+    return Entry("matrix", partial(_resampled, fill=fill), matrix=matrix, takes="rgb levels")
 
 
 def _color(code: Code, *arguments: str | float) -> Entry:
-    return Entry("pixels", step(code, *arguments, formula=partial(run, code)))
+    return Entry("pixels", step(code, *arguments, formula=partial(run, code)), takes="rgb levels")
 
 
 _M = "magnitude"
