@@ -237,8 +237,9 @@ void hue_exact(float turns, float* const* planes, int n) {
     });
 }
 
+// `some`: number of planes; tables have no values for others.
 void pointwise(const Op& op, const Statistic& stat, float* const* planes, int n, const Block& at, int64_t pixels, int64_t image_width,
-               bool exact) {
+               bool exact, int some) {
     const float *const a = op.a, f = a[0], *const table = op.table ? op.table + at.y * image_width + at.x : nullptr;
     const bool levels = op.pillow;
     if (levels && op.code != AUTOCONTRAST && op.code != EQUALIZE) return pointwise_levels(op, stat, planes, n, pixels);
@@ -304,7 +305,7 @@ void pointwise(const Op& op, const Statistic& stat, float* const* planes, int n,
             for (int64_t row = 0; row < at.rows; ++row) {
                 const int64_t y = at.y + row - y0;  // in the box
                 if (y < 0 || y >= tall) continue;
-                for (int c = 0; c < 3; ++c) {
+                for (int c = 0; c < some; ++c) {
                     float* __restrict p = planes[c] + row * at.width;
                     const float color = op.code == ERASE ? a[4] : a[4 + c];
                     const float* __restrict noise = op.table ? op.table + (c * tall + y) * wide + at.x - x0 : nullptr;
@@ -313,7 +314,9 @@ void pointwise(const Op& op, const Statistic& stat, float* const* planes, int n,
             }
             return;
         }
-        case NOISE: return map_values(planes, n, [=](float x, int c, int i) { return x + table[c * pixels + i]; });
+        case NOISE:
+            for (int c = 0; c < some; ++c) map_plane(planes[c], n, c, [k = table + c * pixels](float x, int, int i) { return x + k[i]; });
+            return;
         case AUTOCONTRAST: {
             float least[3], range[3];
             for (int c = 0; c < 3; ++c) least[c] = stat.minimum[c], range[c] = stat.maximum[c] - stat.minimum[c] + 1e-6f;
@@ -1088,7 +1091,7 @@ struct Worker {
             for (int64_t x = 0; x < W; x += wide)
                 for (int64_t group = 0; group < groups; ++group) {
                     const Block at{y, x, std::min(rows, H - y), std::min(wide, W - x)};
-                    const int n = static_cast<int>(at.rows * at.width);
+                    const int n = static_cast<int>(at.rows * at.width), some = static_cast<int>(std::min<int64_t>(C - 3 * group, 3));
                     float* planes[3] = {scratch[0], scratch[1], scratch[2]};
                     if (buffered || keep)
                         for (int c = 0; c < 3; ++c) planes[c] = first.data() + (3 * group + c) * apart + y * W + x;  // in place
@@ -1099,14 +1102,13 @@ struct Worker {
                             for (float* p : planes) clamp_block(p, n);
                             end_outside = false;
                         }
-                        pointwise(of_group(*op, group), stats[group], planes, n, at, pixels, W, op < jump);
+                        pointwise(of_group(*op, group), stats[group], planes, n, at, pixels, W, op < jump, some);
                         end_outside = may_leave_unit(*op, end_outside);
                     }
                     if (wanted) {
                         if (end_outside && !keeps_outside(*wanted)) {
                             for (float* p : planes) clamp_block(p, n);
                         }
-                        const int some = static_cast<int>(std::min<int64_t>(C - 3 * group, 3));
                         collect(*wanted, stats_next[group], planes, n, C == 3, some);
                     }
                     if (last) store(sample, group, at, planes, n);
