@@ -167,7 +167,10 @@ def kernels(augment: Any, device: torch.device, seconds: float, *, moved: float)
     if device.type == "cpu":
         return found | {"paper": "none without a GPU: the counted bytes are those of the kernels for CUDA"}
     p = torch.cuda.get_device_properties(device)
-    peak = 2 * p.memory_clock_rate * 1e3 * p.memory_bus_width / 8  # bytes/s; kHz, bits, two transfers per cycle
+    clock, bits = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)
+    if not clock * bits:  # the properties of CUDA 13 have no clocks, and some GPUs share the CPU's memory
+        return found | {"paper": "none: torch does not tell the peak bandwidth of this GPU"}
+    peak = 2 * clock * 1e3 * bits / 8  # bytes/s; kHz, bits, two transfers per cycle
     return found | {
         "paper_milliseconds": 1e3 * pixels * moved / peak, "paper_least_milliseconds": 1e3 * pixels * least / peak,
         "bytes_per_pixel": moved, "least_bytes_per_pixel": least, "peak_bytes_per_second": peak,
