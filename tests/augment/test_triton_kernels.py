@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,6 +202,16 @@ def test_an_error_of_ours_is_raised(kind: type[Exception], monkeypatch: pytest.M
     backend, images, chosen = _backend_with(Failing(fail), monkeypatch)
     with pytest.raises(kind, match="planted"):
         backend(images, chosen)
+    assert not fused._no_triton
+
+
+def test_an_import_error_of_ours_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = sys.modules["gpuaug.augment.fused"]
+    monkeypatch.delitem(sys.modules, "gpuaug.augment.fused.cuda")
+    monkeypatch.delattr(package, "cuda")
+    monkeypatch.setitem(sys.modules, "gpuaug.augment.fused.cuda_pillow", ModuleType("gpuaug.augment.fused.cuda_pillow"))
+    with pytest.raises(ImportError, match="_levels_kernel"):
+        fused._triton_kernels(torch.device("cuda"))
     assert not fused._no_triton
 
 
