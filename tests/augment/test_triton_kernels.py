@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compile_kernels import KERNELS, compiled, compilers, examine
+from compile_kernels import KERNELS, OCCUPANCY, compiled, compilers, examine
 from conftest import ROOT, SHARED
 from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs, rows_of
 from test_pillow import drawn
@@ -35,8 +35,6 @@ from gpuaug.augment.fused import cuda as triton_kernels  # noqa: E402
 from gpuaug.augment.fused import cuda_kernels  # noqa: E402
 
 RECIPES = sorted(p.stem for p in (ROOT / "conf" / "gpuaug" / "augment").glob("*.yaml"))
-# The smallest share of resident warps that a kernel may have, per compute capability; bench/README.md: what they have
-OCCUPANCY = {75: 0.6, 80: 0.25, 86: 0.4, 89: 0.4, 90: 0.25, 100: 0.3, 120: 0.3}
 
 
 def test_the_kernels_equal_the_reference() -> None:
