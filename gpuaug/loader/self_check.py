@@ -198,25 +198,25 @@ def _beside_kornia(
         except Exception as error:  # the run itself does not need Kornia's modules
             return f"Kornia fails: {type(error).__name__}: {error}"
         most = LEVEL + 255 * torch.finfo(ours.dtype).eps  # the last bit of the value that is furthest from the mean
-        largest = np.where(_steady(view.augment, own, (images.shape[1], images.shape[2]), len(rows)), most, np.inf)
+        largest = np.where(steady(view.augment, own, (images.shape[1], images.shape[2]), len(rows)), most, np.inf)
         pairs.append((_levels(ours.index_select(0, at), view.augment), _levels(theirs, view.augment), largest.tolist()))
     if {(op.name, type(op.op).__name__) for view in recipe.views for op in view.augment.prepared} & reference._warned:
         return "an operation gives different pixels for the same sample"
     return pairs
 
 
-def _steady(augment: Augment, chosen: Sequence[Chosen], size: Size, count: int) -> NDArray[np.bool_]:
+def steady(augment: Augment, chosen: Sequence[Chosen], size: Size, count: int) -> NDArray[np.bool_]:
     """Which of ``count`` rows have steps in ``_STEADY`` only, and none with Pillow's arithmetic."""
-    steady = np.ones(count, dtype=np.bool_)
+    kept = np.ones(count, dtype=np.bool_)
     for part in fused.FusedBackend(augment.prepared)._parts:
         own = [chosen[number] for number in part.numbers]
         if part.columns is None or part.chains:  # Kornia runs it
-            steady &= (own[0].choice < 0).all(axis=1)
+            kept &= (own[0].choice < 0).all(axis=1)
             continue
         code, args = part.program(own, size, count)
         by_pillow = np.isin(code, list(having(Trait.PILLOW))) & (args[..., PILLOW_FLAG] != 0)
-        steady &= (np.isin(code, _STEADY) & ~by_pillow).all(axis=1)
-    return steady
+        kept &= (np.isin(code, _STEADY) & ~by_pillow).all(axis=1)
+    return kept
 
 
 def _levels(images: Tensor, augment: Augment) -> Tensor:

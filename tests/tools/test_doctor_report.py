@@ -234,6 +234,22 @@ def test_every_image_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(given) == calls * 8
 
 
+@pytest.mark.parametrize("name", ["standard", "randaugment_torchvision"])
+def test_one_wrong_pixel_is_bad_where_no_operation_jumps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spoiled(reports.FusedBackend):
+        def __call__(self, *args: Any, **more: Any) -> torch.Tensor:
+            found = super().__call__(*args, **more)
+            found[:, :, -1, -1] = 1.0 - found[:, :, -1, -1].round()
+            return found
+
+    monkeypatch.setattr(reports, "FusedBackend", Spoiled)
+    monkeypatch.setattr(reports, "SAMPLES", 4)
+    monkeypatch.setattr(reports, "BATCH", {"cpu": 2})
+    good, words, _ = reports.recipe(name, torch.device("cpu"), 0.0)
+    assert good == (name != "standard")
+    assert ("(DIFFERENT" if name == "standard" else "(rounding") in words
+
+
 def test_on_paper_as_in_the_benchmark() -> None:
     """The bytes are those that bench/roofline.py counted, and the times of an H100 those of its table."""
     pretended_cuda = pytest.importorskip("pretended_cuda")  # itself skips without Triton
