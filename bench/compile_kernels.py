@@ -35,6 +35,7 @@ LIMITS = {
     75: (32, 16, 64), 80: (64, 32, 164), 86: (48, 16, 100), 89: (48, 24, 100), 90: (64, 32, 228), 100: (64, 32, 228),
     120: (48, 24, 100),
 }  # fmt: skip
+OCCUPANCY = {75: 0.6, 80: 0.25, 86: 0.4, 89: 0.4, 90: 0.25, 100: 0.3, 120: 0.3}  # the least that a kernel may have
 RECIPES = ("flip", "standard", "simclr", "randaugment_torchvision", "timm")
 KERNELS = ("_mean_kernel", "_points_kernel", "_blur_kernel", "_levels_kernel", "_pillow_kernel", "_normal_kernel")
 TYPES = {
@@ -214,9 +215,16 @@ def table(report: Any) -> str:
             hopper = cells[kernel, version, 90]
             more = f"{hopper['shared']:,} B, {hopper['instructions']:,}"
             lines.append(f"| {kernel} | {version} | {' | '.join(shown)} | {more} |")
-    spilled = sum(r["local"] > 0 or r["spills"] > r["stack"] // 2 for r in report["rows"])
-    lines += ["", f"{len(report['rows'])} compilations, {spilled} with spills."]
+    spilled, few = bad(report)
+    lines += ["", f"{len(report['rows'])} compilations, {spilled} with spills, {few} with too few warps (`OCCUPANCY`)."]
     return "\n".join(lines)
+
+
+def bad(report: Any) -> tuple[int, int]:
+    """The numbers of compilations with spills, and with an occupancy below ``OCCUPANCY``."""
+    rows = report["rows"]
+    spilled = sum(r["local"] > 0 or r["spills"] > r["stack"] // 2 for r in rows)
+    return spilled, sum(r["occupancy"] < OCCUPANCY[r["capability"]] for r in rows)
 
 
 def main() -> int:
@@ -243,7 +251,7 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
-    return 0
+    return 1 if any(bad(report)) else 0
 
 
 if __name__ == "__main__":

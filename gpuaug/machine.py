@@ -127,7 +127,7 @@ def _smi(query: str, root: str = NVIDIA) -> list[str]:
 
 # Checks of doctor with a stored result, which is called a verdict. tools/doctor/command.py says what each one checks.
 VERDICTS = ("decoder_cpu", "decoder_mixed", "hardware", "stream", "fused_cuda")
-VERDICTS_VERSION = 4  # files of other versions are ignored; increase it when a check becomes stricter
+VERDICTS_VERSION = 5  # files of other versions are ignored; increase it when a check becomes stricter
 PACKAGES = (
     "torch", "kornia", "nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13",
     "hydra-core", "triton", "pillow", "numpy",

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from compile_kernels import KERNELS, compiled, compilers, examine
+from compile_kernels import KERNELS, OCCUPANCY, compiled, compilers, examine
 from conftest import ROOT, SHARED
 from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs, rows_of
 from test_pillow import drawn
@@ -35,8 +35,6 @@ from gpuaug.augment.fused import cuda as triton_kernels  # noqa: E402
 from gpuaug.augment.fused import cuda_kernels  # noqa: E402
 
 RECIPES = sorted(p.stem for p in (ROOT / "conf" / "gpuaug" / "augment").glob("*.yaml"))
-# The smallest share of resident warps that a kernel may have, per compute capability; bench/README.md: what they have
-OCCUPANCY = {75: 0.6, 80: 0.25, 86: 0.4, 89: 0.4, 90: 0.25, 100: 0.3, 120: 0.3}
 
 
 def test_the_kernels_equal_the_reference() -> None:
@@ -202,6 +200,16 @@ def test_an_error_of_ours_is_raised(kind: type[Exception], monkeypatch: pytest.M
     backend, images, chosen = _backend_with(Failing(fail), monkeypatch)
     with pytest.raises(kind, match="planted"):
         backend(images, chosen)
+    assert not fused._no_triton
+
+
+def test_an_import_error_of_ours_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = sys.modules["gpuaug.augment.fused"]
+    monkeypatch.delitem(sys.modules, "gpuaug.augment.fused.cuda")
+    monkeypatch.delattr(package, "cuda")
+    monkeypatch.setitem(sys.modules, "gpuaug.augment.fused.cuda_pillow", ModuleType("gpuaug.augment.fused.cuda_pillow"))
+    with pytest.raises(ImportError, match="_levels_kernel"):
+        fused._triton_kernels(torch.device("cuda"))
     assert not fused._no_triton
 
 

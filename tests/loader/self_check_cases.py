@@ -150,6 +150,23 @@ def test_a_wrong_kernel_is_found_and_kornia_takes_its_place(device, cache, monke
     assert len(logged()) == 2
 
 
+def test_one_wrong_pixel_is_found_where_nothing_jumps(device, monkeypatch, logged):
+    queue = cuda._queue
+
+    def spoil(kernel, grid, on, *args, **constants):
+        queue(kernel, grid, on, *args, **constants)
+        if kernel.__name__ == "_points_kernel":
+            args[1].inner[:, :, 0, -1] = 0.0  # the mean color: less than 1 % of the pixels, and less than a level each
+
+    monkeypatch.setattr(cuda, "_queue", spoil)
+    jitter, flip = K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=1.0), K.RandomHorizontalFlip()
+    for dtype in ("float32", "bfloat16"):
+        assert "images differ from Kornia" in first(recipe(flip=flip, jitter=jitter), decode=PILLOW, dtype=dtype)[1]
+    assert len(logged()) == 2
+    # a level that is rounded to the other side may change a pixel as much
+    assert "8 images agree" in first(recipe(flip=flip, posterize=K.RandomPosterize(p=1.0)), decode=PILLOW)[1]
+
+
 def test_right_kernels_and_decoders_are_checked_once_per_recipe(device, cache, monkeypatch, logged):
     """The check changes no pixel, no random state and no state of the loader."""
     bare, _ = first(self_check=False)

@@ -148,10 +148,10 @@ def test_other_versions_and_machines_are_other_verdicts(cache: Path, monkeypatch
         "nonsense",
         "[]",
         '{"version": 99, "verdicts": {"stream": {"good": true, "text": ""}}}',
-        '{"version": 4, "verdicts": []}',
-        '{"version": 4, "verdicts": {"stream": true}}',
-        '{"version": 4, "verdicts": {"stream": {"good": "yes", "text": ""}}}',
-        '{"version": 4, "verdicts": {"stream": {"text": ""}}}',
+        '{"version": 5, "verdicts": []}',
+        '{"version": 5, "verdicts": {"stream": true}}',
+        '{"version": 5, "verdicts": {"stream": {"good": "yes", "text": ""}}}',
+        '{"version": 5, "verdicts": {"stream": {"text": ""}}}',
     ],
 )
 def test_a_damaged_file_is_no_verdict(text: str, cache: Path) -> None:

@@ -234,6 +234,22 @@ def test_every_image_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(given) == calls * 8
 
 
+@pytest.mark.parametrize("name", ["standard", "randaugment_torchvision"])
+def test_one_wrong_pixel_is_bad_where_no_operation_jumps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spoiled(reports.FusedBackend):
+        def __call__(self, *args: Any, **more: Any) -> torch.Tensor:
+            found = super().__call__(*args, **more)
+            found[:, :, -1, -1] = 1.0 - found[:, :, -1, -1].round()
+            return found
+
+    monkeypatch.setattr(reports, "FusedBackend", Spoiled)
+    monkeypatch.setattr(reports, "SAMPLES", 4)
+    monkeypatch.setattr(reports, "BATCH", {"cpu": 2})
+    good, words, _ = reports.recipe(name, torch.device("cpu"), 0.0)
+    assert good == (name != "standard")
+    assert ("(DIFFERENT" if name == "standard" else "(rounding") in words
+
+
 def test_on_paper_as_in_the_benchmark() -> None:
     """The bytes are those that bench/roofline.py counted, and the times of an H100 those of its table."""
     pretended_cuda = pytest.importorskip("pretended_cuda")  # itself skips without Triton
@@ -242,14 +258,18 @@ def test_on_paper_as_in_the_benchmark() -> None:
     rows = [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
     moved = {row["recipe"]: float(row["bytes per pixel: moved, least"].split(",")[0]) for row in rows}
     assert moved == reports.MOVED  # else copy the table's figures to MOVED
-    properties = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120, L2_cache_size=50 << 20)  # H100 SXM
     timer = SimpleNamespace(record=lambda: None, elapsed_time=lambda other: 0.5)
-    with pretended_cuda.pretended_cuda(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-        patch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-        patch.setattr(torch.cuda, "Event", lambda **_: timer)
-        patch.setattr(reports, "SAMPLES", 1)
-        _, words, figures = reports.recipe("standard", torch.device("cuda", 0), 0.0)
+
+    def measured(**properties: int) -> Any:
+        gpu = SimpleNamespace(L2_cache_size=50 << 20, **properties)
+        with pretended_cuda.pretended_cuda(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+            patch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+            patch.setattr(torch.cuda, "Event", lambda **_: timer)
+            patch.setattr(reports, "SAMPLES", 1)
+            return reports.recipe("standard", torch.device("cuda", 0), 0.0)
+
+    _, words, figures = measured(memory_clock_rate=2_619_000, memory_bus_width=5120)  # H100 SXM
     assert (figures["milliseconds"], figures["images_per_second"]) == (0.5, 512_000)
     row = next(row for row in rows if row["recipe"] == "standard")
     paper, least = map(float, row["H100"].split(" / "))
@@ -257,6 +277,12 @@ def test_on_paper_as_in_the_benchmark() -> None:
     assert 1e3 * figures["paper_milliseconds"] == pytest.approx(paper, abs=0.6)
     assert 1e3 * figures["paper_least_milliseconds"] == pytest.approx(least, abs=0.6)
     assert "0.5 ms for 256 images (0.046 on paper)" in words
+    # a GPU or a torch that does not tell the clock: all figures but those on paper
+    for properties in ({"memory_clock_rate": 0, "memory_bus_width": 64}, {}):
+        _, words, figures = measured(**properties)
+        assert "0.5 ms for 256 images" in words
+        assert "paper_milliseconds" not in figures
+        assert "peak bandwidth" in figures["paper"]
 
 
 @pytest.mark.gpu

@@ -374,6 +374,8 @@ def _triton_kernels(device: torch.device) -> Any:
     try:
         from gpuaug.augment.fused import cuda as triton_kernels
     except (ImportError, OSError) as error:  # Triton or something that Triton needs is missing
+        if (getattr(error, "name", None) or "").startswith("gpuaug"):
+            raise
         _without_triton(f"{type(error).__name__}: {error}")
         return None
     return triton_kernels
