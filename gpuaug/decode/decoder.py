@@ -378,6 +378,8 @@ class Decoder:
         raw = rest.take(np.flatnonzero(rest.headers.route == Route.RAW))
         self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)
         faults = self._by_pillow(rest.take(np.flatnonzero(rest.headers.route != Route.RAW)), canvases)
+        if dtype == "float32":
+            faults += values.not_finite(request, canvases, {fault.row for fault in faults})
         bad = np.setdiff1d(np.arange(count), request.rows).tolist() + [fault.row for fault in faults]
         for canvas in canvases:
             canvas[bad] = 0

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.batch import Fill
+from gpuaug.batch import Fault, Fill
 from gpuaug.decode import header
 from gpuaug.decode.header import Header, HeaderError
-from gpuaug.decode.request import DecodeRequest, Route
+from gpuaug.decode.request import DecodeRequest, Route, decode_fault
 from gpuaug.errors import ConfigError, shown_size
 from gpuaug.files import Buffer, sniff
 
@@ -113,6 +113,16 @@ def of_row(row: DecodeRequest, stored: Stored) -> Values:
     if headers.route[0] == Route.REFUSED:
         raise HeaderError(f"{codec} cannot be decoded: DALI found damaged or missing data")
     return _decode(headers.encoded[0].data, codec, shape, stored.dtype or "")[y : y + h, x : x + w]
+
+
+def not_finite(request: DecodeRequest, canvases: list[Values], known: set[int]) -> list[Fault]:
+    """Faults of rows whose views have NaN or infinity, which the kernels do not keep. ``known``: rows with faults."""
+    reason = "NaN or infinity in the part that a crop takes: values must be finite. Replace them, for example by 0"
+    return [
+        decode_fault(row, request.headers.encoded[k], reason)
+        for k, row in enumerate(request.rows.tolist())
+        if row not in known and not all(np.isfinite(canvas[row]).all() for canvas in canvases)
+    ]
 
 
 def _decode(data: Buffer, codec: str, shape: tuple[int, ...], dtype: str) -> Values:

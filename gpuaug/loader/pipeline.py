@@ -181,7 +181,7 @@ class Pipeline:
         recipe = self.recipe.at(batch.drawn.epoch)
         output: dict[str, Any] = {"dtype": self.dtype, "memory_format": self.memory_format}
         if (white := self.decoder.settings.white) is not None:
-            output["white"] = white
+            output["white"] = [white] * len(batch.images)
         if self.self_check is not None:
             self.self_check.augment(recipe, batch, **output)
         return recipe.render(batch.images, batch.drawn, chosen=batch.chosen, **output)

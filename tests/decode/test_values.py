@@ -152,6 +152,19 @@ def test_a_batch_has_one_type_and_blank_rows_are_zero() -> None:
         assert np.array_equal(images[row].numpy(), x * (row != 1))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("variant", ["npy", "lzw", "planes"])
+def test_values_that_are_not_finite_are_faults(variant: str, value: float) -> None:
+    x = picture("float32", 4)
+    x[30, 40, 2] = value
+    decoder = opened(4)
+    headers = decoder.read_headers(batch(encoded(variant, x)))
+    for box, count in (((0, 0, 40, 56), 1), ((0, 0, 20, 20), 0)):
+        (images,), faults = decoder.pixels(headers, [windows(*box, size=box[2:])])
+        assert [fault.reason[:15] for fault in faults] == ["NaN or infinity"] * count
+        assert images.any() == (not count)
+
+
 @pytest.mark.parametrize(("white", "level"), [(None, 65535), (4095, 4095)])
 def test_fill_is_in_the_unit_of_the_values(white: float | None, level: int) -> None:
     zero, size = np.zeros((1, 2), dtype=np.int32), np.array([[40, 56]], dtype=np.int32)
