@@ -107,9 +107,6 @@ class Decode:
         checks.whole_number("max_pixels", self.max_pixels, 1)
         checks.whole_number("max_bytes", self.max_bytes, 1)
         checks.flag("reduced", self.reduced)
-        is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
-        if is_list:
-            object.__setattr__(self, "codecs", tuple(self.codecs))
         raw = checks.one_of("pixels", self.pixels, get_args(Kind)) == "raw"
         checks.whole_number("channels", self.channels, 1, MAX_CHANNELS, optional=True)
         checks.number("white", self.white, 1e-6, 1e9, optional=True)
@@ -120,11 +117,12 @@ class Decode:
             )
         if raw and (self.reduced or self.hardware_load):
             raise ConfigError("`decode.reduced` and `hardware_load` are for JPEG. Remove them, or set pixels=rgb8.")
-        if raw and self.codecs == _RGB_CODECS:
-            object.__setattr__(self, "codecs", values.READ)
         known = values.READ if raw else CODECS
-        if not is_list or any(name not in known for name in self.codecs):
+        is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
+        codecs = values.READ if raw and is_list and tuple(self.codecs) == _RGB_CODECS else self.codecs
+        if not is_list or any(name not in known for name in codecs):
             raise ConfigError(f"`codecs` must be a list of names from {', '.join(known)}. Found: {self.codecs!r}.")
+        object.__setattr__(self, "codecs", tuple(codecs))
 
     def stored(self) -> dict[str, Any]:
         """The settings of the stored values that are read."""
@@ -374,6 +372,8 @@ class Decoder:
         for part, regions in self._by_dali(request, failed):
             self._paint(part, regions, canvases)
             del regions  # free memory before the next chunk is decoded
+            if self._stored and 4 * self.num_threads * part.headers.memory.max() > self.settings.max_bytes:
+                self._return_freed_memory()
         rest = self._left(request, failed)
         raw = rest.take(np.flatnonzero(rest.headers.route == Route.RAW))
         self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)

@@ -148,7 +148,8 @@ def _decode(data: Buffer, codec: str, shape: tuple[int, ...], dtype: str) -> Val
     if values.shape != shape or values.dtype != dtype:
         found = f"{values.dtype} {list(values.shape)}"
         raise HeaderError(f"{codec} of {found}, but its header says {dtype} {list(shape)}")
-    return np.ascontiguousarray(values)
+    decoded: Values = values
+    return decoded
 
 
 @lru_cache(maxsize=1)
@@ -225,7 +226,7 @@ def only_pixels(data: Buffer, info: Header) -> Buffer:
         raise HeaderError(
             f"png of {shown_size(info.height, info.width)} is damaged or truncated: it has {found} values"
         )
-    return b"".join(pieces)
+    return data if sum(map(len, pieces)) == len(data) else b"".join(pieces)
 
 
 def _png_bytes(info: Header, *, interlaced: bool) -> int:

@@ -350,7 +350,7 @@ def test_damaged_files_end_no_process_and_take_no_memory(count: int, monkeypatch
     counts = Counter[str]()
     for variant in VARIANTS:
         for backend in BACKENDS if variant not in EXTRA else ("dali",):
-            answer = child.ask(range(count), settings=f"{variant};{backend}")
+            answer = child.ask(range(count), settings=f"{variant};{backend};150;170")
             assert not answer["error"], (variant, backend, answer)  # a death, a hang, or more memory than `max_bytes`
             counts.update(answer["verdicts"].values())
             if variant == "png":
@@ -359,6 +359,16 @@ def test_damaged_files_end_no_process_and_take_no_memory(count: int, monkeypatch
     assert child.started == 1
     assert counts.keys() <= {"fault", "same", "values"}
     assert counts["fault"] > counts.total() / 4
+
+
+def test_batches_of_large_files_take_at_most_max_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, SHARED), os.environ.get("PYTHONPATH", "")]))
+    child = Child(str(Path(__file__).with_name("stored_child.py")), hang_cpu=60.0)
+    for variant in ("png", "npy", "lzw", "zstd tiles, big-endian", "planes, lzw", "jpeg2000", "lerc"):
+        answer = child.ask(range(12), settings=f"{variant};dali;560;660", alone=True)
+        assert not answer["error"], (variant, answer)
+        assert set(answer["verdicts"].values()) == {"same"}, variant
+    child.close()
 
 
 # -- settings --
