@@ -44,8 +44,7 @@ log = logging.getLogger("gpuaug")
 
 Kind = Literal["rgb8", "raw"]
 _RGB_CODECS = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "avif", "heif", "raw")
-MAX_CHANNELS = 1024  # more is surely a typo
-MAX_THREADS = 1024  # more is surely a typo; DALI starts all threads at once, and each has a stack
+MAX_THREADS = MAX_CHANNELS = 1024  # more is surely a typo; DALI starts all threads at once, and each has a stack
 _MAX_REBUILDS = 3  # new pipelines per batch; if the device itself is broken, every new pipeline fails too
 
 _END_OF_JPEG = np.array([0xFF, 0xD9], dtype=np.uint8)
@@ -124,10 +123,6 @@ class Decode:
             raise ConfigError(f"`codecs` must be a list of names from {', '.join(known)}. Found: {self.codecs!r}.")
         object.__setattr__(self, "codecs", tuple(codecs))
 
-    def stored(self) -> dict[str, Any]:
-        """The settings of the stored values that are read."""
-        return {"pixels": self.pixels, "channels": self.channels, "white": self.white}
-
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
     ) -> Decoder:
@@ -182,7 +177,7 @@ class Decoder:
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
         memory = np.zeros(len(batch), dtype=np.int64)
         codec, faults, images = [""] * len(batch), [], list(batch.images)
-        unread = {fault.row for fault in batch.faults}
+        unread, opened = {fault.row for fault in batch.faults}, dict[int, Header]()
         for row, encoded in enumerate(batch.images):  # 10 µs per sample
             if row in unread:
                 continue
@@ -191,11 +186,17 @@ class Decoder:
             except HeaderError as e:
                 faults.append(decode_fault(row, encoded, str(e)))
                 continue
-            codec[row], orientation[row] = info.codec, info.orientation
+            opened[row], codec[row], orientation[row] = info, info.codec, info.orientation
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
             each = info.pixel_bytes + (0 if self._stored else 3 if info.orientation == 1 else 6)
             memory[row] = info.height * info.width * each + len(encoded)
+        if self._stored:  # inflating a PNG takes as long as decoding it
+            self._check_process()
+            accepts = dali.accepts if self.backend == "dali" else None
+            for fault in values.prepare(opened, images, self.each, accepts):
+                faults.append(fault)
+                codec[fault.row], route[fault.row], shape[fault.row] = "", Route.BAD, 0
         height, width = shape.T.copy()
         return HeaderInfo(codec, height, width, orientation, faults, route, memory, images)
 
@@ -216,12 +217,7 @@ class Decoder:
         if not windows:
             return [], []
         request = DecodeRequest.of(headers, windows)
-        self._pid = self._pid or os.getpid()
-        if self._pid != os.getpid():
-            raise GpuaugError(
-                f"This decoder was used in process {self._pid}, which then forked process {os.getpid()}. A fork does "
-                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
-            )
+        self._check_process()
         # DALI uses the current device, not the stream's device
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:
@@ -231,6 +227,14 @@ class Decoder:
             decode = self._on_device if isinstance(self._dali, dali.CudaPipeline) else self._on_host
             images, faults = decode(len(headers), request)
             return images, [*too_large, *faults]
+
+    def _check_process(self) -> None:
+        self._pid = self._pid or os.getpid()
+        if self._pid != os.getpid():
+            raise GpuaugError(
+                f"This decoder was used in process {self._pid}, which then forked process {os.getpid()}. A fork does "
+                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
+            )
 
     @property
     def white(self) -> float:
@@ -335,9 +339,6 @@ class Decoder:
         stored.check(info)
         if not by_dali:
             values.check_extra(info)
-        encoded = np.frombuffer(values.only_pixels(encoded.data, info), dtype=np.uint8)
-        if by_dali and not dali.accepts(encoded, info):
-            raise HeaderError(f"{name} is damaged: DALI reads its header differently")
         if stored.dtype is None:
             stored.dtype = info.dtype
             log.info("decode raw: %s values with %d channels, as in the first file", info.dtype, info.channels)

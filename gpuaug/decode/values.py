@@ -9,7 +9,7 @@ import ast
 import io
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpuaug.batch import Fault, Fill
 from gpuaug.decode import header
 from gpuaug.decode.header import Header, HeaderError
-from gpuaug.decode.request import DecodeRequest, Route, decode_fault
+from gpuaug.decode.request import DecodeRequest, Pixels, Route, decode_fault
 from gpuaug.errors import ConfigError, shown_size
 from gpuaug.files import Buffer, sniff
 
@@ -115,6 +115,32 @@ def of_row(row: DecodeRequest, stored: Stored) -> Values:
     return _decode(headers.encoded[0].data, codec, shape, stored.dtype or "")[y : y + h, x : x + w]
 
 
+def prepare(
+    opened: dict[int, Header],
+    images: list[Pixels],
+    each: Callable[[Sequence[int], Callable[[int], None]], None],
+    accepts: Callable[[Pixels, Header], bool] | None,
+) -> list[Fault]:
+    """Leave only pixels in the ``images`` that are PNG, and check what DALI decodes. Returns the faults that are found.
+
+    ``opened``: the headers, by row; ``each``: runs a function for every row; ``accepts``: DALI's check, if it is used.
+    """
+    reasons: dict[int, str] = {}
+
+    def one(row: int) -> None:
+        info = opened[row]
+        try:
+            if info.codec == "png":
+                images[row] = np.frombuffer(_only_pixels(images[row].data, info), dtype=np.uint8)
+            if accepts is not None and info.dali_safe and not accepts(images[row], info):
+                reasons[row] = f"{info.codec} is damaged: DALI reads its header differently"
+        except HeaderError as error:
+            reasons[row] = str(error)
+
+    each([*opened], one)
+    return [decode_fault(row, images[row], reasons[row]) for row in sorted(reasons)]
+
+
 def not_finite(request: DecodeRequest, canvases: list[Values], known: set[int]) -> list[Fault]:
     """Faults of rows whose views have NaN or infinity, which the kernels do not keep. ``known``: rows with faults."""
     reason = "NaN or infinity in the part that a crop takes: values must be finite. Replace them, for example by 0"
@@ -198,13 +224,11 @@ def _png(data: Buffer) -> Header:
     )  # fmt: skip
 
 
-def only_pixels(data: Buffer, info: Header) -> Buffer:
+def _only_pixels(data: Buffer, info: Header) -> Buffer:
     """A PNG without the chunks that change or accompany its values. HeaderError if it has too few or too many values.
 
     DALI would inflate all that a file holds: 1 MB can become 1 GB. And it would not notice damaged bytes.
     """
-    if info.codec != "png":
-        return data
     pieces = [data[:8]]
     engine, inflated, needed = zlib.decompressobj(), 0, _png_bytes(info, interlaced=data[28] == 1)
     for kind, at, length, end in header.chunks(data):

@@ -349,7 +349,11 @@ class Loader:
             "augment": self.augment.fingerprint(),
             "mix": None if self.mix is None else repr(self.mix),
             **({"decode": {"reduced": True}} if self.decode.reduced else {}),
-            **({"decode": self.decode.stored()} if self.decode.pixels == "raw" else {}),
+            **(
+                {"decode": {k: getattr(self.decode, k) for k in ("pixels", "channels", "white")}}
+                if self.decode.pixels == "raw"
+                else {}
+            ),
         }
         if self.targets is not None:
             digest = self.source.objects_digest
