@@ -20,7 +20,7 @@ CODECS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "jpeg2000", "ppm", "avif"
 _SIGNATURES = re.compile(
     rb"(?P<jpeg>\xff\xd8\xff)|(?P<png>\x89PNG\r\n\x1a\n)|(?P<webp>RIFF.{4}WEBP)|(?P<bmp>BM)|(?P<gif>GIF8[79]a)"
     rb"|(?P<tiff>II[*+]\0|MM\0[*+])|(?P<raw>\x89gpuaug\n)|(?P<jpeg2000>\0\0\0\x0cjP  \r\n\x87\n|\xff\x4f\xff\x51)"
-    rb"|(?P<ppm>P[56]\s)"
+    rb"|(?P<ppm>P[56]\s)|(?P<npy>\x93NUMPY)"
     # mif1 and msf1 are brands of both; a file of AVIF then names avif or avis among the brands that follow
     rb"|....ftyp(?:(?P<avif>avi[fs]|m[is]f1.{4}(?:.{4}){0,15}?avi[fs])|(?P<heif>hei[cxms]|hev[cxms]|m[is]f1))",
     re.DOTALL,
@@ -41,7 +41,7 @@ def check_regular(
 
 
 def sniff(data: Buffer) -> str | None:
-    """The codec, from the first bytes; None if it is not in `CODECS`."""
+    """The codec, from the first bytes: one of `CODECS`, npy, or None."""
     match = _SIGNATURES.match(data)
     return match and match.lastgroup
 

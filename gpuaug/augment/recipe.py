@@ -319,7 +319,7 @@ class RecipeBase(ReadOnly):
         """
         self.check_unchanged()
         images, white, clip = pixels(images, layout=layout, white=white, nan=nan)
-        self._check_images(images, same=output["dtype"] == "same")
+        self.check_images(images, same=output["dtype"] == "same")
         back = partial(same_type, dtype=images.dtype, white=white) if output["dtype"] == "same" else None
         output = {name: checks.torch_constant(name, value) for name, value in output.items() if value != "same"}
         frames = 1 if clip is None else clip
@@ -368,8 +368,11 @@ class RecipeBase(ReadOnly):
 
         return by_camera(images, call, given, **more)
 
-    def _check_images(self, images: Tensor, *, same: bool) -> None:
-        """Raise ConfigError if an operation or the normalization cannot take ``images`` [B, H, W, C]."""
+    def check_images(self, images: Tensor, *, same: bool = False) -> None:
+        """Raise ConfigError if an operation or the normalization cannot take such images.
+
+        ``images``: [B, H, W, C]; ``same``: whether the result has their type.
+        """
         for view in (view for view in self.views if view.copy == 0):
             key, normalize = f"augment.views.{view.name}" if view.name else "augment", view.augment.normalize
             deep, rest = images.dtype == torch.uint16, {"crop": view.augment.crop, "normalize": normalize}

@@ -28,6 +28,7 @@ from torch import Tensor
 from gpuaug.batch import CropWindows
 from gpuaug.decode.header import Header
 from gpuaug.decode.request import DecodeRequest, Pixels, to_stored
+from gpuaug.decode.values import Stored
 from gpuaug.errors import ConfigError
 from gpuaug.read.ends import end_all
 
@@ -73,7 +74,10 @@ def accepts(encoded: Pixels, header: Header) -> bool:
     try:
         stream = _code_stream()(encoded)
         same = stream.height == header.height and stream.width == header.width
-        return bool(same and stream.dtype.kind == "u")  # TypeError if DALI does not know the pixel type
+        known = stream.dtype.kind == "u"  # TypeError if DALI does not know the pixel type
+        if header.codec != "jpeg":  # the values of the file, not RGB
+            known = stream.dtype == header.dtype and stream.num_channels == header.channels
+        return bool(same and known)
     except (RuntimeError, TypeError):
         return False
 
@@ -85,17 +89,20 @@ def failed_sample(message: str) -> tuple[bool, int | None]:
 
 
 class CpuPipeline:
-    """DALI on the CPU: decodes one box of each image. DALI's resize would be several times slower."""
+    """DALI on the CPU: decodes one box of each image. DALI's resize would be several times slower.
+
+    ``stored``: the stored values that it decodes. None: RGB.
+    """
 
     bytes_per_pixel = 12  # peak memory while decoding, per pixel of the whole image
 
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+    def __init__(self, num_threads: int, stored: Stored | None = None) -> None:
+        self._num_threads, self._stored = num_threads, stored
         self._pipeline: Any = None
         self._capacity = 0
 
     def run(self, request: DecodeRequest) -> list[Pixels]:
-        """Decode each row's ``request.union`` box, uint8 [height, width, 3]. The arrays keep DALI's memory alive."""
+        """Decode each row's ``request.union`` box, [height, width, channels]. The arrays keep DALI's memory alive."""
         if len(request) > self._capacity:
             self._capacity = _capacity(request)
             self._pipeline = self._build()
@@ -108,7 +115,11 @@ class CpuPipeline:
     def _build(self) -> Any:
         def graph(fn: Any, types: Any, fed: Callable[..., Any]) -> list[Any]:
             box = {"start": fed("start"), "shape": fed("shape"), "axes": [0, 1]}
-            return [fn.decoders.image_slice(fed("encoded", types.UINT8), **box, device="cpu", **_rgb(types))]
+            dtypes = {"uint8": types.UINT8, "uint16": types.UINT16, "float32": types.FLOAT}
+            stored = {}
+            if self._stored is not None and self._stored.dtype is not None:
+                stored = {"output_type": types.ANY_DATA, "dtype": dtypes[self._stored.dtype]}
+            return [fn.decoders.image_slice(fed("encoded", types.UINT8), **box, device="cpu", **_rgb(types) | stored)]
 
         return _pipeline(self._capacity, self._num_threads, None, graph)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpuaug import checks, machine
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64
-from gpuaug.decode import dali, header, pillow, resize
+from gpuaug.decode import dali, header, pillow, resize, values
 from gpuaug.decode.dali import Backend
 from gpuaug.decode.header import Header, HeaderError, TruncatedError
 from gpuaug.decode.request import (
@@ -42,7 +42,9 @@ from gpuaug.native import buffers
 
 log = logging.getLogger("gpuaug")
 
-MAX_THREADS = 1024  # more is surely a typo; DALI starts all threads at once, and each has a stack
+Kind = Literal["rgb8", "raw"]
+_RGB_CODECS = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "avif", "heif", "raw")
+MAX_THREADS = MAX_CHANNELS = 1024  # more is surely a typo; DALI starts all threads at once, and each has a stack
 _MAX_REBUILDS = 3  # new pipelines per batch; if the device itself is broken, every new pipeline fails too
 
 _END_OF_JPEG = np.array([0xFF, 0xD9], dtype=np.uint8)
@@ -70,9 +72,14 @@ class Decode:
             is decoded in chunks. If a single image needs more, it is a fault: an RGB image takes 7 bytes per pixel, a
             progressive JPEG up to 15, WebP 17. A mask may take half: 4 bytes per pixel, with a table or 16 bits
             24. Crops that read masks, such as RandomScaleCrop, take up to as much memory again.
-        codecs: names from jpeg, png, webp, bmp, gif, ppm, avif, heif, tiff, jpeg2000, raw. Images of other codecs are
-            faults. AVIF needs Pillow 11.3. HEIF (the files of many phones, .heic) needs ``pip install 'gpuaug[heif]'``.
-            `gpuaug pack` writes `raw`.
+        codecs: names from jpeg, png, webp, bmp, gif, ppm, avif, heif, tiff, jpeg2000, raw. Images of other codecs
+            are faults. AVIF needs Pillow 11.3. HEIF (the files of many phones, .heic) needs
+            ``pip install 'gpuaug[heif]'``. `gpuaug pack` writes `raw`. With ``pixels="raw"``: png, tiff, npy.
+        pixels: ``rgb8``: all images become 8-bit RGB. ``raw``: the stored values, uint8, uint16 or float32, from PNG,
+            TIFF and npy files. All files of a run must have one type and number of channels; others are faults.
+        channels: number of channels of each file, for ``pixels="raw"``.
+        white: the value that becomes 1.0, for ``pixels="raw"``, such as 4095 for 12 bits. None: 255 for uint8, 65535
+            for uint16, 1 for float32.
         reduced: Pillow decodes large JPEGs at 1/2, 1/4 or 1/8 of their size, if resizing divides both sides of every
             crop by at least 2, 4 or 8. Pixels change by 1 level of 255 on average. It has no effect with DALI.
 
@@ -86,8 +93,11 @@ class Decode:
     hardware_load: float = 0.0
     max_pixels: int = 178_000_000
     max_bytes: int = 2**30
-    codecs: Sequence[str] = ("jpeg", "png", "webp", "bmp", "gif", "ppm", "avif", "heif", "raw")
+    codecs: Sequence[str] = _RGB_CODECS
     reduced: bool = False
+    pixels: Kind = "rgb8"
+    channels: int | None = None
+    white: float | None = None
 
     def __post_init__(self) -> None:
         checks.whole_number("num_threads", self.num_threads, 1, MAX_THREADS, optional=True)
@@ -96,10 +106,22 @@ class Decode:
         checks.whole_number("max_pixels", self.max_pixels, 1)
         checks.whole_number("max_bytes", self.max_bytes, 1)
         checks.flag("reduced", self.reduced)
+        raw = checks.one_of("pixels", self.pixels, get_args(Kind)) == "raw"
+        checks.whole_number("channels", self.channels, 1, MAX_CHANNELS, optional=True)
+        checks.number("white", self.white, 1e-6, 1e9, optional=True)
+        if raw != (self.channels is not None) or (self.white is not None and not raw):
+            raise ConfigError(
+                "`decode.pixels=raw` needs `decode.channels`, and may have `decode.white`. rgb8 has neither. Found: "
+                f"pixels={self.pixels}, channels={self.channels}, white={self.white}."
+            )
+        if raw and (self.reduced or self.hardware_load):
+            raise ConfigError("`decode.reduced` and `hardware_load` are for JPEG. Remove them, or set pixels=rgb8.")
+        known = values.READ if raw else CODECS
         is_list = isinstance(self.codecs, Sequence) and not isinstance(self.codecs, str)
-        if not is_list or any(name not in CODECS for name in self.codecs):
-            raise ConfigError(f"`codecs` must be a list of names from {', '.join(CODECS)}. Found: {self.codecs!r}.")
-        object.__setattr__(self, "codecs", tuple(self.codecs))
+        codecs = values.READ if raw and is_list and tuple(self.codecs) == _RGB_CODECS else self.codecs
+        if not is_list or any(name not in known for name in codecs):
+            raise ConfigError(f"`codecs` must be a list of names from {', '.join(known)}. Found: {self.codecs!r}.")
+        object.__setattr__(self, "codecs", tuple(codecs))
 
     def open(
         self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
@@ -116,7 +138,7 @@ class Decode:
 
 
 class Decoder:
-    """Decodes batches to uint8 views on one device. One thread may read headers while another thread decodes.
+    """Decodes batches to views on one device. One thread may read headers while another thread decodes.
 
     Attributes:
         backend: ``dali`` or ``pillow``.
@@ -141,6 +163,7 @@ class Decoder:
         self._pid: int | None = None  # of the process that decodes; None before the first batch
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
+        self._stored = values.Stored(settings.channels, settings.white) if settings.channels else None
         self._dali = self._new_pipeline()
         self._failed = False  # whether the last run of this pipeline failed
         self._deep_logged = False
@@ -154,7 +177,7 @@ class Decoder:
         route = np.full(len(batch), Route.BAD, dtype=np.int8)
         memory = np.zeros(len(batch), dtype=np.int64)
         codec, faults, images = [""] * len(batch), [], list(batch.images)
-        unread = {fault.row for fault in batch.faults}
+        unread, opened = {fault.row for fault in batch.faults}, dict[int, Header]()
         for row, encoded in enumerate(batch.images):  # 10 µs per sample
             if row in unread:
                 continue
@@ -163,11 +186,17 @@ class Decoder:
             except HeaderError as e:
                 faults.append(decode_fault(row, encoded, str(e)))
                 continue
-            codec[row], orientation[row] = info.codec, info.orientation
+            opened[row], codec[row], orientation[row] = info, info.codec, info.orientation
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
-            each = info.pixel_bytes + (3 if info.orientation == 1 else 6)
+            each = info.pixel_bytes + (0 if self._stored else 3 if info.orientation == 1 else 6)
             memory[row] = info.height * info.width * each + len(encoded)
+        if self._stored:  # inflating a PNG takes as long as decoding it
+            self._check_process()
+            accepts = dali.accepts if self.backend == "dali" else None
+            for fault in values.prepare(opened, images, self.each, accepts):
+                faults.append(fault)
+                codec[fault.row], route[fault.row], shape[fault.row] = "", Route.BAD, 0
         height, width = shape.T.copy()
         return HeaderInfo(codec, height, width, orientation, faults, route, memory, images)
 
@@ -180,6 +209,7 @@ class Decoder:
 
         Returns:
             The views and the faults. A view is uint8 [B, H, W, 3] on the device. Rows that cannot be decoded are zero.
+            With `pixels=raw`, a view is [B, H, W, channels], of the type of the files.
 
         Raises:
             GpuaugError: in a forked child of a process that has used this decoder, because threads do not survive it.
@@ -187,12 +217,7 @@ class Decoder:
         if not windows:
             return [], []
         request = DecodeRequest.of(headers, windows)
-        self._pid = self._pid or os.getpid()
-        if self._pid != os.getpid():
-            raise GpuaugError(
-                f"This decoder was used in process {self._pid}, which then forked process {os.getpid()}. A fork does "
-                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
-            )
+        self._check_process()
         # DALI uses the current device, not the stream's device
         with self._lock, torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             if self._closed:
@@ -202,6 +227,19 @@ class Decoder:
             decode = self._on_device if isinstance(self._dali, dali.CudaPipeline) else self._on_host
             images, faults = decode(len(headers), request)
             return images, [*too_large, *faults]
+
+    def _check_process(self) -> None:
+        self._pid = self._pid or os.getpid()
+        if self._pid != os.getpid():
+            raise GpuaugError(
+                f"This decoder was used in process {self._pid}, which then forked process {os.getpid()}. A fork does "
+                "not copy the decoder's threads. Build the loader in each process, or fork before the first batch."
+            )
+
+    @property
+    def white(self) -> float:
+        """The value that means 1.0 in the views."""
+        return self._stored.white if self._stored else 255.0
 
     def whole(self, headers: HeaderInfo) -> Tensor:
         """The whole upright image of a batch of one: uint8 [height, width, 3] on the device; [0, 0, 3] if it is bad."""
@@ -234,6 +272,8 @@ class Decoder:
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels]:
         """The image's header and route, and the bytes to decode: ``encoded``, or repaired bytes."""
+        if self._stored:
+            return self._read_values(encoded, self._stored)
         try:
             info = header.read(encoded.data)
         except TruncatedError:
@@ -247,17 +287,11 @@ class Decoder:
 
     def _check_header(self, encoded: Pixels, info: Header) -> tuple[Header, Route]:
         """Check the limits. Return the header and the route. For some codecs, Pillow reads the size."""
-        codec, codecs, max_pixels = info.codec, self.settings.codecs, self.settings.max_pixels
-        if codec not in codecs:
-            raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(codecs)}")
+        codec, max_pixels = info.codec, self.settings.max_pixels
+        self._check_codec(codec)
         if codec in header.BY_PILLOW:
             info = pillow.complete(info, encoded.data)
-        size, pixels = shown_size(info.height, info.width), info.height * info.width
-        name = f"{codec} of {size}"
-        if pixels == 0:
-            raise HeaderError(f"{codec} without pixels: {size}")
-        if pixels > max_pixels:
-            raise HeaderError(f"{name} is larger than `decode.max_pixels` ({max_pixels})")
+        name, pixels = self._check_size(info)
         work = pixels * info.effort
         if work > _SPARSE_PIXELS and work > max(max_pixels // 4, _PIXELS_PER_BYTE * len(encoded)):
             raise HeaderError(
@@ -279,13 +313,47 @@ class Decoder:
             return info, Route.PILLOW
         return info, Route.DALI if dali.accepts(encoded, info) else Route.REFUSED
 
+    def _check_codec(self, codec: str) -> None:
+        if codec not in self.settings.codecs:
+            raise HeaderError(f"{codec} is not among `decode.codecs`: {', '.join(self.settings.codecs)}")
+
+    def _check_size(self, info: Header) -> tuple[str, int]:
+        """Check an image's size. Return its name in messages, and its number of pixels."""
+        size, pixels, most = shown_size(info.height, info.width), info.height * info.width, self.settings.max_pixels
+        if pixels == 0:
+            raise HeaderError(f"{info.codec} without pixels: {size}")
+        if pixels > most:
+            raise HeaderError(f"{info.codec} of {size} is larger than `decode.max_pixels` ({most})")
+        return f"{info.codec} of {size}", pixels
+
+    def _read_values(self, encoded: Pixels, stored: values.Stored) -> tuple[Header, Route, Pixels]:
+        """As :meth:`_read_header`, for `pixels=raw`."""
+        info = values.read(encoded.data)
+        self._check_codec(info.codec)
+        name, pixels = self._check_size(info)
+        by_dali, most = self.backend == "dali" and info.dali_safe, self.settings.max_bytes
+        needed = (pixels * info.pixel_bytes + len(encoded)) * (2 if by_dali else 1)  # DALI has half of the memory
+        if needed > most:
+            needs = f"{name}, with {info.channels} channels, takes {needed} bytes"
+            raise HeaderError(f"{needs}, more than `decode.max_bytes` ({most}). Raise it")
+        stored.check(info)
+        if not by_dali:
+            values.check_extra(info)
+        if stored.dtype is None:
+            stored.dtype = info.dtype
+            log.info("decode raw: %s values with %d channels, as in the first file", info.dtype, info.channels)
+        return info, Route.DALI if by_dali else Route.VALUES, encoded
+
     def _too_large(self, request: DecodeRequest) -> list[Fault]:
         """Faults of images that would be too large after resizing, such as very thin images."""
         most = self.settings.max_pixels
+        if self._stored:  # a resized view is float32, and then has the type of the files
+            most = min(most, self.settings.max_bytes // (8 * self._stored.channels))
         headers, faults = request.headers, []
         for k in np.flatnonzero(request.largest_view > most).tolist():
             size = shown_size(headers.height[k], headers.width[k])
-            reason = f"resizing {size} gives more pixels than `decode.max_pixels` ({most})"
+            limit = "max_bytes` allows" if most < self.settings.max_pixels else "max_pixels`"
+            reason = f"resizing {size} gives more pixels than `decode.{limit} ({most})"
             faults.append(decode_fault(int(request.rows[k]), headers.encoded[k], reason))
         return faults
 
@@ -294,20 +362,25 @@ class Decoder:
 
         A view has ``count`` rows. Rows that are not in the request are zero.
         """
-        shapes = [(count, *b.size, 3) for b in request.windows]
+        channels, dtype = (self._stored.channels, self._stored.dtype) if self._stored else (3, "uint8")
+        shapes, kind = [(count, *b.size, channels) for b in request.windows], getattr(torch, dtype or "uint8")
         if self.device.type == "cuda":
-            images = [torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True) for shape in shapes]
+            images = [torch.empty(shape, dtype=kind, device="cpu", pin_memory=True) for shape in shapes]
         else:
-            images = [buffers.outputs.take(shape, torch.uint8, channels_last=False) for shape in shapes]
+            images = [buffers.outputs.take(shape, kind, channels_last=False) for shape in shapes]
         canvases = [x.numpy() for x in images]
         failed: list[int] = []
         for part, regions in self._by_dali(request, failed):
             self._paint(part, regions, canvases)
             del regions  # free memory before the next chunk is decoded
+            if self._stored and 4 * self.num_threads * part.headers.memory.max() > self.settings.max_bytes:
+                self._return_freed_memory()
         rest = self._left(request, failed)
         raw = rest.take(np.flatnonzero(rest.headers.route == Route.RAW))
         self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)
         faults = self._by_pillow(rest.take(np.flatnonzero(rest.headers.route != Route.RAW)), canvases)
+        if dtype == "float32":
+            faults += values.not_finite(request, canvases, {fault.row for fault in faults})
         bad = np.setdiff1d(np.arange(count), request.rows).tolist() + [fault.row for fault in faults]
         for canvas in canvases:
             canvas[bad] = 0
@@ -346,13 +419,15 @@ class Decoder:
         """Make all views. ``regions``: pixels of the ``union`` boxes. ``alone``: use only the calling thread."""
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(request.windows, canvases, strict=True)):
+            if self._stored:
+                windows = replace(windows, fill=self._stored.fill(windows.fill))
             resize.views(request.view_parts(view, regions), windows, canvas, request.rows, threads=threads, each=each)
 
     def _new_pipeline(self) -> dali.CpuPipeline | dali.CudaPipeline | None:
         if self.backend != "dali":
             return None
-        if self.device.type == "cpu":
-            return dali.CpuPipeline(self.num_threads)
+        if self._stored or self.device.type == "cpu":
+            return dali.CpuPipeline(self.num_threads, self._stored)
         return dali.CudaPipeline(
             self.device,
             num_threads=self.num_threads,
@@ -411,13 +486,15 @@ class Decoder:
         if self._dali is None:
             return []
         rows, pixels = np.flatnonzero(self._for_dali(request)), request.headers.height * request.headers.width
+        sizes = request.headers.memory if self._stored else pixels * self._dali.bytes_per_pixel
         if isinstance(self._dali, dali.CudaPipeline):  # a run has one output size; swapped rows need another size
             swapped = request.headers.swapped[rows]
             groups = [rows[~swapped], rows[swapped]]
         else:
-            groups = np.array_split(rows, num_parts(len(rows), 3 * int(pixels[rows].sum()), self.num_threads))
-        sizes, most = pixels * self._dali.bytes_per_pixel, self.settings.max_bytes
-        most = most // 2 if self.device.type == "cpu" else most
+            decoded = (sizes if self._stored else 3 * pixels)[rows].sum()
+            groups = np.array_split(rows, num_parts(len(rows), float(decoded), self.num_threads))
+        most = self.settings.max_bytes
+        most = most // 2 if isinstance(self._dali, dali.CpuPipeline) else most
         return [request.take(k) for group in groups for k in split_by_bytes(group, sizes, most)]
 
     def _for_dali(self, request: DecodeRequest) -> NDArray[np.bool_]:
@@ -425,7 +502,8 @@ class Decoder:
 
         If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
         """
-        return (request.headers.route == Route.DALI) & (request.union[:, 3] > 1) & (self._dali is not None)
+        wide = (request.union[:, 3] > 1) | (self._stored is not None)
+        return (request.headers.route == Route.DALI) & wide & (self._dali is not None)
 
     def _left(self, request: DecodeRequest, failed: list[int]) -> DecodeRequest:
         """The rows that DALI has not decoded. Rows in ``failed`` get `Route.REFUSED`."""
@@ -440,6 +518,9 @@ class Decoder:
         def one(k: int) -> None:
             data, codec, row = headers.encoded[k].data, headers.codec[k], request.take(np.array([k]))
             try:
+                if self._stored:
+                    self._paint(row, [values.of_row(row, self._stored)], canvases, alone=True)
+                    return
                 views = pillow.reduced(data, row) if self._reduced and codec == "jpeg" else None
                 if views is None:
                     image = pillow.decode(data, codec, stored[k], request.union[k], self.settings.max_pixels)
@@ -452,7 +533,8 @@ class Decoder:
                 resize.views([oriented(view, int(headers.orientation[k]))], windows, canvas, row.rows, threads=1)
 
         # resizing takes memory for the largest view
-        sizes, most = headers.memory + 3 * request.largest_view, self.settings.max_bytes
+        each = 8 * self._stored.channels if self._stored else 3
+        sizes, most = headers.memory + each * request.largest_view, self.settings.max_bytes
         for k in np.flatnonzero(sizes > most).tolist():
             needed = f"decoding {shown_size(*stored[k])} pixels takes {sizes[k]} bytes"
             reason = f"{needed}, more than `decode.max_bytes` ({most}). Raise it"

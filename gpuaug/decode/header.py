@@ -60,6 +60,7 @@ class Header:
         effort: CPU time per pixel, relative to an 8-bit PNG.
         pixel_bytes: peak memory per pixel while Pillow decodes, without the result.
         ancillary: bytes of PNG chunks that do not affect pixels.
+        channels, dtype, kind: of the stored values; ``kind`` says what a file has that DALI does not decode.
     """
 
     codec: str
@@ -72,6 +73,9 @@ class Header:
     effort: int = 1
     pixel_bytes: int = field(default=4, compare=False)
     ancillary: int = 0
+    channels: int = 3
+    dtype: str = "uint8"
+    kind: str = ""
 
 
 def read(data: Buffer) -> Header:
@@ -82,6 +86,8 @@ def read(data: Buffer) -> Header:
     if codec is None:
         known, begin = ", ".join(CODECS), bytes(data[:12])
         raise HeaderError(f"not an image of a known codec ({known}): {len(data)} bytes, which begin with {begin!r}")
+    if codec == "npy":
+        raise HeaderError("npy has stored values, which only `decode.pixels=raw` reads")
     parser = _PARSERS.get(codec)
     try:
         return parser(data) if parser else Header(codec, 0, 0, pixel_bytes=_MEMORY[codec])

@@ -31,6 +31,7 @@ class Route(IntEnum):
     PILLOW = 2
     REFUSED = 3  # Pillow, because DALI refused the image
     RAW = 4  # no decoder: the bytes are the pixels
+    VALUES = 5  # `values`, for pixels=raw
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Resizes regions of uint8 images onto canvases: with resize.cpp if the CPU has AVX-512 VBMI, else with torch.
 
-Both give the same bits as ``F.interpolate(antialias=True)`` on uint8, and as Pillow's resize.
+Both give the same bits as ``F.interpolate(antialias=True)`` on uint8, and as Pillow's resize. Other types are
+resized in float32 by torch, and rounded.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def views(
     """Resize every part to ``windows.resized`` and put it at ``windows.offset`` on its canvas.
 
     Args:
-        parts: n regions of images, uint8 [h, w, 3], with any strides.
+        parts: n regions of images, [h, w, channels], with any strides; of the type of ``canvases``, in any byte order.
         windows: n rows; ``windows.window`` is not used.
-        canvases: uint8 [B, H, W, 3], contiguous.
+        canvases: uint8, uint16 or float32 [B, H, W, channels], contiguous. The fill has the same unit.
         rows: [n], canvas number of each part.
         threads: number of threads of resize.cpp.
         each: a function that calls ``work(k)`` for every k. Only torch's resize uses it.
     """
-    compiled = library()
+    compiled = library() if canvases.dtype == np.uint8 and canvases.shape[3] == 3 else None
     if compiled is None:
         each(range(len(parts)), lambda k: _place(canvases[rows[k]], parts[k], windows, k))
         return
@@ -96,7 +97,7 @@ def _place(canvas: Pixels, part: Pixels, windows: CropWindows, k: int) -> None:
     if y0 >= y1 or x0 >= x1:
         return
     if part.shape[:2] != (h, w):
-        resized = canvas if whole and (h, w) == (H, W) else np.empty((h, w, 3), dtype=np.uint8)
+        resized = canvas if whole and (h, w) == (H, W) else np.empty((h, w, canvas.shape[2]), dtype=canvas.dtype)
         _resize(part, resized, windows.interpolation)
         if resized is canvas:
             return
@@ -105,10 +106,15 @@ def _place(canvas: Pixels, part: Pixels, windows: CropWindows, k: int) -> None:
 
 
 def _resize(part: Pixels, out: Pixels, interpolation: Interpolation) -> None:
-    """``F.interpolate(antialias=True)`` on uint8."""
-    part = np.require(part, requirements=["C", "W"])  # torch would warn about Pillow's read-only arrays
+    """``F.interpolate(antialias=True)``: of uint8 by torch's kernel for uint8, of other types in float32."""
+    exact = part.dtype == np.uint8
+    # torch would warn about read-only arrays, such as Pillow's
+    part = np.require(part, dtype=np.uint8 if exact else np.float32, requirements=["C", "W"])
     if min(part.strides) < 0:  # numpy calls one row contiguous even with a negative stride
         part = part.copy()
     source = torch.from_numpy(part).permute(2, 0, 1)[None]
-    target = torch.from_numpy(out).permute(2, 0, 1)[None]
+    resized = out if out.dtype == part.dtype else np.empty(out.shape, dtype=np.float32)
+    target = torch.from_numpy(resized).permute(2, 0, 1)[None]
     _TORCH[interpolation](source, list(out.shape[:2]), False, None, None, out=target)
+    if resized is not out:  # bicubic weights can lead below 0 and above white
+        out[:] = np.rint(resized, out=resized).clip(0, np.iinfo(out.dtype).max, out=resized)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Appearance:
     normalize: tuple[tuple[Triple, Triple] | None, ...] = (None,)  # (mean, std) of each view; None: pixels are in 0..1
     style: Style = field(default_factory=Style)
     bad: frozenset[int] | None = None  # rows of the batch that could not be read; None: unknown
+    bands: Sequence[int] | None = None  # the channels to draw as red, green and blue; None: there are 1 or 3
 
     @classmethod
     def of(cls, views: Sequence[Any], style: Style) -> Appearance:
@@ -53,7 +54,9 @@ def name_of(view: Any) -> str:
 def contents(batch: Any, look: Appearance, *, count: int | None = None) -> list[list[Annotated]]:
     """For each of the first ``count`` samples (None: all): the pictures of its views, with their annotations."""
     images, targets = views_of(batch)
-    made = [pictures(view[:count], normalize) for view, normalize in zip(images, look.normalize, strict=True)]
+    made = [
+        pictures(view[:count], normalize, look.bands) for view, normalize in zip(images, look.normalize, strict=True)
+    ]
     return [
         [Annotated(each, Annotations.of(t, row, look.style.rules)) for each, t in zip(views, targets, strict=True)]
         for row, views in enumerate(zip(*made, strict=True))
@@ -66,15 +69,31 @@ def views_of(batch: Any) -> tuple[list[Any], list[Any]]:
     return images, batch.targets if isinstance(batch.targets, list) else [batch.targets] * len(images)
 
 
-def pictures(images: Any, normalize: tuple[Triple, Triple] | None) -> list[Image.Image]:
-    """Images [n, 3, H, W] as pictures. ``normalize`` (mean, std) is undone, except in uint8 images."""
+def check_bands(bands: Any, channels: int) -> list[int]:
+    """The three channels to draw as red, green and blue. ConfigError if ``bands`` must name them, and does not."""
+    if bands is None and channels in (1, 3):
+        return [0, 1, 2] if channels == 3 else [0, 0, 0]
+    good = isinstance(bands, Sequence) and len(bands) == 3
+    if not good or not all(type(band) is int and 0 <= band < channels for band in bands):
+        raise ConfigError(
+            f"`bands` must be the three channels to draw as red, green and blue, from 0 to {channels - 1}, such as "
+            f"bands=[{min(3, channels - 1)},{min(2, channels - 1)},{min(1, channels - 1)}]. Found: {bands!r:.100}."
+        )
+    return list(bands)
+
+
+def pictures(
+    images: Any, normalize: tuple[Triple, Triple] | None, bands: Sequence[int] | None = None
+) -> list[Image.Image]:
+    """Images [n, C, H, W] as pictures. ``normalize`` (mean, std) is undone, except in uint8 images."""
     from PIL import Image
 
-    pixels = images.detach().float().cpu().numpy()
+    chosen = check_bands(bands, images.shape[1])
+    pixels = images.detach()[:, chosen].float().cpu().numpy()
     if str(images.dtype) == "torch.uint8":
         pixels = pixels / 255
     elif normalize is not None:
-        mean, std = (np.array(values, dtype=np.float32).reshape(-1, 1, 1) for values in normalize)
+        mean, std = (np.resize(np.array(v, np.float32), images.shape[1])[chosen, None, None] for v in normalize)
         pixels = pixels * std + mean
     levels = np.rint(np.nan_to_num(pixels).clip(0, 1) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
     return [Image.fromarray(np.ascontiguousarray(each)) for each in levels]
@@ -96,7 +115,9 @@ def label_text(value: Any, classes: Sequence[str] | None) -> str:
     return ", ".join([*parts, *([f"{len(order) - NAMED} more"] if len(order) > NAMED else [])]) or "no label"
 
 
-def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | None, small: bool = False) -> Image.Image:
+def picture(
+    batch: Any, *, rows: int | None, columns: int | None, size: int | None, bands: Any = None, small: bool = False
+) -> Image.Image:
     """The picture of :meth:`gpuaug.Batch.show`. ``small``: fewer and smaller images by default."""
     views, _ = views_of(batch)
     wide, side = (WIDE, CELL) if batch.targets is None else (WIDE_WITH_TARGETS, CELL_WITH_TARGETS)
@@ -105,9 +126,9 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
     rows = checks.whole_number("rows", rows, 1, optional=True) or min(-(-SAMPLES // columns), most)
     size = checks.whole_number("size", size, 16, optional=True) or round(side * (SMALL if small else 1))
     for view in views:
-        if view.ndim != 4 or view.shape[1] != 3 or not view.numel():
+        if view.ndim != 4 or not view.numel():
             raise ConfigError(
-                "a batch shows images [B, 3, H, W] with at least one sample and one pixel. "
+                "a batch shows images [B, C, H, W] with at least one sample and one pixel. "
                 f"Found: {list(view.shape)}. Show another batch."
             )
     look: Appearance = batch.look or Appearance(views=("",) * len(views), normalize=(None,) * len(views))
@@ -116,6 +137,7 @@ def picture(batch: Any, *, rows: int | None, columns: int | None, size: int | No
             f"`images` and `look` of a batch must have the same number of views. Found: {len(views)} and "
             f"{len(look.views)}. Set `look=None`, and give images in 0..1."
         )
+    look = replace(look, bands=bands)
     count = min(len(batch), rows * columns)
     largest = max(max(view.shape[2:]) for view in views)
     check_pixels(count * sum(view.shape[2] * view.shape[3] for view in views) * size**2 // largest**2)

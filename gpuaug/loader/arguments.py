@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpuaug import checks, machine
+from gpuaug.augment.domains import check as check_domains
 from gpuaug.augment.progressive import Recipe, views_of
 from gpuaug.errors import ConfigError
 from gpuaug.read.order import Sequential, Shuffle
@@ -64,6 +65,19 @@ def choose_last(last: str | None, drop_last: bool) -> str | None:
     if last not in (None, "drop"):
         raise ConfigError(f"`drop_last=true` means `last=drop`, but `last` is {last!r}. Set one of them.")
     return "drop"
+
+
+def check_recipe(recipe: Recipe, channels: int) -> None:
+    """Raise ConfigError if an operation cannot take images with ``channels``, or a crop is only for tensors."""
+    for key, view in views_of(recipe):
+        crop, normalize = view.augment.crop, view.augment.normalize
+        ops = view.augment.prepared
+        check_domains(ops, channels=channels, deep=False, key=f"{key}.ops", crop=crop, normalize=normalize)
+        if getattr(crop, "interpolation", None) == "nearest":
+            raise ConfigError(
+                f"`{key}.crop.interpolation` must be bilinear or bicubic in a loader. Found: nearest, which is for calls "
+                "of a recipe with tensors."
+            )
 
 
 def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Targets | None:

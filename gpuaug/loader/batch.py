@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import getitem
@@ -73,7 +73,14 @@ class Batch:
         """Relative paths or names of the samples."""
         return [self.key_of(i) for i in self.indices.tolist()]
 
-    def show(self, rows: int | None = None, columns: int | None = None, *, size: int | None = None) -> Image:
+    def show(
+        self,
+        rows: int | None = None,
+        columns: int | None = None,
+        *,
+        size: int | None = None,
+        bands: Sequence[int] | None = None,
+    ) -> Image:
         """Draw the first samples as one picture, with masks, boxes and keypoints. Normalization is undone.
 
         The views of a sample are side by side. The text below a sample is its number and label. Without labels, or with
@@ -83,6 +90,7 @@ class Batch:
             rows: largest number of rows; None: as many as 16 samples need.
             columns: samples in a row; None: 8, or fewer if there are several views or targets.
             size: longer side of the largest image, in pixels; None: 128, or 240 with targets.
+            bands: the three channels to draw as red, green and blue; needed if images have neither 1 nor 3 channels.
 
         >>> numbers = torch.tensor([0, 3])
         >>> batch = Batch(images=torch.rand(2, 3, 8, 8), labels=None, indices=numbers, valid=numbers >= 0)
@@ -91,7 +99,7 @@ class Batch:
         """
         from gpuaug.display.batches import picture
 
-        return picture(self, rows=rows, columns=columns, size=size)
+        return picture(self, rows=rows, columns=columns, size=size, bands=bands)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Support pickle and deepcopy. The copy holds the keys of its samples instead of the source."""

@@ -170,6 +170,7 @@ class Loader:
         self.mix: Mix | None = checks.instance("mix", mix, Mix, optional=True)
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
+        arguments.check_recipe(self.augment, self.decode.channels or 3)
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = checks.torch_constant("dtype", dtype)
@@ -349,6 +350,11 @@ class Loader:
             "augment": self.augment.fingerprint(),
             "mix": None if self.mix is None else repr(self.mix),
             **({"decode": {"reduced": True}} if self.decode.reduced else {}),
+            **(
+                {"decode": {k: getattr(self.decode, k) for k in ("pixels", "channels", "white")}}
+                if self.decode.pixels == "raw"
+                else {}
+            ),
         }
         if self.targets is not None:
             digest = self.source.objects_digest

@@ -95,7 +95,8 @@ class PartialBatch:
     windows: list[CropWindows] = field(default_factory=list)  # per view
     chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
     targets: list[TargetView] | None = None
-    images: list[Tensor] = field(default_factory=list)  # after decoding: uint8 [B, H, W, 3] per view, on the device
+    # after decoding: [B, H, W, channels] per view, on the device; uint8, with pixels=raw also uint16 or float32
+    images: list[Tensor] = field(default_factory=list)
     ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
 
 
@@ -166,7 +167,7 @@ class Pipeline:
         return replace(batch, encoded=encoded, info=None, images=images, faults=faults_in_order, ready=ready)
 
     def decode_images(self, batch: PartialBatch) -> tuple[list[Tensor], list[Fault]]:
-        """Returns uint8 [B, H, W, 3] per view on the device, and the faults."""
+        """Returns the views on the device, as `PartialBatch.images`, and the faults."""
         assert batch.info is not None
         return self.decoder.pixels(batch.info, batch.windows)
 
@@ -179,6 +180,11 @@ class Pipeline:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
         recipe = self.recipe.at(batch.drawn.epoch)
         output: dict[str, Any] = {"dtype": self.dtype, "memory_format": self.memory_format}
+        if self.decoder.settings.pixels == "raw":  # the type is that of the files
+            for images in batch.images:
+                recipe.check_images(images)
+        if (white := self.decoder.settings.white) is not None:
+            output["white"] = [white] * len(batch.images)
         if self.self_check is not None:
             self.self_check.augment(recipe, batch, **output)
         return recipe.render(batch.images, batch.drawn, chosen=batch.chosen, **output)

@@ -74,7 +74,7 @@ class SelfCheck:
 
     def decode(self, decoder: Decoder, batch: PartialBatch) -> None:
         """Compare DALI's pixels with Pillow's, before anything is resized, on the first JPEGs that come."""
-        if decoder.backend != "dali" or batch.info is None:
+        if decoder.backend != "dali" or decoder.settings.pixels == "raw" or batch.info is None:
             return
         with self._lock:
             check = self._check(

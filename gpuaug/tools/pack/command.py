@@ -151,6 +151,11 @@ def pack(
             "`source` must have one image per sample. Found: a packed source of several sizes or versions. Set one "
             "`source.size`, or pack the original source."
         )
+    if decode.pixels == "raw":
+        raise ConfigError(
+            "`decode.pixels` must be rgb8, because `gpuaug pack` stores 8-bit RGB. Found: raw. Train on the files "
+            "themselves: as they are, in tar shards (source=shards) or in Parquet (source=parquet)."
+        )
     if decode.reduced:
         raise ConfigError(
             "`decode.reduced` must be false, because the images are decoded only once for all later runs. Found: true. "

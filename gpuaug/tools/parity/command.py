@@ -34,6 +34,8 @@ def main(request: Request) -> int:
     settings = Settings(**request.settings())
     report = Report(file=settings.json)
     with request.build(request.loader(), num_workers=0, prefetch=0) as loader:  # workers would not change the pixels
+        if loader.decode.pixels == "raw":
+            raise ConfigError("`decode.pixels` must be rgb8, because Pillow and torchvision have no other. Found: raw.")
         if loader.source.augmented_by:
             raise ConfigError(
                 "`source` must have images to augment. Found: a packed source of augmented images. Compare the "

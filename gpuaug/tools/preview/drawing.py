@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from gpuaug import checks
 from gpuaug.display.annotations import Style
-from gpuaug.display.batches import contents, cross, name_of
+from gpuaug.display.batches import check_bands, contents, cross, name_of
 from gpuaug.display.sheet import Legend, SheetRow, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
@@ -45,6 +45,7 @@ class Settings(Keys):
     epoch: int = 0
     draws: int | None = None
     cell: int | None = None
+    bands: Any = None
     serve: bool = False
     port: int = 0
 
@@ -76,6 +77,8 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
         indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
         legend: Legend = ()
         if settings.show == "operations":
+            if loader.decode.pixels == "raw":
+                raise ConfigError("show=operations needs 8-bit RGB. Found: decode.pixels=raw. Use show=samples.")
             rows, values = _operations(loader, originals(loader, indices, epoch=settings.epoch), settings)
         else:
             wide = WIDE if loader.targets is None else WIDE_WITH_TARGETS
@@ -84,7 +87,7 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
                 draws = min(draws, int(augmented["epochs"]))  # later epochs repeat the stored versions
             epochs = range(settings.epoch, settings.epoch + draws)
             cell = None if is_page else settings.cell or cell_of(loader)
-            rows, legend = draw(loader, indices, epochs=epochs, cell=cell)
+            rows, legend = draw(loader, indices, epochs=epochs, cell=cell, bands=settings.bands)
             views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
             values = {"epochs": list(epochs), "views": views}
         values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
@@ -101,6 +104,7 @@ def preview(
     *,
     epochs: int | Sequence[int] = 3,
     size: int | None = None,
+    bands: Sequence[int] | None = None,
 ) -> Image.Image:
     """Draw samples of a loader as one picture. A notebook displays the result, a ``PIL.Image``.
 
@@ -112,6 +116,7 @@ def preview(
         indices: number or numbers of the samples in the source; None: five samples, evenly spread.
         epochs: a list of epoch numbers, or how many epochs to show, beginning with the loader's current epoch.
         size: longer side of the largest augmented image, in pixels; None: 160, or 280 if the loader has targets.
+        bands: the three channels to draw as red, green and blue; needed if images have neither 1 nor 3 channels.
 
     A sample that cannot be read or decoded is drawn as crosses, with any ``faults.policy``.
 
@@ -131,7 +136,7 @@ def preview(
     numbers = chosen(loader.source, indices, count=SHOWN["samples"])
     if not epochs or not numbers:
         raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
-    made, legend = draw(loader, numbers, epochs=epochs, cell=cell)
+    made, legend = draw(loader, numbers, epochs=epochs, cell=cell, bands=bands)
     lines = _lines(loader, len(numbers), epoch=epochs[0])
     return sheet(made, heading="Originals and augmented images", lines=lines, legend=legend)
 
@@ -149,15 +154,21 @@ def cell_of(loader: Loader) -> int:
 
 
 def draw(
-    loader: Loader, indices: list[int], *, epochs: Sequence[int], cell: int | None
+    loader: Loader,
+    indices: list[int],
+    *,
+    epochs: Sequence[int],
+    cell: int | None,
+    bands: Sequence[int] | None = None,
 ) -> tuple[list[SheetRow], Legend]:
     """The rows of some samples in some epochs, and the legend. :func:`rows_of` explains ``cell``."""
     # Check the number of pixels before decoding. The largest stage of a Progressive counts for all epochs.
+    check_bands(bands, loader.decode.channels or 3)
     crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.schedule.values()]
     least = (cell or 16) ** 2
     of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
     check_pixels(len(indices) * (len(epochs) * of_epoch + math.ceil(ORIGINAL**2) * least))
-    samples, style = samples_of(loader, indices, epochs=epochs), Style.of(loader.source, loader.targets)
+    samples, style = samples_of(loader, indices, epochs=epochs, bands=bands), Style.of(loader.source, loader.targets)
     known = [each.annotations for sample in samples for each in (*sample.augmented, sample.original)]
     captions = [(f"epoch {epoch}", name_of(view)) for epoch in epochs for view in loader.augment.at(epoch).views]
     return rows_of(samples, captions, style, cell=cell), style.legend(known)
@@ -216,13 +227,17 @@ def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
     return list(indices)
 
 
-def samples_of(loader: Loader, indices: Sequence[int], *, epochs: Sequence[int]) -> list[Sample]:
+def samples_of(
+    loader: Loader, indices: Sequence[int], *, epochs: Sequence[int], bands: Sequence[int] | None = None
+) -> list[Sample]:
     """Load the samples ``indices``: the original images, and the images that training sees in ``epochs``."""
-    samples = originals(loader, indices, epoch=epochs[0], cropped=epochs)
+    samples = originals(loader, indices, epoch=epochs[0], cropped=epochs, bands=bands)
     faults = Faults(policy="blank", truncated=loader.faults.truncated)
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
         batch = loader.fetch(indices, epoch=epoch, faults=faults)
-        for sample, views, valid in zip(samples, contents(batch, batch.look), batch.valid.tolist(), strict=True):
+        for sample, views, valid in zip(
+            samples, contents(batch, replace(batch.look, bands=bands)), batch.valid.tolist(), strict=True
+        ):
             sample.augmented += views
             if not valid:
                 for view in views:

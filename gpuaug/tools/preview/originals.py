@@ -13,7 +13,7 @@ from gpuaug.augment.recipe import Augment
 from gpuaug.augment.target_mover import TargetMover
 from gpuaug.batch import EncodedBatch
 from gpuaug.display.annotations import Annotated, Annotations
-from gpuaug.display.batches import label_text
+from gpuaug.display.batches import label_text, pictures
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.pipeline import LazyDecoder, Streams
 from gpuaug.read.reader import Reader
@@ -34,8 +34,15 @@ class Sample:
     augmented: list[Annotated] = field(default_factory=list)  # all views of an epoch, then all views of the next
 
 
-def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Sequence[int] = ()) -> list[Sample]:
-    """Read the original images, and compute their crops in the epochs ``cropped``."""
+def originals(
+    loader: Loader,
+    indices: Sequence[int],
+    *,
+    epoch: int,
+    cropped: Sequence[int] = (),
+    bands: Sequence[int] | None = None,
+) -> list[Sample]:
+    """Read the original images, and compute their crops in the epochs ``cropped``. ``bands``: channels to draw."""
     augmented, own, cpu = loader.source.augmented_by, loader.pipeline, torch.device("cpu")
     absent = "not stored, unlike its augmented images" if augmented else "cannot be decoded"
     decode, accepted = replace(loader.decode, num_threads=1), loader.faults.truncated == "accept"
@@ -56,7 +63,8 @@ def originals(loader: Loader, indices: Sequence[int], *, epoch: int, cropped: Se
             if not decoded.faults:
                 known = pipeline.finish_targets(decoded, [], None)
                 annotations = Annotations.of(known[0] if known else None, 0, loader.targets)
-                sample.original = Annotated(Image.fromarray(decoded.images[0][0].numpy()), annotations)
+                view = decoded.images[0].permute(0, 3, 1, 2).float() / decoder.get().white
+                sample.original = Annotated(pictures(view, None, bands)[0], annotations)
                 sample.absent = ""
                 break
         for each in () if sample.absent else cropped:
