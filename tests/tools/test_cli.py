@@ -198,15 +198,6 @@ def test_own_configuration(tmp_path: Path, folder: Path) -> None:
     assert (tmp_path / "own.png").exists()
 
 
-def test_json_holds_what_was_printed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "new" / "report.json"
-    out = tmp_path / "p.png"
-    assert main(["preview", f"source.root={folder}", f"json={file}", f"out={out}", "samples=2", "draws=1"]) == 0
-    values = json.loads(file.read_text())
-    assert values["preview"] in capsys.readouterr().out
-    assert values["keys"] == ["blue/2.png", "red/2.png"]
-
-
 @pytest.mark.parametrize("key", ["json", "out"])
 def test_a_file_that_cannot_be_written_is_found_out_first(
     key: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
