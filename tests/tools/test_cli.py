@@ -95,13 +95,16 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["train", "--at", "train_data"], "--config-name"),
         (["train"], "source.root"),
         (["train", "out=2024"], "Quote it: \"out='2024'\"."),
+        (["preview", "out=null"], "`out` must be text. Found: None."),
         (["preview", "out=look.jpg"], "`out` must end in .png or .html or .htm. Found: 'look.jpg'."),
         (["preview", "draws=0"], "`draws` must be a whole number >= 1 or null. Found: 0."),
         (["preview", "indices=[1,x]"], "`indices` must be a list of sample numbers"),
+        (["profile", "repeats=0"], "`repeats` must be a whole number >= 1. Found: 0."),
         (["profile", "num_classes=ten"], "`num_classes` must be a whole number >= 1 or null. Found: 'ten'."),
         (["doctor", "fresh=maybe"], "`fresh` must be true or false"),
         (["doctor", "json=/proc/none/d.json"], "`json` must be the path of a file"),
         (["doctor", "seconds=-1"], "`seconds` must be a number in [0, 120]. Found: -1."),
+        (["plan", "seconds=0"], "`seconds` must be a number in [1, 3600]. Found: 0."),
     ],
 )
 def test_errors_are_one_clean_message(
