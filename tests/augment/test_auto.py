@@ -17,7 +17,7 @@ import gpuaug
 from gpuaug.augment.policy import OneOf, prepare
 from gpuaug.errors import ConfigError
 
-DRAWS = 5_000
+DRAWS = 10_000
 SIZE = (40, 56)  # H, W
 TORCHVISION = {
     "randaugment": lambda: gpuaug.RandAugment(interpolation="bilinear"),
