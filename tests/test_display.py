@@ -381,11 +381,25 @@ def test_preview_shows_originals_and_epochs(photos: Path, tmp_path: Path) -> Non
         assert faults.count == 0  # looking is not training
 
 
-def test_drawing_needs_no_torch_and_a_loader_needs_no_pillow() -> None:
-    code = "import sys, gpuaug.display.batches; print('torch' in sys.modules)"
-    code += "; import gpuaug.loader.loader; print('PIL' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.split() == ["False", "False"]
+IMPORTS = """
+import sys, gpuaug.display.batches
+print("torch" in sys.modules)
+import gpuaug.read.order, gpuaug.read.reader, gpuaug.source
+print(bool({"kornia", "hydra", "omegaconf", "PIL", "nvidia"} & {name.partition(".")[0] for name in sys.modules}))
+import gpuaug.loader.loader, torch
+print("PIL" in sys.modules)
+recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
+with gpuaug.Loader(gpuaug.FolderSource(sys.argv[1]), augment=recipe, num_workers=0, device="cpu") as loader:
+    next(iter(loader))
+print(any(name.startswith("gpuaug") and "target" in name for name in sys.modules), torch.cuda.is_initialized())
+"""
+
+
+def test_drawing_reading_and_loading_import_only_what_they_need(photos: Path) -> None:
+    """Drawing no torch, reading no library that augments, a loader no Pillow, a run without targets none of theirs."""
+    command = [sys.executable, "-c", IMPORTS, str(photos)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == ["False"] * 5
 
 
 def test_texts_are_shortened_to_the_width() -> None:

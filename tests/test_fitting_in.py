@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -343,13 +342,11 @@ def test_a_key_with_dashes_is_told_how_to_write_it(capsys: Any) -> None:
     assert "there is no option `--batch-size`. Keys are written without dashes: batch_size=VALUE." in said
 
 
-def test_what_the_advice_for_cfg_prints() -> None:
+def test_what_the_advice_for_cfg_prints(capsys: Any) -> None:
     from gpuaug.tools.main import HYDRAS
 
-    code = HYDRAS["--cfg"].partition('"')[2].rpartition('"')[0]
-    env = {**os.environ, "PYTHONPATH": PATHS}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert OmegaConf.create(done.stdout) == gpuaug.compose("train")
+    exec(HYDRAS["--cfg"].partition('"')[2].rpartition('"')[0], {})
+    assert OmegaConf.create(capsys.readouterr().out) == gpuaug.compose("train")
 
 
 def test_mps_says_what_to_do(overrides: list[str]) -> None:

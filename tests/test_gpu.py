@@ -218,24 +218,6 @@ def by_cpu(data, crop):
 
 
 @everywhere
-def test_half_precision_and_channels_last(plain, device):
-    with build(plain, device, dtype="bfloat16", memory_format="channels_last") as loader:
-        images, _ = next(iter(loader))
-    assert images.dtype == torch.bfloat16
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    assert images.isfinite().all()
-
-
-@everywhere
-def test_views_of_several_sizes(plain, device):
-    augment = gpuaug.build(gpuaug.compose("train", ["augment=dino", "source.root=."]).augment)
-    with build(plain, device, augment=augment, dtype="float16", limit_batches=2) as ours:
-        for images, _ in ours:
-            assert [tuple(x.shape[2:]) for x in images] == [(224, 224)] * 2 + [(96, 96)] * 6
-            assert all(x.isfinite().all() for x in images)
-
-
-@everywhere
 def test_autocast_of_the_caller_changes_nothing(plain, device):
     with build(plain, device, prefetch=0) as loader:
         expected = next(iter(loader)).images.clone()
@@ -245,26 +227,6 @@ def test_autocast_of_the_caller_changes_nothing(plain, device):
 
 
 # --- order, while others keep the device busy
-
-
-@pytest.mark.parametrize("which", ["photos", "plain"])  # with rows that are turned after decoding, and without
-@pytest.mark.parametrize("backend", ["fused", "kornia"])
-@everywhere
-def test_a_busy_consumer_gets_the_same_batches(request, which, backend, device):
-    plain = request.getfixturevalue(which)
-    with build(plain, device, backend, prefetch=0) as calm:
-        expected = [batch.images.clone() for batch in calm]
-        synchronize(device)
-    with build(plain, device, backend, prefetch=3) as loader:
-        for _ in range(2):
-            loader.set_epoch(0)
-            found = []
-            for batch in loader:
-                busy(device)  # the copy below waits in the queue while later batches are made
-                found.append(batch.images.clone())
-                del batch
-            synchronize(device)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @everywhere
@@ -367,19 +329,24 @@ def test_nothing_waits_for_the_device(places, which, device):
                 images.mean() + labels.sum()
 
 
-@pytest.mark.parametrize("which", PLACES)
+@pytest.mark.parametrize(
+    ("which", "backend"), [*((which, "fused") for which in PLACES), ("photos", "kornia"), ("plain", "kornia")]
+)
 @everywhere
-def test_every_place_gives_the_same_with_a_busy_consumer(places, which, device):
-    with build(places[which], device, prefetch=0, batch_size=8) as calm:
+def test_a_busy_consumer_gets_the_same_batches(places, which, backend, device):
+    with build(places[which], device, backend, prefetch=0, batch_size=8) as calm:
         expected = images_of(calm)
         synchronize(device)
-    with build(places[which], device, prefetch=3, batch_size=8) as loader:
-        found = {}
-        for batch in loader:
-            busy(device)
-            found |= {int(i): image for i, image in zip(batch.indices, batch.images.clone(), strict=True)}
-        synchronize(device)
-        assert equal(found, expected)
+    with build(places[which], device, backend, prefetch=3, batch_size=8) as loader:
+        for _ in range(2):
+            loader.set_epoch(0)
+            found = {}
+            for batch in loader:
+                busy(device)  # the copy below waits in the queue while later batches are made
+                found |= {int(i): image for i, image in zip(batch.indices, batch.images.clone(), strict=True)}
+                del batch
+            synchronize(device)
+            assert equal(found, expected)
 
 
 @pytest.mark.parametrize("which", ["plain", "photos"])

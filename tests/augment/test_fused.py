@@ -317,22 +317,6 @@ def test_dtypes_and_memory_formats(dtype: torch.dtype, channels_last: bool) -> N
     assert torch.equal(found, plain.to(dtype))  # one cast, rounded as torch rounds
 
 
-def test_a_sample_does_not_depend_on_its_batch() -> None:
-    ops = {
-        **{k: POINTWISE[k]() for k in ("hflip", "jitter", "gray", "noise")},
-        "blur": SPATIAL["blur"](),
-        "policy": gpuaug.RandAugment(interpolation="bilinear"),
-    }
-    prepared = [prepare(name, op) for name, op in ops.items()]
-    images = photographs(64).repeat(3, 1, 1, 1)
-    chosen = [draw(p, len(images), (64, 64), k) for k, p in enumerate(prepared)]
-    backend = FusedBackend(prepared, NORMALIZE)
-    whole = backend(images, chosen)
-    for index in (np.arange(1), np.arange(3, 10), np.arange(len(images))[::-1].copy()):
-        part = backend(images[index], [rows_of(c, index) for c in chosen])
-        assert torch.equal(part, whole[index])
-
-
 def test_nothing_chosen_and_no_operations() -> None:
     images = photographs(32)
     assert torch.equal(FusedBackend([])(images, []), images.permute(0, 3, 1, 2).float() / 255)

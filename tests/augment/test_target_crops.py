@@ -397,23 +397,6 @@ def test_a_box_outside_the_image_shows_no_pixel_of_it() -> None:
     assert len(drawn.uniforms) == 1
 
 
-def test_ten_thousand_boxes(v2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    crop = gpuaug.RandomIoUCrop(300, sampler_options=(0.3,))
-    sides = [(700, 900)] * 5
-    rng = np.random.default_rng(0)
-    sample = np.repeat(np.arange(5), (10_000, 3, 0, 4000, 100))
-    corners = rng.random((len(sample), 2)) * (880, 680)
-    objects = Objects(np.concatenate([corners, corners + 2 + 18 * rng.random((len(sample), 2))], axis=1), sample)
-    found, drawn, recipe = windows_of(crop, sides, objects)
-    for row in (0, 3):  # no box is that large: all rounds are used
-        *want, number = torchvisions(
-            v2, crop, drawn, recipe, row, sides[row], objects.boxes[sample == row][:50], monkeypatch
-        )
-        assert number == 16
-        assert found.window[row].tolist() == [0, 0, 700, 900]
-        assert want[2] >= 700
-
-
 def test_boxes_that_are_needed_must_be_there() -> None:
     recipe = gpuaug.Augment(crop=gpuaug.RandomIoUCrop(8))
     with pytest.raises(ConfigError, match=r"`augment.crop` \(RandomIoUCrop\) needs the boxes.*source with boxes"):

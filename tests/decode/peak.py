@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import hostile
@@ -22,6 +23,7 @@ from gpuaug.files import CODECS
 SIDE, THREADS = 2400, 4
 
 
+@cache
 def picture(mode: str = "RGB", side: int = SIDE) -> Image.Image:
     y, x = np.mgrid[:side, :side]
     pixels = np.stack([x // 20, y // 16, (x + y) // 30, x // 9], axis=-1).astype(np.uint8)
@@ -97,7 +99,7 @@ def main(backend: str) -> None:
         from pillow_heif import register_heif_opener
 
         register_heif_opener()  # the encoder
-        KINDS["heif"] = lambda: encode(picture("RGBA"), "HEIF", **LARGE)
+        KINDS["heif"] = lambda: encode(picture("RGBA"), "HEIF", **LARGE, enc_params={"preset": "ultrafast"})
     needs = Decode(backend=backend, codecs=CODECS).open("cpu")
     found = {}
     for name, make in KINDS.items():

@@ -309,7 +309,6 @@ def repeat(what):
     return lambda content: content[what].append(copy.deepcopy(content[what][0]))
 
 
-LARGE_POLYGON = [[0, 0, 1e9, 0, 1e9, 1e9]]
 FORM = "annotation 70 must be a list of polygons"
 FAULTS = {
     "inverted": (first(bbox=[5, 5, -3, 2]), r"box of annotation 70 .* Found: \[5\.0, 5\.0, 2\.0, 7\.0\]"),
@@ -328,7 +327,6 @@ FAULTS = {
     "height a text": (edit(images__0__height="10"), "image 5 in .*Expected `float`, got `str`"),
     "height a fraction": (edit(images__0__height=10.5), r"`width` and `height` of image 5 .* 12 x 10.5 \(width x"),
     "height zero": (edit(images__0__height=0), "`width` and `height` of image 5"),
-    "width huge": (edit(images__0__width=2**40), "`width` and `height` of image 5"),
     "image twice": (repeat("images"), "two images in .* have the id 5"),
 }  # fmt: skip
 OUTLINES = {  # known when the mask is drawn
@@ -336,14 +334,12 @@ OUTLINES = {  # known when the mask is drawn
     "odd": ([[0, 0, 3, 3, 5, 5, 5]], "annotation 70 .* at least 3 points.* Found: 7 numbers"),
     "missing": ([], "segmentation of annotation 70 is missing"),
     "a text": ("1 2 3", FORM),
-    "texts": ([["0", 0, 1, 1, 2, 0]], FORM),
     "huge": ([[10**400, 0, 1, 1, 2, 0]], "annotation 70 "),
     "infinite": ([[1e300, 0, 1, 1, 2, 0]], "annotation 70 has a point far outside"),
     "no size": ({"counts": [120]}, FORM),
     "negative run": ({"size": [10, 12], "counts": [-1, 121]}, FORM),
     "fractions": ({"size": [10, 12], "counts": [0.5]}, FORM),
     "other text": ({"size": [10, 12], "counts": "é"}, "annotation 70 has run lengths with invalid text"),
-    "far polygon": (LARGE_POLYGON, r"annotation 70 has a point far outside the image of 12 x 10 \(width x height\)"),
     "size": ({"size": [12, 10], "counts": [120]}, r"annotation 70 is for an image of 10 x 12 pixels.* 12 x 10 \(width"),
     "short": ({"size": [10, 12], "counts": [100]}, r"must have run lengths .* 12 \* 10 = 120. Found: 100"),
     "bad text": ({"size": [10, 12], "counts": "~~~"}, "annotation 70 has run lengths"),
@@ -485,7 +481,6 @@ DAMAGED = {
     "nothing": b"",
     "all but one": GOOD[:-1],
     "two files": GOOD + GOOD,
-    "a list": b"[]",
     "utf-16": GOOD.decode().encode("utf-16"),
     "zip": b"PK\x03\x04" + bytes(100),
     "not utf-8": GOOD.replace(b"cat", b"c\xff\xfet"),
@@ -598,7 +593,6 @@ def test_keypoints_take_memory_only_where_objects_have_them(tmp_path):
 @pytest.mark.parametrize(("settings", "error", "text"), [
     ({"split": None}, ConfigError, "`source.split` must be set"),
     ({"split": "../x"}, ConfigError, "`source.split` must be a subfolder"),
-    ({"split": 3}, ConfigError, "`source.split` must be a subfolder"),
     ({"split": "val2017"}, SourceError, "folder of images does not exist"),
     ({"annotations": "captions"}, SourceError, "annotations do not exist.*captions_train2017.json"),
     ({"annotations": 3}, ConfigError, "`source.annotations` must be"),

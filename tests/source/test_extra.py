@@ -6,14 +6,12 @@ import pickle
 import re
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from common import loader, recipe
 from pictures import encode, photograph, write_tar
-from servers import remote_copy
 from torch.utils.data import Subset
 
 import gpuaug
@@ -228,20 +226,6 @@ def test_members_that_cannot_be_extras_say_why(tmp_path):
         ShardSource(tmp_path / "two", labels="txt")
 
 
-def test_remote_rows_and_shards(tmp_path):
-    shards(tmp_path / "data")
-    parquet(tmp_path / "data")
-    with remote_copy("s3", tmp_path / "data", "extra") as (proxy, root, remote):
-        source = ShardSource(root + "/{0..1}.tar", extra=["txt", "npy"], remote=remote)
-        proxy.reset()
-        items = source.read_many(range(N))
-        assert [item[2] for item in items] == [{"txt": CAPTIONS[i], "npy": bytes([i, 0, 255])} for i in range(N)]
-        assert len(proxy.gets) == N  # neighbours are one request
-        rows = ParquetSource(root + "/{0..1}.parquet", image="image", extra=["meta", "caption"], remote=remote)
-        items = rows.read_many(range(N))
-        assert [item[2] for item in items] == [{"meta": META[i], "caption": CAPTIONS[i]} for i in range(N)]
-
-
 # -- reading and loading
 
 
@@ -291,14 +275,6 @@ def test_a_value_that_cannot_be_unpickled_is_named():
     with pytest.raises(SourceError, match=message):
         list(found.batches(orders(N, 4)))
     found.close()
-
-
-def test_arrays_arrive_unchanged():
-    tokens = np.arange(7, dtype=np.int32).reshape(1, 7)
-    (batch,) = Reader(Plain(lambda i, item: (*item[:2], tokens + i))).batches(orders(3, 3))
-    for i, value in enumerate(batch.extra):
-        assert value.dtype == np.int32
-        np.testing.assert_array_equal(value, tokens + i)
 
 
 def test_bad_samples(tmp_path):

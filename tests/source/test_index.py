@@ -73,16 +73,6 @@ def test_subset(images: Path, tmp_path: Path) -> None:
         gpuaug.FolderSource(images, subset=file)
 
 
-@pytest.mark.parametrize(
-    "tensor", [torch.arange(9)[::2], torch.eye(3, dtype=torch.bool), torch.zeros(0, 4), torch.tensor(2.5)], ids=str
-)
-def test_shared_tensors_are_equal(tensor: torch.Tensor) -> None:
-    shared = share(tensor)
-    assert shared.is_shared()
-    assert shared.dtype == tensor.dtype
-    assert torch.equal(shared, tensor)
-
-
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has memory without a name")
 def test_an_index_that_cannot_be_shared_stays_private(caplog: pytest.LogCaptureFixture) -> None:
     tensor = torch.arange(1 << 18)

@@ -232,17 +232,6 @@ def test_optional_numbers_may_be_null(tmp_path):
     assert [len(item[1].boxes) for item in ParquetSource(tmp_path / "y.parquet", objects="objects")] == [0, 0]
 
 
-def test_null_masks_are_faults(tmp_path):
-    rows = table(5)
-    masks = [None if i == 2 else {"bytes": scene(i)[1].mask, "path": None} for i in range(5)]
-    at = rows.column_names.index("mask")
-    pq.write_table(rows.set_column(at, "mask", pa.array(masks, STRUCT)), tmp_path / "x.parquet")
-    found, faults = read(ParquetSource(tmp_path / "x.parquet", **ALL))
-    assert list(faults) == [2]
-    assert "has no mask bytes" in faults[2]
-    assert found == {i: value for i, value in wanted(5).items() if i != 2}
-
-
 def test_remote_images_and_masks_are_one_read_if_they_are_adjacent(tmp_path):
     root = tmp_path / "data"
     root.mkdir()

@@ -268,7 +268,7 @@ DAMAGED = {
     "{train: a, kpt_shape: [1000000000, 3]}": "`kpt_shape` must be",
     "{train: a, kpt_shape: [3, 3], flip_idx: [1, 2, 0]}": "`flip_idx` must list the mirror image of each of the 3",
     "!!python/object/apply:os.system [ls]": "line 1: could not determine a constructor for the tag",
-    "[" * 100_000: "it is nested too deeply",
+    "[" * 5_000: "it is nested too deeply",
     "a: &a [x,x]\nb: &b [*a,*a]\nnames: [*b, *b]": "`names` must be a list",
     "#" * (1 << 21): "2097152 characters",
     "{val: images/val}": "`source.split` must be in .* which has 'val'. Found: 'train'",

@@ -160,20 +160,6 @@ def test_boxes_and_keypoints_are_what_every_canvas_has_held(seed: int) -> None:
             np.testing.assert_allclose(points[there, :2], xy[there], atol=1e-2)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_sample_does_not_depend_on_the_canvases_of_others(seed: int) -> None:
-    recipe, what = chain(3 * seed + 1, "fused"), given(seed)
-    white, indices = torch.full((COUNT, 3, *SIZE), 255, dtype=torch.uint8), torch.arange(COUNT)
-    _, whole = recipe(white, **what, targets=RULES, seed=seed, indices=indices)
-    for row in range(COUNT):
-        one = slice(row, row + 1)
-        own = {name: values[one] for name, values in what.items()}
-        _, alone = recipe(white[one], **own, targets=RULES, seed=seed, indices=indices[one])
-        assert torch.equal(alone.masks[0], whole.masks[row])
-        for name in ("boxes", "keypoints", "labels"):
-            assert torch.equal(getattr(alone, name), getattr(whole, name)[whole.sample == row])
-
-
 @pytest.mark.parametrize("backend", ["fused", "kornia"])
 def test_an_elastic_transform_has_a_canvas_too(backend: str) -> None:
     bend = K.RandomElasticTransform((63, 63), (16.0, 16.0), (0.5, 0.5), p=0.7)

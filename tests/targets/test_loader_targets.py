@@ -1,15 +1,12 @@
 """Targets through the whole loader: what a batch holds, faults, workers, ranks, resume, several views."""
 
 import io
-import subprocess
-import sys
 
 import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
 from common import loader
-from conftest import ROOT
 from pictures import encode, photograph, png
 from PIL import Image
 from test_truth_batches import collected
@@ -197,16 +194,3 @@ def test_masks_that_the_device_moves_are_those_that_the_host_moves(monkeypatch):
     monkeypatch.setattr(TargetMover, "sample", as_on_cuda)
     with targets_loader() as made:
         assert collected(made) == want
-
-
-def test_a_run_without_targets_imports_nothing_of_them(photos):
-    script = """
-import sys, gpuaug
-recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8))
-with gpuaug.Loader(gpuaug.FolderSource(sys.argv[1]), augment=recipe, num_workers=0, device="cpu") as loader:
-    next(iter(loader))
-print([name for name in sys.modules if name.startswith("gpuaug") and "target" in name])
-"""
-    done = subprocess.run([sys.executable, "-c", script, str(photos)], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"

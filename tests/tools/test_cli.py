@@ -83,7 +83,6 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["train", "optimiser=sgd"], "Did you mean `optimizer`?"),
         (["train", "optimizer=sgdd"], "`optimizer` must be one of sgd, adamw. Found: 'sgdd'."),
         (["train", "epochs=0"], "`epochs` must be a whole number from 1 to 999999999. Found: 0."),
-        (["train", "epochs=1000000000"], "`epochs` must be a whole number from 1 to 999999999. Found: 1000000000."),
         (["train", "lr=high"], "`lr` must be a number in [0, inf]. Found: 'high'."),
         (["train", "model.widht=3"], "`model.widht`"),
         (["train", "lr=${oc.env:NO_SUCH_NAME}"], "`lr` cannot be resolved: KeyError"),
@@ -95,9 +94,7 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["train", "--trust", "./my_net.py"], "`trust` must hold module prefixes, such as 'my_pkg.'. Found: './my"),
         (["train", "--at", "train_data"], "--config-name"),
         (["train"], "source.root"),
-        (["train", "source.root=/no/such/folder"], "/no/such/folder"),
         (["train", "out=2024"], "Quote it: \"out='2024'\"."),
-        (["train", "json=3"], "`json` must be text or null. Found: 3."),
         (["preview", "out=null"], "`out` must be text. Found: None."),
         (["preview", "out=look.jpg"], "`out` must end in .png or .html or .htm. Found: 'look.jpg'."),
         (["preview", "draws=0"], "`draws` must be a whole number >= 1 or null. Found: 0."),
@@ -196,15 +193,6 @@ def test_own_configuration(tmp_path: Path, folder: Path) -> None:
     main_words = ["preview", "--config-dir", own["config_dir"], "--config-name", "train", "--at", "train_data"]
     assert main([*main_words, f"out={tmp_path / 'own.png'}", "samples=1", "draws=1"]) == 0
     assert (tmp_path / "own.png").exists()
-
-
-def test_json_holds_what_was_printed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "new" / "report.json"
-    out = tmp_path / "p.png"
-    assert main(["preview", f"source.root={folder}", f"json={file}", f"out={out}", "samples=2", "draws=1"]) == 0
-    values = json.loads(file.read_text())
-    assert values["preview"] in capsys.readouterr().out
-    assert values["keys"] == ["blue/2.png", "red/2.png"]
 
 
 @pytest.mark.parametrize("key", ["json", "out"])

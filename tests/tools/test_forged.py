@@ -18,7 +18,7 @@ import gpuaug
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
 
-COUNT = 40  # damaged copies of each folder
+COUNT = 25  # damaged copies of each folder
 IMAGES = 13
 RECIPE = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(16), ops={"flip": K.RandomHorizontalFlip()})
 

@@ -658,11 +658,8 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (["source.root=/x"], "must be given. Set it: out=DIR"),
         (["out=/x/y", "augment=simclr"], "`augment` has no effect"),
-        (["out=/x/y", "batch_size=4"], "`batch_size` has no effect"),
         (["out=/x/y", "sizs=4"], "`sizs`"),
         (["out=/x/y", "sizes=a"], "`sizes` must be"),
-        (["out=/x/y", "sizes=[]"], "`sizes` must be"),
-        (["out=/x/y", "sizes=[0]"], "`sizes` must be"),
         (["out=/x/y", "sizes=[64,64]"], "`sizes` must be"),
         (["out=/x/y", "format=png"], "`format` must be one of jpeg, uint8. Found: 'png'."),
         (["out=/x/y", "quality=101"], "from 1 to 100"),

@@ -197,13 +197,13 @@ def test_a_plan_with_masks_is_within_fifteen_percent(tmp_path: Path) -> None:
              "batch_size=8", "augment=standard", "augment.crop.size=320", "order=repeated",
              "order.repeats=3"]  # fmt: skip
     file = tmp_path / "plan.json"
-    assert main(["plan", *words, "seconds=5", f"json={file}"]) == 0
+    assert main(["plan", *words, "seconds=3", f"json={file}"]) == 0
     values = json.loads(file.read_text())
     assert values["rehearsal"] >= 6
     code = (
         "import sys, gpuaug; from gpuaug.tools.plan.command import measure\n"
         "with gpuaug.build(gpuaug.compose('train', sys.argv[1:])) as loader:\n"
-        "    print(measure(loader, seconds=6).most.host)"
+        "    print(measure(loader, seconds=3).most.host)"
     )
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, check=True, capture_output=True, text=True)
     assert abs(values["host_memory"] / int(done.stdout) - 1) < 0.15, (values, done.stdout)

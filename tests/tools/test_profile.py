@@ -132,13 +132,6 @@ def test_slow_storage(small: list[bytes]) -> None:
     plant(slow, "batch_size=4", "num_workers=0", named="storage", helps="num_workers=16")
 
 
-def test_a_slow_operation_has_no_remedy(small: list[bytes]) -> None:
-    op = "+augment.ops.slow={_target_: planted.SlowOp, work: 0.0, wait: 0.02, p: 0.9}"
-    verdict = plant(planted.Source(small), FEW, op, named="augment", seconds=0.3)
-    assert verdict.tried == []
-    assert verdict.text == "augment. There is no setting to try."
-
-
 def test_slow_callback_on_the_host(small: list[bytes]) -> None:
     mix = {"mix": planted.SlowMix(work=0.0, wait=0.02)}
     verdict = plant(planted.Source(small), FEW, named="host overhead", objects=mix, seconds=0.3)

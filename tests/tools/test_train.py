@@ -76,27 +76,6 @@ def test_learns_and_reports(photos: Path, tmp_path: Path, capsys: pytest.Capture
     assert checkpoint(tmp_path)["classes"] == sorted(photographs.PHOTOGRAPHS)
 
 
-def test_resuming_with_another_batch_size_sees_the_rest_once(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train, "Stop", StopAfter)
-    StopAfter.left = 3
-    assert main(words(photos, tmp_path, "epochs=1")) == training.TERMINATED
-    seen: list[int] = []
-    train_batch = training.Training.train_batch
-
-    def noting(self: training.Training, batch: Any, **more: Any) -> None:
-        seen.extend(batch.indices.tolist())
-        train_batch(self, batch, **more)
-
-    monkeypatch.setattr(training.Training, "train_batch", noting)
-    StopAfter.left = 10**6
-    assert main(words(photos, tmp_path, "epochs=1", f"resume={tmp_path}/last.pt", "batch_size=5")) == 0
-    assert len(seen) == len(set(seen)) == 64 - 24
-    assert checkpoint(tmp_path)["steps"] == 3 + 8
-    assert checkpoint(tmp_path)["history"][0]["epoch"] == 0
-
-
 def test_stop_during_held_out_images_finishes_them(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
