@@ -75,8 +75,8 @@ def check_recipe(recipe: Recipe, channels: int) -> None:
         check_domains(ops, channels=channels, deep=False, key=f"{key}.ops", crop=crop, normalize=normalize)
         if getattr(crop, "interpolation", None) == "nearest":
             raise ConfigError(
-                f"`{key}.crop.interpolation` must be bilinear or bicubic in a loader. Found: nearest, which is for calls "
-                "of a recipe with tensors."
+                f"`{key}.crop.interpolation` must be bilinear or bicubic in a loader. Found: nearest, which is for "
+                "recipes that are called with tensors."
             )
 
 

@@ -135,8 +135,8 @@ def test_a_batch_shows_the_bands_that_are_named() -> None:
 
 def test_previews_show_the_bands_that_are_named(tmp_path: Path) -> None:
     folder(tmp_path, "tif")
-    arguments = [f"source.root={tmp_path}", "source.extensions=[.tif]", "augment=none", "decode.pixels=raw"]
-    arguments += [f"decode.channels={CHANNELS}", f"out={tmp_path / 'look.png'}", "device=cpu"]
+    arguments = [f"source.root={tmp_path}", "source.extensions=[.tif]", "augment=none", "augment.normalize=null"]
+    arguments += ["decode.pixels=raw", f"decode.channels={CHANNELS}", f"out={tmp_path / 'look.png'}", "device=cpu"]
     assert main(["preview", *arguments, "bands=[3,2,1]"]) == 0
     assert (tmp_path / "look.png").stat().st_size > 1000
 
@@ -144,7 +144,7 @@ def test_previews_show_the_bands_that_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["pack", "parity"])
 def test_commands_for_rgb_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder(tmp_path, "tif")
-    more = [f"out={tmp_path / 'packed'}"] if command == "pack" else ["augment=none"]
+    more = [f"out={tmp_path / 'packed'}"] if command == "pack" else ["augment=none", "augment.normalize=null"]
     raw = ["decode.pixels=raw", f"decode.channels={CHANNELS}"]
     assert main([command, f"source.root={tmp_path}", "source.extensions=[.tif]", *raw, *more]) == 2
     assert "`decode.pixels` must be rgb8" in capsys.readouterr().err
