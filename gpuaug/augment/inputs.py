@@ -30,14 +30,14 @@ def pixels(
         raise ConfigError("`images` must be on a device that stores pixels, such as cpu or cuda. Found: meta.")
     last = _is_channels_last(images, layout)
     frames = images.shape[1] if images.dim() == 5 else None
-    x = images if frames is None else images.flatten(0, 1)
-    x = x if last else x.permute(0, 2, 3, 1)
     if 0 in images.shape[1:]:
         raise ConfigError(f"{_WANTED}, without empty axes after the first. Found: {list(images.shape)}.")
     checks.number("white", white, 0, optional=True)
     if white == 0:
         raise ConfigError("`white` must be positive. Found: 0. It is the value of the images that becomes 1.")
-    return _finite(x, nan), WHITE[x.dtype] if white is None else float(white), frames
+    images = _finite(images, nan)
+    x = images if frames is None else images.flatten(0, 1)
+    return x if last else x.permute(0, 2, 3, 1), WHITE[x.dtype] if white is None else float(white), frames
 
 
 def _is_channels_last(images: Tensor, layout: str | None) -> bool:
@@ -59,8 +59,9 @@ def _finite(images: Tensor, nan: str | None) -> Tensor:
         return images
     if nan == "zero":
         return images.nan_to_num(0.0, 0.0, 0.0)
-    finite = images.isfinite()
-    if not finite.all():  # on CUDA, this waits for the device
+    limits = torch.stack(images.aminmax()) if images.numel() else images.new_zeros(2)  # NaN if a value is NaN
+    if not limits.isfinite().all():  # on CUDA, this waits for the device
+        finite = images.isfinite()
         bad = (~finite).flatten(1).any(1).nonzero().flatten().tolist()
         raise ConfigError(
             f"`images` must be finite. Found: {int((~finite).sum())} values that are NaN or infinite, first in image "

@@ -319,9 +319,10 @@ class RecipeBase(ReadOnly):
         """
         self.check_unchanged()
         images, white, clip = pixels(images, layout=layout, white=white, nan=nan)
-        self.check_images(images, same=output["dtype"] == "same")
-        back = partial(same_type, dtype=images.dtype, white=white) if output["dtype"] == "same" else None
-        output = {name: checks.torch_constant(name, value) for name, value in output.items() if value != "same"}
+        same = isinstance(output["dtype"], str) and output["dtype"] == "same"
+        self.check_images(images, same=same)
+        back = partial(same_type, dtype=images.dtype, white=white) if same else None
+        output = {name: checks.torch_constant(name, v) for name, v in output.items() if name != "dtype" or not same}
         frames = 1 if clip is None else clip
         samples = len(images) // frames
         checks.whole_number("seed", int(seed) if isinstance(seed, np.integer) else seed, None, optional=True)

@@ -199,7 +199,7 @@ def test_one_size_per_batch():
         (lambda: RandomResizedCrop(8, scale=0.5), "`scale`.*Found: 0.5"),
         (lambda: RandomResizedCrop(8, ratio=(0, 1)), r"`ratio` must satisfy 0 < min <= max. Found: \(0, 1\)"),
         (lambda: RandomResizedCrop(8, ratio=(1, float("inf"))), "`ratio`.*Found"),
-        (lambda: RandomResizedCrop(8, interpolation="nearest"), "`interpolation`.*Found: 'nearest'"),
+        (lambda: RandomResizedCrop(8, interpolation="area"), "`interpolation`.*Found: 'area'"),
         (lambda: RandomCrop(8, padding=-1), "`padding`.*Found: -1"),
         (lambda: RandomCrop(8, padding=(1, 2, 3)), r"`padding`.*Found: \(1, 2, 3\)"),
         (lambda: RandomCrop(8, fill=256), "`fill`.*Found: 256"),

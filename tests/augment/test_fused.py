@@ -278,7 +278,6 @@ def test_unknown_operations_run_through_kornia_between_fused_parts(caplog: pytes
     ]
     for op in (
         K.RandomMedianBlur((3, 3), p=0.5),
-        K.RandomAffine(30.0, resample="nearest", p=0.5),
         K.RandomAffine(30.0, padding_mode="fill", fill_value=0.3, p=0.5),
         K.RandomContrast((0.5, 1.5), clip_output=False, p=0.5),
     ):
@@ -352,8 +351,8 @@ def test_every_number_of_threads_gives_the_same() -> None:
 @pytest.mark.parametrize(
     "x",
     [
-        torch.zeros((2, 8, 8, 4), dtype=torch.uint8), torch.zeros((2, 3, 8, 8), dtype=torch.uint8),
-        torch.zeros((2, 4, 8, 8)), torch.zeros((2, 8, 8, 3)), torch.zeros((2, 3, 8, 8)).half(), torch.zeros((3, 8, 8)),
+        torch.zeros((2, 8, 8, 3), dtype=torch.int16), torch.zeros((2, 8, 8, 3), dtype=torch.float64),
+        torch.zeros((2, 2, 8, 8, 3)), torch.zeros((8, 8, 3)),
     ],
     ids=lambda x: f"{x.dtype} {list(x.shape)}",
 )  # fmt: skip
@@ -365,8 +364,18 @@ def test_kernels_refuse_what_they_would_misread(x: Tensor) -> None:
 
         runs.append(lambda x, _: cuda.launch(x, None, dtype=torch.float32, channels_last=False))
     for run in runs:
-        with pytest.raises(TypeError, match=r"expected uint8 .* but got torch\.\w+ \["):
+        with pytest.raises(TypeError, match=r"expected .* but got torch\.\w+ \["):
             run(x, [])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("shape", [(2, 8, 8, 4), (2, 3, 8, 8)])
+def test_triton_kernels_refuse_other_channels(shape: tuple[int, ...]) -> None:
+    from gpuaug.augment.fused import cuda
+
+    for x in (torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape).transpose(1, 3)):
+        with pytest.raises(TypeError, match="expected uint8 .* but got"):
+            cuda.launch(x, None, dtype=torch.float32, channels_last=False)
 
 
 def test_memory_of_a_batch_comes_back_when_nobody_holds_it() -> None:

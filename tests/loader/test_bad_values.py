@@ -127,6 +127,10 @@ MADE: dict[str, Attack] = {
     "PackedSource": (lambda p: {"root": p / "epochs"}, lambda p, made: one_batch(p, source=made)),
     "Remote": (lambda p: {}, lambda p, made: one_batch(p, source=gpuaug.FolderSource(p / "images", remote=made))),
     "Mix": (lambda p: {"mixup_alpha": 1.0}, lambda p, made: one_batch(p, mix=made)),
+    "Cameras": (
+        lambda p: {"cameras": {"a": gpuaug.Augment(crop=gpuaug.Resize(8))}},
+        lambda p, made: made({"a": torch.zeros(2, 3, 8, 8, dtype=torch.uint8)}, seed=0, epoch=0, indices=[0, 1]),
+    ),
     "MultiView": (
         lambda p: {"views": {"a": gpuaug.Augment(crop=gpuaug.Resize(8))}},
         lambda p, made: one_batch(p, augment=made),
@@ -248,6 +252,9 @@ CALLS: dict[str, Callable[[gpuaug.Loader, Any], Any]] = {
     "augment(epoch)": lambda made, value: made.augment(IMAGES, seed=0, epoch=value, indices=[0, 1]),
     "augment(indices)": lambda made, value: made.augment(IMAGES, seed=0, epoch=0, indices=value),
     "augment(dtype)": lambda made, value: made.augment(IMAGES, seed=0, epoch=0, dtype=value),
+    "augment(layout)": lambda made, value: made.augment(IMAGES, seed=0, epoch=0, layout=value),
+    "augment(white)": lambda made, value: made.augment(IMAGES, seed=0, epoch=0, white=value),
+    "augment(nan)": lambda made, value: made.augment(IMAGES.float(), seed=0, epoch=0, nan=value),
 }
 IMAGES = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
 

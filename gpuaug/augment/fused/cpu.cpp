@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 #include <vector>
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -836,7 +837,7 @@ struct Worker {
     }
 #endif
 
-    // Bilinear warp by a matrix from output to input positions in -1..1. Padding: 0 zeros, 1 border, 2 reflection.
+    // Bilinear or nearest warp by a matrix from output to input positions in -1..1. Padding: 0 zeros, 1 border, 2 reflection.
     void warp(const Op& op, const float* in, float* out) {
         const int64_t stride = W + 3;  // one zero before each row and two after, so taps need no bounds check
         extra.resize(((H + 3) * stride + 1) * 4 + 4);
@@ -890,6 +891,8 @@ struct Worker {
             }
             if (padding == 2)
                 for (int64_t x = 0; x < W; ++x) px[x] = reflect(px[x], static_cast<float>(W)), py[x] = reflect(py[x], static_cast<float>(H));
+            if (a[12] != 0.0f)  // the nearest pixel is the only tap with a weight
+                for (int64_t x = 0; x < W; ++x) px[x] = __builtin_rintf(px[x]), py[x] = __builtin_rintf(py[x]);
             const float least = padding == 0 ? -1.0f : 0.0f, beyond = padding == 0 ? 0.0f : 1.0f;
             const float most_x = static_cast<float>(W) - beyond, most_y = static_cast<float>(H) - beyond;
             taps(px, py, offset, w0, w1, w2, w3, least, most_x, most_y, stride);
@@ -1240,17 +1243,19 @@ struct Axis {
         const double scale = static_cast<double>(size) / static_cast<double>(resized), wide = std::max(scale, 1.0);
         const double reach = wide * (interpolation == 2 ? 2.0 : 1.0);
         const bool copies = interpolation == 0 || size == resized;
-        if (!copies) taps = static_cast<int>(std::min<int64_t>(2 * static_cast<int64_t>(std::ceil(reach)) + 1, size));
+        const auto taken = [=](int64_t i) {  // the centre of position i in the window, the first pixel and the one after the last
+            const double center = (static_cast<double>(i - offset) + 0.5) * scale;
+            const int64_t nearest = std::min<int64_t>(static_cast<int64_t>(center), size - 1);
+            if (copies) return std::make_tuple(center, nearest, nearest + 1);
+            const int64_t begin = static_cast<int64_t>(std::max(center - reach + 0.5, 0.0));
+            return std::make_tuple(center, begin, std::min<int64_t>(static_cast<int64_t>(center + reach + 0.5), size));
+        };
+        for (int64_t i = first; i < last; ++i) taps = std::max(taps, static_cast<int>(std::get<2>(taken(i)) - std::get<1>(taken(i))));
         from.resize(count);
         weights.assign(count * taps, 0.0f);
         least = size;
         for (int64_t i = first; i < last; ++i) {
-            const double center = (static_cast<double>(i - offset) + 0.5) * scale;
-            int64_t begin = std::min<int64_t>(static_cast<int64_t>(center), size - 1), end = begin + 1;
-            if (!copies) {
-                begin = static_cast<int64_t>(std::max(center - reach + 0.5, 0.0));
-                end = std::min<int64_t>(static_cast<int64_t>(center + reach + 0.5), size);
-            }
+            const auto [center, begin, end] = taken(i);
             const int64_t start = std::min(begin, size - taps);  // all taps are inside
             double sum = 0.0;
             float* own = weights.data() + i * taps;
@@ -1295,11 +1300,30 @@ void cut_image(const Cut& job, int64_t sample, std::vector<float>& plane, std::v
             weigh(rows.weights.data() + y * rows.taps, rows.taps, [=](int t) { return top + t * wide; }, line.data(), wide);
             float* __restrict to = out + y * job.width;
             const float* __restrict from = line.data();
-            for (int64_t x = columns.first; x < columns.last; ++x) to[x] = 0.0f;
-            for (int t = 0; t < columns.taps; ++t) {
-                const int32_t* __restrict at = index.data() + t * count;
-                const float* __restrict k = weight.data() + t * count;
-                for (int64_t x = columns.first; x < columns.last; ++x) to[x] = fma(k[x], from[at[x]], to[x]);
+            const int32_t* const at = index.data();
+            const float* const k = weight.data();
+            int64_t x = columns.first;
+#if defined(__AVX512F__)
+            for (; x + 16 <= columns.last; x += 16) {
+                __m512 sum = _mm512_setzero_ps();
+                for (int64_t t = x; t < columns.taps * count + x; t += count)
+                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(k + t), _mm512_i32gather_ps(_mm512_loadu_si512(at + t), from, 4), sum);
+                _mm512_storeu_ps(to + x, sum);
+            }
+#elif defined(__AVX2__) && defined(__FMA__)
+            for (; x + 8 <= columns.last; x += 8) {
+                __m256 sum = _mm256_setzero_ps();
+                for (int64_t t = x; t < columns.taps * count + x; t += count) {
+                    const __m256i places = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + t));
+                    sum = _mm256_fmadd_ps(_mm256_loadu_ps(k + t), _mm256_i32gather_ps(from, places, 4), sum);
+                }
+                _mm256_storeu_ps(to + x, sum);
+            }
+#endif
+            for (; x < columns.last; ++x) {
+                float sum = 0.0f;
+                for (int64_t t = x; t < columns.taps * count + x; t += count) sum = fma(k[t], from[at[t]], sum);
+                to[x] = sum;
             }
         }
     }

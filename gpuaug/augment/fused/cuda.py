@@ -81,8 +81,11 @@ def launch(
     formulas: Mapping[Code, Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """Queue the program's kernels on the current device; ``x``: uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
+    axis = {torch.uint8: 3, torch.float32: 1}.get(x.dtype)
+    if axis is None or x.dim() != 4 or x.shape[axis] != 3:  # the kernels would misread it
+        raise TypeError(f"expected uint8 [B, H, W, 3] or float32 [B, 3, H, W], but got {x.dtype} {list(x.shape)}")
     x = x.contiguous()
-    batch, (height, width) = len(x), x.shape[1:3] if x.dtype == torch.uint8 else x.shape[2:]
+    batch, (height, width) = len(x), x.shape[1:3] if axis == 3 else x.shape[2:]
     steps, eights = program.code.shape[1], width % 8 == 0
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     out = torch.empty((batch, 3, height, width), dtype=dtype, device=x.device, memory_format=memory_format)

@@ -24,7 +24,7 @@ from gpuaug.random.keyed import Float, Int
 
 _STATIC = {  # for each step: indices of the arguments that must be equal for all rows of one call
     Code.BLUR: (0, 1, 3),
-    Code.WARP: (9, 10, 11),
+    Code.WARP: (9, 10, 11, 12),
     Code.RESAMPLE: (12,),
     **dict.fromkeys(having(Trait.PILLOW), (PILLOW_FLAG,)),
 }
@@ -274,7 +274,7 @@ def _sharpness(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _warp(x: Tensor, a: Tensor, ramps: Tensor, static: tuple[float, ...]) -> Tensor:
-    padding, corners, projective = (int(v) for v in static)
+    padding, corners, projective, nearest = (int(v) for v in static)
     width, ramp = x.shape[3], ramps[projective, corners]
     xs, ys = ramp[None, None, :width], ramp[None, width:, None]
     m = [a[:, k, None, None] for k in range(9)]
@@ -283,4 +283,5 @@ def _warp(x: Tensor, a: Tensor, ramps: Tensor, static: tuple[float, ...]) -> Ten
         w = m[6] * xs + m[7] * ys + m[8]
         gx, gy = gx / w, gy / w
     grid = torch.stack([gx, gy], dim=-1)
-    return F.grid_sample(x, grid, mode="bilinear", padding_mode=_PADDINGS[padding], align_corners=bool(corners))
+    mode = "nearest" if nearest else "bilinear"
+    return F.grid_sample(x, grid, mode=mode, padding_mode=_PADDINGS[padding], align_corners=bool(corners))

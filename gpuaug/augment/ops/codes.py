@@ -79,7 +79,7 @@ class Code(IntEnum):
     SHARPNESS = 19, ANYWHERE | PILLOW
     # (taps in x, taps in y, sigma, border: kornia.constants.BorderType)
     BLUR = 20, ANYWHERE | OUTSIDE
-    # (matrix from output to input positions in -1..1, padding: SamplePadding, align_corners, projective)
+    # (matrix from output to input positions in -1..1, padding: SamplePadding, align_corners, projective, nearest)
     WARP = 21, OUTSIDE
     # (offset); x becomes floor(255 x + offset) / 255
     LEVELS = 22, POINTWISE | ANYWHERE | KERNEL

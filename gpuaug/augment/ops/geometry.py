@@ -242,13 +242,14 @@ _PADDINGS = ("ZEROS", "BORDER", "REFLECTION")
 def _warp(op: Any, *, matrix: Matrix = _AFFINE_MATRIX) -> Steps | None:
     flags = op.flags
     padding = flags["padding_mode"].name if "padding_mode" in flags else "ZEROS"
-    if flags["resample"].name != "BILINEAR" or padding not in _PADDINGS:
+    resample = flags["resample"].name
+    if resample not in ("NEAREST", "BILINEAR") or padding not in _PADDINGS:
         return None
-    how = (_PADDINGS.index(padding), flags["align_corners"], matrix.elements)
+    how = (_PADDINGS.index(padding), flags["align_corners"], matrix.elements, resample == "NEAREST")
 
     def write(out: Float, params: Params, size: Size) -> None:
         matrix.write(out[:, 0, :9], params, size)
-        out[:, 0, 9:12] = how
+        out[:, 0, 9:13] = how
 
     return Steps((Code.WARP,), write)
 
