@@ -4,7 +4,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,11 @@ def started_by(method: str) -> dict[str, Any]:
 
 def tree(pid: int) -> list[int]:
     """A process and its descendants. Linux only."""
-    children = [
-        text for task in Path(f"/proc/{pid}/task").iterdir() for text in (task / "children").read_text().split()
-    ]
+    children: list[str] = []
+    with suppress(FileNotFoundError):  # the process has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread has just ended
+                children += (task / "children").read_text().split()
     return [pid, *(each for child in children for each in tree(int(child)))]
 
 

@@ -58,6 +58,9 @@ class Popen(subprocess.Popen):
 
     def _wait(self, timeout: float | None) -> int:
         if self.returncode is None:
+            if self._answers.fileno() < 0:  # a wait that was interrupted has read the answer
+                self.returncode = -1
+                return self.returncode
             if not select.select([self._answers], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             self.returncode = int(self._answers.recv(99))
