@@ -96,9 +96,9 @@ def through(x: Any, view: Given, k: int, does: Does) -> Any:
 
 def torchvision(images: Any, views: list[Given], variant: str, device: str, workers: int) -> tuple[Run, str]:
     """torchvision v2's functions."""
-    from contestants import _torchvision_there
+    from contestants import torchvision_there
 
-    _torchvision_there()
+    torchvision_there()
     from torchvision.transforms import InterpolationMode, v2
     from torchvision.transforms.v2 import functional as V
 

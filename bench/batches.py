@@ -14,10 +14,8 @@ the median of the rounds' ratios. The differences are those from Kornia's operat
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
-import os
 import statistics
 import sys
 import time
@@ -31,9 +29,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.augment import MEAN, PAUSE, STD, photographs
-from bench.contestants import _torchvision_there
+from bench.contestants import torchvision_there
 from bench.peers_gpu import RECIPES, Case
-from bench.readme import add_arguments, processor, show
+from bench.readme import add_arguments, headline, machine, show
 
 Run = Callable[[int], Any]  # one batch, with this seed
 BANDS = 13  # of Sentinel-2
@@ -182,11 +180,8 @@ def measure(name: str, batch: int, side: int, rounds: int, device: str, peers: P
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [
-        f"{report['processor']}, {report['threads']} threads, device {report['device']}, {report['date']}, load "
-        f"{report['load']:.1f}; {versions}. Milliseconds per batch"
-        f"{' (processor time of all threads)' if report['device'] == 'cpu' else ''}.",
+        headline(report),
         "",
         "| case | B | milliseconds | speed of ours, per image and channel | difference |",
         "|" + "---|" * 5,
@@ -220,15 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.quick:
         args.batch, args.side, args.rounds = 4, 40, 1
     if args.peers is not None:
-        _torchvision_there()
-    from importlib.metadata import version
-
-    report: dict[str, Any] = {
-        "processor": processor(), "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
-        "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("torch", "kornia")}, "results": [],
-    }  # fmt: skip
+        torchvision_there()
+    report: dict[str, Any] = {**machine(args.device), "results": []}
     for name in args.case:
         batch = args.batch or BATCHES[name][args.device == "cpu"]
         report["results"].append(measure(name, batch, args.side, args.rounds, args.device, args.peers))

@@ -194,7 +194,7 @@ def _synchronize(device: Any) -> None:
 # --- peers
 
 
-def _torchvision_there() -> None:
+def torchvision_there() -> None:
     """Import torchvision. PyPI's wheel has compiled operators for CUDA only, and transforms need none of them."""
     import torch
 
@@ -214,7 +214,7 @@ _KEPT: list[Any] = []
 
 
 def torchvision(spec: Spec) -> Run:
-    _torchvision_there()
+    torchvision_there()
     from torchvision import transforms as T
     from torchvision.transforms import InterpolationMode
 
@@ -233,7 +233,7 @@ def torchvision(spec: Spec) -> Run:
 
 
 def torchvision_v2(spec: Spec) -> Run:
-    _torchvision_there()
+    torchvision_there()
     import torch
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms import v2 as T

@@ -12,9 +12,7 @@ more batch, for which Kornia's operations get our random values.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import sys
 import time
@@ -29,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.augment import MEAN, PAUSE, STD, photographs
-from bench.readme import add_arguments, processor, show
+from bench.readme import add_arguments, headline, machine, show
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of the crop: area and width / height
 
@@ -214,11 +212,8 @@ def measure(name: str, batch: int | None, side: int, rounds: int, device: str) -
 
 
 def table(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [
-        f"{report['processor']}, {report['threads']} threads, device {report['device']}, {report['date']}, load "
-        f"{report['load']:.1f}; {versions}. Milliseconds per batch"
-        f"{' (processor time of all threads)' if report['device'] == 'cpu' else ''}.",
+        headline(report),
         "",
         "| recipe | B | ours | Kornia, eager | ours is faster by (all rounds) | difference: operations | with the crop "
         "| published |",
@@ -252,14 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.quick:
         args.batch, args.side, args.rounds = 4, 40, 1
-    from importlib.metadata import version
-
-    report: dict[str, Any] = {
-        "processor": processor(), "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
-        "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("torch", "kornia")}, "results": [],
-    }  # fmt: skip
+    report: dict[str, Any] = {**machine(args.device), "results": []}
     for name in args.recipe:
         report["results"].append(measure(name, args.batch, args.side, args.rounds, args.device))
         if args.json:

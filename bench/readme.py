@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import platform
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,28 @@ def processor() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What a report says of this run: processor, threads, device, date, load, and versions of torch and Kornia."""
+    import torch
+
+    return {
+        "processor": processor(), "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
+        "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0],
+        "versions": {name: version(name) for name in ("torch", "kornia")},
+    }  # fmt: skip
+
+
+def headline(report: dict[str, Any]) -> str:
+    """The sentence above a table of milliseconds per batch, from :func:`machine`."""
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    return (
+        f"{report['processor']}, {report['threads']} threads, device {report['device']}, {report['date']}, load "
+        f"{report['load']:.1f}; {versions}. Milliseconds per batch"
+        f"{' (processor time of all threads)' if report['device'] == 'cpu' else ''}."
+    )
 
 
 def put(readme: Path, script: str, text: str) -> None:

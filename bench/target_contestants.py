@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contestants import MEAN, STD, CannotRunError, Run, Spec, _torchvision_there, serve
+from contestants import MEAN, STD, CannotRunError, Run, Spec, serve, torchvision_there
 
 SEG, DET, WARP = "seg_torchvision", "det_rtdetr", "flip_affine_jitter"
 RECIPES = (SEG, DET, WARP)
@@ -184,7 +184,7 @@ def torchvision_pil(spec: Spec) -> Run:
 
 
 def _torchvision(spec: Spec, *, tensors: bool) -> Run:
-    _torchvision_there()
+    torchvision_there()
     import torch
     from PIL import Image
     from torchvision import tv_tensors

@@ -15,6 +15,8 @@ Images = Tensor | list[Tensor]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]  # `nearest` only for batches of tensors
+# the types of images, by torch's names, with the value that is white
+WHITES = {"uint8": 255.0, "uint16": 65535.0, "float16": 1.0, "bfloat16": 1.0, "float32": 1.0}
 Fill = int | tuple[int, ...]  # 0..255, the same for all channels or one for each
 
 

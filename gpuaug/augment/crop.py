@@ -87,7 +87,7 @@ class RandomResizedCrop(Crop):
         size: output (H, W); an int is a square.
         scale: minimum and maximum area of the crop as a fraction of the image's area, 0 < min <= max <= 1.
         ratio: minimum and maximum of width / height, 0 < min <= max. The logarithm of the ratio is uniform.
-        interpolation: ``bilinear`` or ``bicubic``.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
 
     >>> RandomResizedCrop(224, scale=(0.2, 1)).size
     (224, 224)
@@ -185,7 +185,7 @@ class ResizeCenterCrop(Crop):
         resize: size before the crop. (h, w) is the exact size. An int is the new shorter side; the longer side follows
             from the aspect ratio, rounded down.
         size: output (H, W); an int is a square. Pixels outside the resized image are black.
-        interpolation: ``bilinear`` or ``bicubic``.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
 
     >>> ResizeCenterCrop(256, 224)
     ResizeCenterCrop(256, size=(224, 224), interpolation='bilinear')
@@ -221,7 +221,7 @@ class Resize(Crop):
             rounded down. With an int, all resized images of a batch must have the same size.
         max_size: maximum of the longer side; None: no maximum. With a maximum, ``size`` must be an int below it. A
             longer side above the maximum becomes ``max_size``; the shorter side shrinks in proportion, rounded down.
-        interpolation: ``bilinear`` or ``bicubic``.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
 
     >>> Resize((224, 224))
     Resize((224, 224), max_size=None, interpolation='bilinear')

@@ -22,12 +22,15 @@ from gpuaug.augment.chains import mixed, one_chain
 from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size, tensors
 from gpuaug.augment.policy import entry_of, fields
+from gpuaug.batch import WHITES
 from gpuaug.errors import ConfigError
 from gpuaug.native.buffers import to_device
 from gpuaug.random.generators import restore_generators
 from gpuaug.random.keyed import Int
 
 logger = logging.getLogger("gpuaug")
+
+WHITE = {getattr(torch, name): white for name, white in WHITES.items()}
 
 
 class ReferenceBackend:
@@ -59,10 +62,6 @@ class ReferenceBackend:
             if self.normalize is not None:
                 x = self.normalize(x)
             return x.to(dtype=dtype, memory_format=memory_format)
-
-
-# the types of images, with the value that is white
-WHITE = {torch.uint8: 255.0, torch.uint16: 65535.0, torch.float16: 1.0, torch.bfloat16: 1.0, torch.float32: 1.0}
 
 
 def size_of(x: Tensor) -> Size:

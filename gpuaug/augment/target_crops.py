@@ -70,7 +70,7 @@ class RandomScaleCrop(Crop):
             crop's pixels, or if the crop has only one class, another position is drawn, up to 10 times. 1 switches the
             rule off; the crop then needs no masks.
         ignore: the label of the pixels that do not count for ``cat_max_ratio``.
-        interpolation: ``bilinear`` or ``bicubic``.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
 
     >>> RandomScaleCrop(480, base=520).size
     (480, 480)
@@ -207,7 +207,7 @@ class Letterbox(Crop):
         upscale: whether an image that is smaller than ``size`` is enlarged.
         shorter: length of the shorter side after resizing; less if ``size`` requires it. A list: one of its values is
             drawn for each sample. None: the image is made as large as ``size`` allows.
-        interpolation: ``bilinear`` or ``bicubic``.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
 
     >>> Letterbox(640)
     Letterbox((640, 640), fill=114, centre=True, upscale=True, shorter=None, interpolation='bilinear')
@@ -289,7 +289,7 @@ class RandomIoUCrop(Crop):
         zoom_p: probability of zooming out.
         fill: value of the border, 0..255, as of :class:`~gpuaug.RandomCrop`.
         p: probability of the IoU crop.
-        interpolation: ``bilinear`` or ``bicubic``.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
 
     >>> RandomIoUCrop(300, fill=118).needs
     frozenset({'boxes'})

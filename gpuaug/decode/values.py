@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.batch import Fault, Fill
+from gpuaug.batch import WHITES, Fault, Fill
 from gpuaug.decode import header
 from gpuaug.decode.header import Header, HeaderError
 from gpuaug.decode.request import DecodeRequest, Pixels, Route, decode_fault
@@ -27,7 +27,6 @@ from gpuaug.files import Buffer, sniff
 Values = NDArray[Any]  # uint8, uint16 or float32, [height, width, channels]
 
 READ = ("png", "tiff", "npy")
-WHITE = {"uint8": 255.0, "uint16": 65535.0, "float32": 1.0}  # the value that means 1.0, by type
 _ONE_TYPE = "Only uint8, uint16 and float32 are read. Convert it, for example to float32 with numpy and save it as .npy"
 
 _STEP = 1 << 20  # bytes that are inflated at once
@@ -83,7 +82,7 @@ class Stored:
     @property
     def white(self) -> float:
         """The value that means 1.0."""
-        return self._white or WHITE[self.dtype or "uint8"]
+        return self._white or WHITES[self.dtype or "uint8"]
 
     def check(self, info: Header) -> None:
         """HeaderError if an image has another type or number of channels."""

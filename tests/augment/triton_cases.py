@@ -28,6 +28,7 @@ from test_pillow import FILL, MAGNITUDES, drawn, pictures
 
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda, cuda_kernels, cuda_pillow, cuda_steps
+from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.policy import prepare
 from gpuaug.augment.reference import ReferenceBackend
@@ -219,6 +220,29 @@ def test_interpolations_share_a_kernel() -> None:
     last = cuda.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=True)
     assert last.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(last, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.bfloat16])
+@pytest.mark.parametrize("channels", [1, 4, 13])
+def test_images_of_any_type_and_channels(channels: int, dtype: torch.dtype) -> None:
+    """Three channels of an image are one row of the kernels. What they cannot run so runs through Kornia."""
+    whole = np.random.default_rng(channels).integers(0, 256, (4, 21, 23, channels))
+    images = torch.from_numpy(whole / 255).to(dtype) if dtype.is_floating_point else torch.from_numpy(whole).to(dtype)
+    ops = {
+        "flip": K.RandomHorizontalFlip(), "affine": K.RandomAffine(20.0, p=0.7), "invert": K.RandomInvert(),
+        "brightness": K.RandomBrightness((0.7, 1.3), p=0.7), "blur": K.RandomGaussianBlur(5, (0.5, 2.0), p=0.7),
+    }  # fmt: skip
+    prepared, normalize = [prepare(name, op) for name, op in ops.items()], Normalize(0.4, 0.2)
+    backend = fused.FusedBackend(prepared, normalize)
+    chosen = [draw(p, 4, (21, 23), seed, extreme=False) for seed, p in enumerate(prepared)]
+    (part,) = backend._parts_of_any_channel
+    for channels_last in (False, True):
+        output = (*backend._affine, torch.float32, channels_last)
+        found = backend._run(images.to(DEVICE), part, chosen, cuda, output).cpu()
+        assert far(found, ReferenceBackend(prepared, normalize)(images, chosen), SPACE) == 0
+        assert found.is_contiguous(memory_format=torch.channels_last) == (channels_last or channels == 1)
+    contrast = fused.FusedBackend([prepare("jitter", K.ColorJitter(contrast=0.3, p=1.0))])
+    assert [part.columns is None for part in contrast._parts_of_any_channel] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["one_of", "one_of_noise", "some_of_shuffled"])
