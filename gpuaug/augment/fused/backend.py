@@ -346,7 +346,9 @@ def _run_on_cpu(
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
         pointers[rows, column] = values.data_ptr() + np.arange(len(rows))[:, None] * (values[0].numel() * 4)
-    affine = np.stack([np.resize(np.asarray(values, dtype=np.float32), channels) for values in (scale, shift)])
+    if len(scale) not in (1, channels):  # the kernel would read other memory
+        raise TypeError(f"expected a normalization of {channels} channels, but got {len(scale)} values")
+    affine = np.array([values * (channels // len(values)) for values in (scale, shift)], dtype=np.float32)
     image, row, pixel, channel = images.stride()
     # a thread costs about 50 us, so one thread is faster below 100,000 pixels
     threads = torch.get_num_threads() if batch * height * width >= 100_000 else 1
