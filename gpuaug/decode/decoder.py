@@ -373,8 +373,7 @@ class Decoder:
         for part, regions in self._by_dali(request, failed):
             self._paint(part, regions, canvases)
             del regions  # free memory before the next chunk is decoded
-            if self._stored and 4 * self.num_threads * part.headers.memory.max() > self.settings.max_bytes:
-                self._return_freed_memory()
+            self._return_freed_memory(part.headers.memory.max())
         rest = self._left(request, failed)
         raw = rest.take(np.flatnonzero(rest.headers.route == Route.RAW))
         self._paint(raw, [raw.raw_region(k) for k in range(len(raw))], canvases)
@@ -543,16 +542,17 @@ class Decoder:
         for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, beside_dali):
             if sizes[group].sum() > beside_dali:
                 self._renew_pipeline()
-                self._return_freed_memory()
+                self._return_freed_memory(most)
             self.each(group[np.argsort(-sizes[group])].tolist(), one)  # sorted, so that threads get equal shares
-            if 4 * self.num_threads * sizes[group].max() > most:
-                self._return_freed_memory()  # each thread's heap would keep the memory of its largest image
+            self._return_freed_memory(sizes[group].max())
         self.rescued += sum(fault is None for fault, r in zip(faults, headers.route, strict=True) if r == Route.REFUSED)
         return [fault for fault in faults if fault is not None]
 
-    def _return_freed_memory(self) -> None:
+    def _return_freed_memory(self, largest: int) -> None:
+        """Limit what the threads' heaps keep. Each would keep the memory of its largest image, of ``largest`` bytes."""
         keep = self.settings.max_bytes // (4 * self.num_threads)  # all heaps together keep a quarter of the limit
-        buffers.return_freed_memory(self._pool, self.num_threads, keep)
+        if largest > keep:
+            buffers.return_freed_memory(self._pool, self.num_threads, keep)
 
     def each(self, rows: Sequence[int], work: Callable[[int], None]) -> None:
         """Call ``work(k)`` for every k of ``rows``, with one task per thread, because a task costs 30 µs."""
