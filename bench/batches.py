@@ -68,7 +68,8 @@ def lerobot(batch: int, side: int, device: str, peers: Path | None) -> tuple[dic
 
     import gpuaug
 
-    clips = photographs(2 * batch, side).permute(0, 3, 1, 2).float().div(255).unflatten(0, (batch, 2)).to(device)
+    frames = photographs(2 * batch, side).permute(0, 3, 1, 2).contiguous().float().div(255)
+    clips = frames.unflatten(0, (batch, 2)).to(device)
     recipe = gpuaug.Augment(ops={"some": gpuaug.SomeOf(3, ops=lerobot_ops())})
     video = K.VideoSequential(*lerobot_ops().values(), data_format="BTCHW", same_on_frame=True, random_apply=3)
     runs: dict[str, Run] = {"ours": lambda seed: recipe(clips, seed=seed), "Kornia": lambda seed: video(clips)}
@@ -138,7 +139,7 @@ CASES: dict[str, Callable[..., tuple[dict[str, Run], dict[str, float]]]] = {
     "lerobot": lerobot, "barlow": barlow, **{kind: _inputs(kind) for kind in ("float", "uint16", "channels")},
 }  # fmt: skip
 BATCHES = {
-    "lerobot": (160, 32),
+    "lerobot": (160, 160),
     "barlow": (64, 64),
     "float": (64, 32),
     "uint16": (64, 32),
@@ -203,7 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers", type=Path, help="folder with the packages of the peers; without it they are left out"
     )
-    parser.add_argument("--batch", type=int, help="default: 160 clips and 64 images on a GPU, 32, 64 and 16 on the CPU")
+    parser.add_argument(
+        "--batch", type=int, help="default: 160 clips, and 64 images on a GPU, 64, 32 and 16 on the CPU"
+    )
     parser.add_argument("--side", type=int, default=256, help="of the square images (default: 256)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

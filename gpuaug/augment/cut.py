@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpuaug.augment.crop import LARGEST_VIEW
-from gpuaug.augment.fused.backend import cut_on_cpu
 from gpuaug.augment.reference import unit
 from gpuaug.batch import CropWindows
 from gpuaug.decode import resize
@@ -22,15 +21,18 @@ from gpuaug.random.keyed import Float
 CHUNK_BYTES = 256 << 20  # largest float32 copy of images; `resample` has up to three at a time
 
 
-def cut(images: Tensor, windows: CropWindows, white: float) -> tuple[Tensor, float]:
-    """Crop and resize images [B, H, W, C]. Also returns the value that is white in the result [B, h, w, C].
+def cut(
+    images: Tensor, windows: CropWindows, white: float, *, later: bool = False
+) -> tuple[Tensor, float, CropWindows | None]:
+    """Crop and resize images [B, H, W, C]. Returns [B, h, w, C], its value that is white, and None.
 
-    RGB images of uint8 stay uint8, as the decoder makes them on the CPU. Others become float32, where 1 is white.
+    RGB images of uint8 stay uint8, as the decoder makes them on the CPU. Others become float32, where 1 is white;
+    with ``later`` they are returned as they are, with the windows that the caller then has to cut.
     """
     H, W = windows.size
     placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
-        return images, white
+        return images, white, None
     pixels = windows.resized.prod(axis=1, dtype=np.int64)
     if pixels.max(initial=0) > LARGEST_VIEW:  # torch resizes the whole window before it is cut
         height, width = windows.resized[pixels.argmax()].tolist()
@@ -42,13 +44,12 @@ def cut(images: Tensor, windows: CropWindows, white: float) -> tuple[Tensor, flo
         images.dtype == torch.uint8 and images.shape[3] == 3 and white == 255 and windows.interpolation != "nearest"
     )
     if levels and images.device.type != "cpu":
-        return resample(images, windows), white
+        return resample(images, windows), white, None
     if not levels:
+        if later and len(images):
+            return images, white, windows
         fill = np.resize(np.asarray(windows.fill, dtype=np.float32) / np.float32(255), images.shape[3])
-        made = cut_on_cpu(images, windows, white, fill) if images.device.type == "cpu" else None
-        if made is not None:
-            return made.permute(0, 2, 3, 1), 1.0
-        return resample(unit(images, white).permute(0, 2, 3, 1), windows, fill), 1.0
+        return resample(unit(images, white).permute(0, 2, 3, 1), windows, fill), 1.0, None
     out = outputs.take((len(images), H, W, 3), torch.uint8, channels_last=False)
     boxes = zip(images.numpy(), windows.window.tolist(), strict=True)
     parts = [image[top : top + height, left : left + width] for image, (top, left, height, width) in boxes]
@@ -60,7 +61,7 @@ def cut(images: Tensor, windows: CropWindows, white: float) -> tuple[Tensor, flo
             list(pool.map(work, rows))  # raises the first error
 
     resize.views(parts, windows, out.numpy(), np.arange(len(images)), threads=threads, each=each)
-    return out, white
+    return out, white, None
 
 
 def resample(images: Tensor, windows: CropWindows, fill: Float | None = None) -> Tensor:

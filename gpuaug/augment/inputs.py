@@ -18,10 +18,11 @@ _WANTED = "`images` must be uint8, uint16, float16, bfloat16 or float32 [B, C, H
 
 def pixels(
     images: Any, *, layout: str | None, white: float | None, nan: str | None
-) -> tuple[Tensor, float, int | None]:
-    """Check a batch. Returns a view [B, H, W, C], the value that is white, and T of clips, whose frames are rows.
+) -> tuple[Tensor, float, int | None, bool]:
+    """Check a batch, but for values that are NaN or infinite.
 
-    The arguments are those of :class:`gpuaug.Augment`'s ``forward``.
+    The arguments are those of :class:`gpuaug.Augment`'s ``forward``. Returns a view [B, H, W, C], the value that is
+    white, T of clips, whose frames are rows, and whether such values are left to refuse.
     """
     if not isinstance(images, Tensor) or images.dtype not in WHITE or images.dim() not in (4, 5):
         given = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
@@ -35,9 +36,12 @@ def pixels(
     checks.number("white", white, 0, optional=True)
     if white == 0:
         raise ConfigError("`white` must be positive. Found: 0. It is the value of the images that becomes 1.")
-    images = _finite(images, nan)
+    nan = "refuse" if nan is None else checks.one_of("nan", nan, ("refuse", "zero"))
+    if images.is_floating_point() and nan == "zero":
+        images = images.nan_to_num(0.0, 0.0, 0.0)
     x = images if frames is None else images.flatten(0, 1)
-    return x if last else x.permute(0, 2, 3, 1), WHITE[x.dtype] if white is None else float(white), frames
+    white, refuses = WHITE[x.dtype] if white is None else float(white), images.is_floating_point() and nan == "refuse"
+    return x if last else x.permute(0, 2, 3, 1), white, frames, refuses
 
 
 def _is_channels_last(images: Tensor, layout: str | None) -> bool:
@@ -52,22 +56,21 @@ def _is_channels_last(images: Tensor, layout: str | None) -> bool:
     return images.dtype == torch.uint8 and last and not first
 
 
-def _finite(images: Tensor, nan: str | None) -> Tensor:
-    """Do what ``nan`` says about values that are no finite numbers: kernels would make any number of them."""
-    nan = "refuse" if nan is None else checks.one_of("nan", nan, ("refuse", "zero"))
-    if not images.is_floating_point():
-        return images
-    if nan == "zero":
-        return images.nan_to_num(0.0, 0.0, 0.0)
-    limits = torch.stack(images.aminmax()) if images.numel() else images.new_zeros(2)  # NaN if a value is NaN
-    if not limits.isfinite().all():  # on CUDA, this waits for the device
-        finite = images.isfinite()
-        bad = (~finite).flatten(1).any(1).nonzero().flatten().tolist()
-        raise ConfigError(
-            f"`images` must be finite. Found: {int((~finite).sum())} values that are NaN or infinite, first in image "
-            f"{bad[0]}. Set nan='zero' to replace them by 0."
-        )
-    return images
+def is_finite(images: Tensor) -> bool:
+    """Whether no value is NaN or infinite. On CUDA, this waits for the device."""
+    stored = images.permute(sorted(range(images.dim()), key=images.stride, reverse=True))  # else torch would copy it
+    limits = torch.stack(stored.aminmax()) if images.numel() else images.new_zeros(2)  # NaN if a value is NaN
+    return bool(limits.isfinite().all())
+
+
+def not_finite(images: Tensor, frames: int) -> ConfigError:
+    """The error of values [B * frames, H, W, C] that are NaN or infinite: kernels would make any number of them."""
+    finite = images.isfinite()
+    first = int((~finite).flatten(1).any(1).nonzero()[0])
+    return ConfigError(
+        f"`images` must be finite. Found: {int((~finite).sum())} values that are NaN or infinite, first in image "
+        f"{first // frames}. Set nan='zero' to replace them by 0."
+    )
 
 
 def same_type(made: Tensor, dtype: torch.dtype, white: float) -> Tensor:

@@ -22,13 +22,13 @@ from gpuaug.augment.crop import CROPS, Window
 from gpuaug.augment.cut import cut
 from gpuaug.augment.domains import check as check_domains
 from gpuaug.augment.fingerprint import differences, settings
-from gpuaug.augment.fused.backend import FusedBackend
-from gpuaug.augment.inputs import pixels, same_type
+from gpuaug.augment.fused.backend import FusedBackend, library
+from gpuaug.augment.inputs import is_finite, not_finite, pixels, same_type
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.erasing import check_place
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import prepare_all
-from gpuaug.augment.reference import ReferenceBackend
+from gpuaug.augment.reference import NotFiniteError, ReferenceBackend
 from gpuaug.augment.sharing import IMAGES, Draws, Rows, Same, by_camera, check_cameras, check_frames, fold
 from gpuaug.batch import CropWindows, Objects
 from gpuaug.errors import ConfigError, ReadOnlyError
@@ -203,21 +203,19 @@ class RecipeBase(ReadOnly):
         drawn: Drawn,
         *,
         chosen: Sequence[Sequence[Chosen]] | None = None,
-        white: Sequence[float | None] | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> list[Tensor]:
         """Augment cropped images [B, H, W, C], one tensor per view. Returns [B, C, H, W] of ``dtype`` per view.
 
         ``drawn``: the batch's random numbers. ``chosen``: the result of :meth:`choose`; None: computed here.
-        ``white``: for each view, the images' value that becomes 1; None: 255 for uint8, 65535 for uint16, 1 for floats.
         ``memory_format``: of the result.
         """
         if chosen is None:
             chosen = self.choose(drawn, [(x.shape[1], x.shape[2]) for x in images])
         return [
-            view.augment.run(x, choices, white=w, dtype=dtype, memory_format=memory_format)
-            for x, view, choices, w in zip(images, self.views, chosen, white or [None] * len(images), strict=True)
+            view.augment.run(x, choices, dtype=dtype, memory_format=memory_format)
+            for x, view, choices in zip(images, self.views, chosen, strict=True)
         ]
 
     def choose(self, drawn: Drawn, sizes: Sequence[Size]) -> list[list[Chosen]]:
@@ -318,12 +316,18 @@ class RecipeBase(ReadOnly):
             output: ``dtype`` and ``memory_format``, as in ``forward``.
         """
         self.check_unchanged()
-        images, white, clip = pixels(images, layout=layout, white=white, nan=nan)
+        images, white, clip, refuses = pixels(images, layout=layout, white=white, nan=nan)
         same = isinstance(output["dtype"], str) and output["dtype"] == "same"
         self.check_images(images, same=same)
         back = partial(same_type, dtype=images.dtype, white=white) if same else None
         output = {name: checks.torch_constant(name, v) for name, v in output.items() if name != "dtype" or not same}
         frames = 1 if clip is None else clip
+        # cpu.cpp looks for values that are not finite while it reads them
+        compiled = images.device.type == "cpu" and library() is not None
+        if refuses and not (compiled and all(view.augment.backend == "fused" for view in self.views)):
+            if not is_finite(images):
+                raise not_finite(images, frames)
+            refuses = False
         samples = len(images) // frames
         checks.whole_number("seed", int(seed) if isinstance(seed, np.integer) else seed, None, optional=True)
         if indices is None:
@@ -351,8 +355,17 @@ class RecipeBase(ReadOnly):
                 if given[name] is not None:
                     raise ConfigError(f"`{name}` needs masks, boxes or keypoints. Found: none of them. Give one, too.")
             windows = self.windows(drawn, *np.full((len(images), 2), size, dtype=np.int64).T, empty=size)
-        views, whites = zip(*(cut(images, each, white) for each in windows), strict=True)
-        made: Any = self.render(views, drawn, chosen=chosen, white=whites, **output)
+        if chosen is None:
+            chosen = self.choose(drawn, [each.size for each in windows])
+        made: Any = []
+        for view, each, choices in zip(self.views, windows, chosen, strict=True):
+            by_kernel = compiled and view.augment.backend == "fused"
+            x, top, crop = cut(images, each, white, later=by_kernel)
+            more = {"crop": crop, "refuses": refuses} if by_kernel else {}
+            try:
+                made.append(view.augment.run(x, choices, white=top, **more, **output))
+            except NotFiniteError:
+                raise not_finite(images, frames) from None
         if back is not None:
             made = [back(view) for view in made]
         if clip is not None:

@@ -64,6 +64,10 @@ class ReferenceBackend:
             return x.to(dtype=dtype, memory_format=memory_format)
 
 
+class NotFiniteError(ValueError):
+    """Images have values that are NaN or infinite."""
+
+
 def size_of(x: Tensor) -> Size:
     """(H, W) of [B, H, W, C]. Raises TypeError for other types and shapes, because kernels would misread them."""
     if x.dtype not in WHITE or x.dim() != 4:

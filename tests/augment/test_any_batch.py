@@ -210,6 +210,55 @@ def test_values_that_are_no_numbers(bad: float, backend: str) -> None:
     assert torch.equal(augment(images, seed=4, nan="zero"), augment(zero, seed=4))
 
 
+@pytest.mark.parametrize("dtype", TYPES[2:], ids=str)
+@pytest.mark.parametrize("layout", ["planes", "pixels", "sliced"])
+def test_a_value_that_is_no_number_is_found_wherever_it_lies(dtype: torch.dtype, layout: str) -> None:
+    random = np.random.default_rng(7)
+    images = batch(dtype, 5)
+    if layout == "pixels":
+        images = images.contiguous(memory_format=torch.channels_last)
+    elif layout == "sliced":
+        images = torch.stack([images, images], dim=-1)[:, ::2, :, 1:, 0]
+    largest = torch.finfo(dtype).max
+    first = {"fused": K.RandomInvert(), "Kornia's": K.RandomMotionBlur(3, 35.0, 0.5)}
+    recipes = [
+        gpuaug.Augment(crop=crop, ops=op and {"op": op})
+        for crop in (None, gpuaug.RandomResizedCrop(8, scale=(0.01, 0.02)))
+        for op in (None, *first.values())
+    ]
+    for augment in recipes:
+        for bad in (float("nan"), float("inf"), -float("inf"), largest, -largest):
+            at = tuple(int(random.integers(n)) for n in images.shape)
+            spoiled = images.clone()
+            spoiled[at] = bad
+            if abs(bad) == largest:
+                augment(spoiled, white=2.0**100)  # else the sums of a blur would be infinite
+                continue
+            with pytest.raises(ConfigError, match=rf"1 values that are NaN or infinite, first in image {at[0]}\. "):
+                augment(spoiled)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "crop",
+    [
+        *(gpuaug.Resize((17, 50), interpolation=name) for name in ("nearest", "bilinear", "bicubic")),
+        gpuaug.Resize((90, 21), interpolation="bicubic"),
+        gpuaug.RandomResizedCrop((64, 80), scale=(0.01, 0.05)),
+        gpuaug.RandomCrop((100, 170), padding=20, fill=[10, 20, 30, 40]),
+        gpuaug.Letterbox((64, 200), fill=[10, 20, 30, 40]),
+    ],
+    ids=str,
+)
+def test_crops_equal_those_of_torch(dtype: torch.dtype, crop: Any) -> None:
+    """Kornia's backend crops with torch's functions. The sizes are those of all loops of cpu.cpp."""
+    images = batch(dtype, 4, size=(101, 157))
+    for layout in (torch.contiguous_format, torch.channels_last):
+        given = images.contiguous(memory_format=layout)
+        ours, theirs = (recipe(GEOMETRY, crop=crop, backend=backend)(given, seed=4) for backend in ("fused", "kornia"))
+        assert (ours - theirs).abs().max() <= 3e-6
+
+
 @pytest.mark.parametrize("name", ["saturation", "hue"])
 def test_operations_on_colors_are_refused_by_their_key(name: str) -> None:
     jitter = gpuaug.Augment(ops={"tint": K.ColorJitter(**{name: 0.3})})
@@ -249,5 +298,6 @@ def test_without_a_compiler_torch_does_the_same(channels: int, monkeypatch: pyte
     images = batch(torch.float32, channels)
     augment = recipe(crop=gpuaug.RandomResizedCrop(40, interpolation="bicubic"))
     want = augment(images, seed=4)
-    monkeypatch.setattr("gpuaug.augment.fused.backend.library", lambda: None)
+    for user in ("fused.backend", "recipe"):
+        monkeypatch.setattr(f"gpuaug.augment.{user}.library", lambda: None)
     assert (augment(images, seed=4) - want).abs().max() <= 1e-5

@@ -62,10 +62,14 @@ class FusedBackend:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
         white: float | None = None,
+        crop: CropWindows | None = None,
+        refuses: bool = False,
     ) -> Tensor:
         """Map [B, H, W, C] of a type in :data:`~gpuaug.augment.reference.WHITE` to [B, C, H, W], in new memory.
 
         Only the final float32 result is cast. ``white``: value of the images that becomes 1; None: that of their type.
+        For cpu.cpp only: ``crop`` are windows that are cut out first, one image at a time; ``refuses``: raise
+        NotFiniteError if values are NaN or infinite.
         """
         reference.size_of(images)
         compiled = (library() if images.device.type == "cpu" else None) or _triton_kernels(images.device)
@@ -78,12 +82,15 @@ class FusedBackend:
             try:
                 with torch.no_grad(), torch.autocast(images.device.type, enabled=False), device:
                     x = images
+                    if (crop or refuses) and (parts[0].columns is None or parts[0].chains):
+                        x = _run_on_cpu(compiled, x, white, *_no_steps(len(x)), _BETWEEN, crop, refuses)
+                        x, crop, refuses = x.permute(0, 2, 3, 1), None, False
                     for part in parts:
                         output = last if part is parts[-1] else _BETWEEN
                         if output == _BETWEEN and not part.numbers and x is not images:
                             break  # no operation, normalization or cast is left
-                        x = self._run(x, part, chosen, compiled, output, white if x is images else 1.0)
-                        x = x.permute(0, 2, 3, 1)
+                        x = self._run(x, part, chosen, compiled, output, white if x is images else 1.0, crop, refuses)
+                        x, crop, refuses = x.permute(0, 2, 3, 1), None, False
                     return x.permute(0, 3, 1, 2)
             except CannotRunError as error:
                 _without_triton(str(error))
@@ -101,11 +108,13 @@ class FusedBackend:
         compiled: Any,
         output: _Output,
         white: float | None = None,
+        crop: CropWindows | None = None,
+        refuses: bool = False,
     ) -> Tensor:
         """Run a part on [B, H, W, C]. Returns [B, C, H, W]."""
         own = [chosen[number] for number in part.numbers]
         if part.columns is not None and not part.chains:
-            return part.run(x, own, compiled, output, white)
+            return part.run(x, own, compiled, output, white, crop, refuses)
         op = self._reference.ops[part.numbers[0]]
         y = reference.unit(x, white)
         if part.columns is None:
@@ -146,15 +155,16 @@ class Part:
                 self.columns.append((op, slot, alternatives, slice(start, self.width), codes))
 
     def run(
-        self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output, white: float | None = None
-    ) -> Tensor:
+        self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output, white: float | None = None,
+        crop: CropWindows | None = None, refuses: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Run the program on [B, H, W, C]. ``compiled``: cpu.cpp or Triton's kernels."""
-        size, channels = reference.size_of(x), x.shape[3]
+        size, channels = reference.size_of(x) if crop is None else crop.size, x.shape[3]
         code, args = self.program(chosen, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
         if isinstance(compiled, ctypes.CDLL):
             tables = self.tables(chosen, size, x.device, channels=channels) + _weights(code, args)
-            return _run_on_cpu(compiled, x, white, code, args, tables, ramps, output)
+            return _run_on_cpu(compiled, x, white, code, args, tables, ramps, output, crop, refuses)
         scale, shift, dtype, channels_last = output
         if channels != 3:
             return _groups_of_three(compiled, reference.unit(x, white), code, args, ramps, output, self.formulas)
@@ -291,57 +301,58 @@ def library() -> ctypes.CDLL | None:
     )  # fmt: skip
 
 
+class _Images(ctypes.Structure):
+    """The struct ``Images`` of cpu.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("height", ctypes.c_int64), ("width", ctypes.c_int64),
+        ("apart", ctypes.c_int64 * 4), ("white", ctypes.c_float), ("type", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _Crop(ctypes.Structure):
+    """The struct ``Crop`` of cpu.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("window", "resized", "offset", "fill")),
+        ("interpolation", ctypes.c_int32),
+    )
+
+
 class _Job(ctypes.Structure):
     """The struct ``Job`` of cpu.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("src", "dst", "code", "args", "tables", "ramps", "scale", "shift")),
+        ("from", _Images),
+        *((name, ctypes.c_void_p) for name in ("dst", "code", "args", "tables", "ramps", "scale", "shift")),
         *((name, ctypes.c_int64) for name in ("batch", "channels", "height", "width", "steps")),
-        ("apart", ctypes.c_int64 * 4),
-        ("white", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("src_type", "dst_type", "channels_last", "threads")),
+        *((name, ctypes.c_int32) for name in ("dst_type", "channels_last", "threads", "refuses")),
+        ("crop", ctypes.POINTER(_Crop)),
     )
 
 
-class _Cut(ctypes.Structure):
-    """The struct ``Cut`` of cpu.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("src", "dst", "window", "resized", "offset", "fill")),
-        *((name, ctypes.c_int64) for name in ("batch", "channels", "height", "width")),
-        ("apart", ctypes.c_int64 * 4),
-        ("white", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("src_type", "interpolation", "threads")),
-    )
-
-
-def cut_on_cpu(images: Tensor, windows: CropWindows, white: float, fill: Float) -> Tensor | None:
-    """Crop and resize [B, H, W, C] to float32 [B, C, h, w]; None if cpu.cpp cannot be compiled. ``fill``: [C]."""
-    if (compiled := library()) is None:
-        return None
-    (height, width), batch, channels = windows.size, len(images), images.shape[3]
-    out = outputs.take((batch, channels, height, width), torch.float32, False)
-    image, row, pixel, channel = images.stride()
-    arrays = [np.ascontiguousarray(v, dtype=np.int32) for v in (windows.window, windows.resized, windows.offset)]
-    job = _Cut(
-        *(images.data_ptr(), out.data_ptr(), *(array.ctypes.data for array in arrays), fill.ctypes.data),
-        *(batch, channels, height, width),
-        (ctypes.c_int64 * 4)(image, channel, row, pixel),
-        white,
-        *(_DTYPES[images.dtype], get_args(Interpolation).index(windows.interpolation)),
-        torch.get_num_threads() if batch * height * width >= 100_000 else 1,  # as in _run_on_cpu
-    )
-    if compiled.gpuaug_cut(ctypes.byref(job)):
-        raise MemoryError(f"Out of memory while cropping {height}x{width} images. Free memory or use smaller images.")
-    return out
+def _no_steps(batch: int) -> tuple[NDArray[np.int32], Float, list[Table], Float]:
+    """A program that changes nothing."""
+    return np.zeros((batch, 0), dtype=np.int32), np.zeros(1, dtype=np.float32), [], np.zeros(1, dtype=np.float32)
 
 
 def _run_on_cpu(
     library: ctypes.CDLL, images: Tensor, white: float | None, code: NDArray[np.int32], args: Float,
-    tables: list[Table], ramps: Float, output: _Output,
+    tables: list[Table], ramps: Float, output: _Output, crop: CropWindows | None = None, refuses: bool = False,
 ) -> Tensor:  # fmt: skip
     scale, shift, dtype, channels_last = output
     batch, height, width, channels = images.shape
+    white = reference.WHITE[images.dtype] if white is None else white
+    image, row, pixel, channel = images.stride()
+    apart = (ctypes.c_int64 * 4)(image, channel, row, pixel)
+    source = _Images(images.data_ptr(), height, width, apart, white, _DTYPES[images.dtype])
+    cut = None
+    if crop is not None:
+        height, width = crop.size
+        arrays = [np.ascontiguousarray(v, dtype=np.int32) for v in (crop.window, crop.resized, crop.offset)]
+        arrays.append(np.resize(np.asarray(crop.fill, dtype=np.float32) / np.float32(255), channels))
+        interpolation = get_args(Interpolation).index(crop.interpolation)
+        cut = ctypes.pointer(_Crop(*(array.ctypes.data for array in arrays), interpolation))
     out = outputs.take((batch, channels, height, width), dtype, channels_last)
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
@@ -349,18 +360,18 @@ def _run_on_cpu(
     if len(scale) not in (1, channels):  # the kernel would read other memory
         raise TypeError(f"expected a normalization of {channels} channels, but got {len(scale)} values")
     affine = np.array([values * (channels // len(values)) for values in (scale, shift)], dtype=np.float32)
-    image, row, pixel, channel = images.stride()
     # a thread costs about 50 us, so one thread is faster below 100,000 pixels
     threads = torch.get_num_threads() if batch * height * width >= 100_000 else 1
     job = _Job(
-        *(images.data_ptr(), out.data_ptr(), code.ctypes.data, args.ctypes.data),
+        *(source, out.data_ptr(), code.ctypes.data, args.ctypes.data),
         *(pointers.ctypes.data if tables else None, ramps.ctypes.data, affine[0].ctypes.data, affine[1].ctypes.data),
         *(batch, channels, height, width, code.shape[1]),
-        (ctypes.c_int64 * 4)(image, channel, row, pixel),
-        reference.WHITE[images.dtype] if white is None else white,
-        *(_DTYPES[images.dtype], _DTYPES[dtype], channels_last, threads),
+        *(_DTYPES[dtype], channels_last, threads, refuses and images.is_floating_point(), cut),
     )
-    if library.gpuaug_augment(ctypes.byref(job)):  # ctypes releases the GIL
+    failed = library.gpuaug_augment(ctypes.byref(job))  # ctypes releases the GIL
+    if failed == 2:
+        raise reference.NotFiniteError
+    if failed:
         raise MemoryError(f"Out of memory while augmenting {height}x{width} images. Free memory or use smaller images.")
     return out
 

@@ -24,8 +24,16 @@ namespace {
 constexpr int BLOCK = 512;   // pixels: three planes of 2 KB stay in the L1 cache
 constexpr int LANES = 16;
 
+struct Images {
+    const void* data;
+    int64_t height, width;
+    int64_t apart[4];        // elements from image to image, channel to channel, row to row, pixel to pixel
+    float white;             // the value that becomes 1
+    int32_t type;            // 0: float32, 1: bfloat16, 2: float16, 3: uint8, 4: uint16
+};
+
 struct Job {
-    const void* src;
+    Images from;
     void* dst;               // [B, C, H, W], or [B, H, W, C] if channels_last
     const int32_t* code;     // [B, S]
     const float* args;       // [B, S, ARGS]
@@ -33,13 +41,14 @@ struct Job {
     const float* ramps;          // WARP: output positions [2, 2, W + H]: affine or projective, align_corners, x and y
     const float *scale, *shift;  // [C]: out = x * scale + shift
     int64_t batch, channels, height, width, steps;
-    int64_t apart[4];        // of the source: elements from image to image, channel to channel, row to row, pixel to pixel
-    float white;             // the source's value that becomes 1
-    int32_t src_type;        // 0: float32, 1: bfloat16, 2: float16, 3: uint8, 4: uint16
     int32_t dst_type;        // 0: float32, 1: bfloat16, 2: float16
     int32_t channels_last;
     int32_t threads;
+    int32_t refuses;         // whether values that are not finite are an error
+    const struct Crop* crop; // cut out first, one image at a time; null: none
 };
+
+enum { NO_MEMORY = 1, NOT_FINITE = 2 };  // what gpuaug_augment returns; 0: done
 
 inline float low(float a, float b) { return a < b ? a : b; }
 inline float high(float a, float b) { return a > b ? a : b; }
@@ -483,6 +492,8 @@ template <typename T, typename F>
 inline void load_values(const T* __restrict s, int64_t step, float* __restrict d, int64_t n, F convert) {
     if (step == 1)
         for (int64_t i = 0; i < n; ++i) d[i] = convert(s[i]);
+    else if (step == -1)  // a flip; compilers vectorise both loops
+        for (int64_t i = 0; i < n; ++i) d[i] = convert(s[-i]);
     else
         for (int64_t i = 0; i < n; ++i) d[i] = convert(s[i * step]);
 }
@@ -503,6 +514,30 @@ void load_values(const void* src, int32_t type, int64_t at, int64_t step, float 
         }
         default: return load_values(shorts, step, d, n, [=](uint16_t x) { return static_cast<float>(x) / white; });
     }
+}
+
+// Whether all n values have a bit of the exponent that is 0. -ffinite-math-only allows no test of floats.
+template <typename T>
+bool is_finite(const T* __restrict s, int64_t step, int64_t n, T exponent) {
+    T found = 0;
+    if (step == 1)
+        for (int64_t i = 0; i < n; ++i) found |= (s[i] & exponent) == exponent;
+    else
+        for (int64_t i = 0; i < n; ++i) found |= (s[i * step] & exponent) == exponent;
+    return !found;
+}
+bool is_finite(const Job& job, int64_t sample) {
+    const Images& from = job.from;
+    const bool mixed = from.apart[1] == 1 && from.apart[3] == job.channels;  // the channels of a row are one run of values
+    for (int64_t c = 0; c < (mixed ? 1 : job.channels); ++c)
+        for (int64_t y = 0; y < from.height; ++y) {
+            const int64_t at = sample * from.apart[0] + c * from.apart[1] + y * from.apart[2];
+            const int64_t n = mixed ? from.width * job.channels : from.width, step = mixed ? 1 : from.apart[3];
+            const bool finite = from.type == 0 ? is_finite(static_cast<const uint32_t*>(from.data) + at, step, n, uint32_t{0x7f800000})
+                                               : is_finite(static_cast<const uint16_t*>(from.data) + at, step, n, static_cast<uint16_t>(from.type == 1 ? 0x7f80 : 0x7c00));
+            if (!finite) return false;
+        }
+    return true;
 }
 
 // A register of 16 or 8 floats.
@@ -587,6 +622,130 @@ void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) 
         float sum = 0.0f;
         for (int t = 0; t < taps; ++t) sum = fma(k[t], row(t)[x], sum);
         out[x] = sum;
+    }
+}
+
+// The windows of a batch, which become floats of one size.
+struct Crop {
+    const int32_t *window, *resized, *offset;  // of CropWindows: [B, 4], [B, 2], [B, 2]
+    const float* fill;       // [C]
+    int32_t interpolation;   // 0 nearest, 1 bilinear, 2 bicubic
+};
+
+float cubic_weight(float x) {  // with a = -0.5, as Pillow's
+    x = std::fabs(x);
+    if (x < 1.0f) return (1.5f * x - 2.5f) * x * x + 1.0f;
+    return x < 2.0f ? ((-0.5f * x + 2.5f) * x - 4.0f) * x + 2.0f : 0.0f;
+}
+
+// The pixels of the window that each position of the canvas takes along one axis.
+struct Axis {
+    int64_t first = 0, last = 0, least = 0, most = 0;  // positions inside the window's result; pixels that they take
+    int taps = 1;
+    std::vector<int32_t> from;  // of each position: its first pixel
+    std::vector<float> weights;  // [positions, taps]
+
+    Axis(int64_t count, int64_t size, int64_t resized, int64_t offset, int interpolation) {
+        first = std::min(std::max<int64_t>(offset, 0), count);
+        last = std::max(first, std::min(offset + resized, count));
+        const double scale = static_cast<double>(size) / static_cast<double>(resized), wide = std::max(scale, 1.0);
+        const double reach = wide * (interpolation == 2 ? 2.0 : 1.0);
+        const bool copies = interpolation == 0 || size == resized;
+        const auto taken = [=](int64_t i) {  // the centre of position i in the window, the first pixel and the one after the last
+            const double center = (static_cast<double>(i - offset) + 0.5) * scale;
+            const int64_t nearest = std::min<int64_t>(static_cast<int64_t>(center), size - 1);
+            if (copies) return std::make_tuple(center, nearest, nearest + 1);
+            const int64_t begin = static_cast<int64_t>(std::max(center - reach + 0.5, 0.0));
+            return std::make_tuple(center, begin, std::min<int64_t>(static_cast<int64_t>(center + reach + 0.5), size));
+        };
+        for (int64_t i = first; i < last; ++i) taps = std::max(taps, static_cast<int>(std::get<2>(taken(i)) - std::get<1>(taken(i))));
+        from.resize(count);
+        weights.assign(count * taps, 0.0f);
+        least = size;
+        for (int64_t i = first; i < last; ++i) {
+            const auto [center, begin, end] = taken(i);
+            const int64_t start = std::min(begin, size - taps);  // all taps are inside
+            double sum = 0.0;
+            float* own = weights.data() + i * taps;
+            for (int64_t k = begin; k < end; ++k) {
+                const float x = static_cast<float>((static_cast<double>(k) - center + 0.5) / wide);
+                own[k - start] = copies ? 1.0f : interpolation == 2 ? cubic_weight(x) : std::max(1.0f - std::fabs(x), 0.0f);
+                sum += own[k - start];
+            }
+            for (int t = 0; t < taps; ++t) own[t] = static_cast<float>(own[t] / sum);
+            from[i] = static_cast<int32_t>(start);
+            least = std::min(least, start);
+            most = std::max(most, start + taps);
+        }
+    }
+};
+
+// `dst`: planes that lie `apart` floats apart
+void cut_image(const Job& job, int64_t sample, float* dst, int64_t apart, std::vector<float>& plane, std::vector<float>& line) {
+    const Images& source = job.from;
+    const Crop& crop = *job.crop;
+    const int32_t *box = crop.window + 4 * sample, *resized = crop.resized + 2 * sample, *offset = crop.offset + 2 * sample;
+    const Axis rows(job.height, box[2], resized[0], offset[0], crop.interpolation);
+    const Axis columns(job.width, box[3], resized[1], offset[1], crop.interpolation);
+    const int64_t wide = columns.most - columns.least, count = job.width;
+    std::vector<int32_t> index(columns.taps * count);  // [taps, count], for loops that compilers vectorise
+    std::vector<float> weight(columns.taps * count);
+    for (int t = 0; t < columns.taps; ++t)
+        for (int64_t x = columns.first; x < columns.last; ++x) {
+            index[t * count + x] = columns.from[x] + t - static_cast<int32_t>(columns.least);
+            weight[t * count + x] = columns.weights[x * columns.taps + t];
+        }
+    const bool empty = rows.first == rows.last || columns.first == columns.last;
+    if (!empty) plane.resize((rows.most - rows.least) * wide), line.resize(wide + 32);  // a vector may be read at its end
+    for (int64_t c = 0; c < job.channels; ++c) {
+        float* out = dst + c * apart;
+        if (empty || rows.last - rows.first < job.height || columns.last - columns.first < job.width)
+            std::fill(out, out + job.height * job.width, crop.fill[c]);
+        if (empty) continue;
+        const int64_t at = sample * source.apart[0] + c * source.apart[1] + (box[0] + rows.least) * source.apart[2] + (box[1] + columns.least) * source.apart[3];
+        const bool floats = source.type == 0 && source.white == 1.0f && source.apart[3] == 1;  // read where they lie
+        const float* const pixels = floats ? static_cast<const float*>(source.data) + at : plane.data();
+        const int64_t below = floats ? source.apart[2] : wide;
+        for (int64_t y = rows.least; y < rows.most && !floats; ++y)
+            load_values(source.data, source.type, at + (y - rows.least) * source.apart[2], source.apart[3], source.white, plane.data() + (y - rows.least) * wide, wide);
+        for (int64_t y = rows.first; y < rows.last; ++y) {
+            const float* top = pixels + (rows.from[y] - rows.least) * below;
+            weigh(rows.weights.data() + y * rows.taps, rows.taps, [=](int t) { return top + t * below; }, line.data(), wide);
+            float* __restrict to = out + y * job.width;
+            const float* __restrict from = line.data();
+            const int32_t* const at = index.data();
+            const float* const k = weight.data();
+            int64_t x = columns.first;
+#if defined(__AVX512F__)
+            for (; x + 16 <= columns.last; x += 16) {
+                __m512 sum = _mm512_setzero_ps();
+                const bool close = at[(columns.taps - 1) * count + x + 15] - at[x] < 32;  // then two registers hold all that is taken
+                const __m512 near = _mm512_loadu_ps(from + at[x]), far = _mm512_loadu_ps(from + at[x] + 16);
+                const __m512i start = _mm512_set1_epi32(at[x]);
+                for (int64_t t = x; t < columns.taps * count + x; t += count) {
+                    const __m512i places = _mm512_loadu_si512(at + t);
+                    const __m512 taken = close ? _mm512_permutex2var_ps(near, _mm512_sub_epi32(places, start), far)
+                                               : _mm512_i32gather_ps(places, from, 4);
+                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(k + t), taken, sum);
+                }
+                _mm512_storeu_ps(to + x, sum);
+            }
+#elif defined(__AVX2__) && defined(__FMA__)
+            for (; x + 8 <= columns.last; x += 8) {
+                __m256 sum = _mm256_setzero_ps();
+                for (int64_t t = x; t < columns.taps * count + x; t += count) {
+                    const __m256i places = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + t));
+                    sum = _mm256_fmadd_ps(_mm256_loadu_ps(k + t), _mm256_i32gather_ps(from, places, 4), sum);
+                }
+                _mm256_storeu_ps(to + x, sum);
+            }
+#endif
+            for (; x < columns.last; ++x) {
+                float sum = 0.0f;
+                for (int64_t t = x; t < columns.taps * count + x; t += count) sum = fma(k[t], from[at[t]], sum);
+                to[x] = sum;
+            }
+        }
     }
 }
 
@@ -1128,21 +1287,21 @@ struct Worker {
         }
     }
     void load(int64_t sample, int64_t group, const Block& at, bool mirror, bool upside, float* const* planes) {
-        const bool bytes = job.src_type == 3 && C == 3 && job.white == 255.0f && job.apart[1] == 1 && job.apart[3] == 3;
+        const bool bytes = job.from.type == 3 && C == 3 && job.from.white == 255.0f && job.from.apart[1] == 1 && job.from.apart[3] == 3;
         for (int64_t row_in = 0; row_in < at.rows; ++row_in) {
             const int64_t y = upside ? H - 1 - (at.y + row_in) : at.y + row_in;
-            const int64_t o = row_in * at.width, line = sample * job.apart[0] + y * job.apart[2];
+            const int64_t o = row_in * at.width, line = sample * job.from.apart[0] + y * job.from.apart[2];
             const int n = static_cast<int>(at.width);
             if (bytes) {
-                const uint8_t* s = static_cast<const uint8_t*>(job.src) + line;
+                const uint8_t* s = static_cast<const uint8_t*>(job.from.data) + line;
                 if (mirror) load_bytes<true>(s + (W - at.x - n) * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
                 else load_bytes<false>(s + at.x * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
                 continue;
             }
-            const int64_t column = mirror ? W - 1 - at.x : at.x, step = mirror ? -job.apart[3] : job.apart[3];
+            const int64_t column = mirror ? W - 1 - at.x : at.x, step = mirror ? -job.from.apart[3] : job.from.apart[3];
             for (int c = 0; c < 3; ++c) {  // a channel that is missing in the last group is the last one again
                 const int64_t channel = std::min(3 * group + c, C - 1);
-                load_values(job.src, job.src_type, line + channel * job.apart[1] + column * job.apart[3], step, job.white, planes[c] + o, n);
+                load_values(job.from.data, job.from.type, line + channel * job.from.apart[1] + column * job.from.apart[3], step, job.from.white, planes[c] + o, n);
             }
         }
     }
@@ -1164,8 +1323,15 @@ struct Worker {
         jump = program.data();
         for (const Op& op : program)
             if (has(op.code, IS_JUMPS) || op.pillow) jump = &op;
-        const bool whole = job.white == (job.src_type == 3 ? 255.0f : 65535.0f);
-        bool buffered = false, outside = job.src_type < 3 || !whole, ready = false;
+        const bool whole = job.from.white == (job.from.type == 3 ? 255.0f : 65535.0f);
+        bool buffered = job.crop, outside = job.crop || job.from.type < 3 || !whole, ready = false;
+        if (buffered) {
+            first.resize(3 * groups * apart);
+            cut_image(job, sample, first.data(), apart, extra, row);
+            if (mirror) turn(HFLIP, first);
+            if (upside) turn(VFLIP, first);
+            for (int64_t c = C; c < 3 * groups; ++c) std::copy_n(first.data() + (C - 1) * apart, pixels, first.data() + c * apart);
+        }
         size_t pos = 0;
         while (true) {
             size_t end = pos;
@@ -1212,124 +1378,7 @@ struct Worker {
     }
 };
 
-// A crop of a batch to floats. Sizes of all images and all results are equal.
-struct Cut {
-    const void* src;
-    float* dst;              // [B, C, height, width]
-    const int32_t *window, *resized, *offset;  // of CropWindows: [B, 4], [B, 2], [B, 2]
-    const float* fill;       // [C]
-    int64_t batch, channels, height, width;
-    int64_t apart[4];        // as in Job
-    float white;
-    int32_t src_type, interpolation, threads;  // interpolation: 0 nearest, 1 bilinear, 2 bicubic
-};
-
-float cubic_weight(float x) {  // with a = -0.5, as Pillow's
-    x = std::fabs(x);
-    if (x < 1.0f) return (1.5f * x - 2.5f) * x * x + 1.0f;
-    return x < 2.0f ? ((-0.5f * x + 2.5f) * x - 4.0f) * x + 2.0f : 0.0f;
-}
-
-// The pixels of the window that each position of the canvas takes along one axis.
-struct Axis {
-    int64_t first = 0, last = 0, least = 0, most = 0;  // positions inside the window's result; pixels that they take
-    int taps = 1;
-    std::vector<int32_t> from;  // of each position: its first pixel
-    std::vector<float> weights;  // [positions, taps]
-
-    Axis(int64_t count, int64_t size, int64_t resized, int64_t offset, int interpolation) {
-        first = std::min(std::max<int64_t>(offset, 0), count);
-        last = std::max(first, std::min(offset + resized, count));
-        const double scale = static_cast<double>(size) / static_cast<double>(resized), wide = std::max(scale, 1.0);
-        const double reach = wide * (interpolation == 2 ? 2.0 : 1.0);
-        const bool copies = interpolation == 0 || size == resized;
-        const auto taken = [=](int64_t i) {  // the centre of position i in the window, the first pixel and the one after the last
-            const double center = (static_cast<double>(i - offset) + 0.5) * scale;
-            const int64_t nearest = std::min<int64_t>(static_cast<int64_t>(center), size - 1);
-            if (copies) return std::make_tuple(center, nearest, nearest + 1);
-            const int64_t begin = static_cast<int64_t>(std::max(center - reach + 0.5, 0.0));
-            return std::make_tuple(center, begin, std::min<int64_t>(static_cast<int64_t>(center + reach + 0.5), size));
-        };
-        for (int64_t i = first; i < last; ++i) taps = std::max(taps, static_cast<int>(std::get<2>(taken(i)) - std::get<1>(taken(i))));
-        from.resize(count);
-        weights.assign(count * taps, 0.0f);
-        least = size;
-        for (int64_t i = first; i < last; ++i) {
-            const auto [center, begin, end] = taken(i);
-            const int64_t start = std::min(begin, size - taps);  // all taps are inside
-            double sum = 0.0;
-            float* own = weights.data() + i * taps;
-            for (int64_t k = begin; k < end; ++k) {
-                const float x = static_cast<float>((static_cast<double>(k) - center + 0.5) / wide);
-                own[k - start] = copies ? 1.0f : interpolation == 2 ? cubic_weight(x) : std::max(1.0f - std::fabs(x), 0.0f);
-                sum += own[k - start];
-            }
-            for (int t = 0; t < taps; ++t) own[t] = static_cast<float>(own[t] / sum);
-            from[i] = static_cast<int32_t>(start);
-            least = std::min(least, start);
-            most = std::max(most, start + taps);
-        }
-    }
-};
-
-void cut_image(const Cut& job, int64_t sample, std::vector<float>& plane, std::vector<float>& line) {
-    const int32_t *box = job.window + 4 * sample, *resized = job.resized + 2 * sample, *offset = job.offset + 2 * sample;
-    const Axis rows(job.height, box[2], resized[0], offset[0], job.interpolation);
-    const Axis columns(job.width, box[3], resized[1], offset[1], job.interpolation);
-    const int64_t wide = columns.most - columns.least, count = job.width;
-    std::vector<int32_t> index(columns.taps * count);  // [taps, count], for loops that compilers vectorise
-    std::vector<float> weight(columns.taps * count);
-    for (int t = 0; t < columns.taps; ++t)
-        for (int64_t x = columns.first; x < columns.last; ++x) {
-            index[t * count + x] = columns.from[x] + t - static_cast<int32_t>(columns.least);
-            weight[t * count + x] = columns.weights[x * columns.taps + t];
-        }
-    const bool empty = rows.first == rows.last || columns.first == columns.last;
-    if (!empty) plane.resize((rows.most - rows.least) * wide), line.resize(wide);
-    for (int64_t c = 0; c < job.channels; ++c) {
-        float* out = job.dst + (sample * job.channels + c) * job.height * job.width;
-        if (empty || rows.last - rows.first < job.height || columns.last - columns.first < job.width)
-            std::fill(out, out + job.height * job.width, job.fill[c]);
-        if (empty) continue;
-        for (int64_t y = rows.least; y < rows.most; ++y) {
-            const int64_t at = sample * job.apart[0] + c * job.apart[1] + (box[0] + y) * job.apart[2] + (box[1] + columns.least) * job.apart[3];
-            load_values(job.src, job.src_type, at, job.apart[3], job.white, plane.data() + (y - rows.least) * wide, wide);
-        }
-        for (int64_t y = rows.first; y < rows.last; ++y) {
-            const float* top = plane.data() + (rows.from[y] - rows.least) * wide;
-            weigh(rows.weights.data() + y * rows.taps, rows.taps, [=](int t) { return top + t * wide; }, line.data(), wide);
-            float* __restrict to = out + y * job.width;
-            const float* __restrict from = line.data();
-            const int32_t* const at = index.data();
-            const float* const k = weight.data();
-            int64_t x = columns.first;
-#if defined(__AVX512F__)
-            for (; x + 16 <= columns.last; x += 16) {
-                __m512 sum = _mm512_setzero_ps();
-                for (int64_t t = x; t < columns.taps * count + x; t += count)
-                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(k + t), _mm512_i32gather_ps(_mm512_loadu_si512(at + t), from, 4), sum);
-                _mm512_storeu_ps(to + x, sum);
-            }
-#elif defined(__AVX2__) && defined(__FMA__)
-            for (; x + 8 <= columns.last; x += 8) {
-                __m256 sum = _mm256_setzero_ps();
-                for (int64_t t = x; t < columns.taps * count + x; t += count) {
-                    const __m256i places = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + t));
-                    sum = _mm256_fmadd_ps(_mm256_loadu_ps(k + t), _mm256_i32gather_ps(from, places, 4), sum);
-                }
-                _mm256_storeu_ps(to + x, sum);
-            }
-#endif
-            for (; x < columns.last; ++x) {
-                float sum = 0.0f;
-                for (int64_t t = x; t < columns.taps * count + x; t += count) sum = fma(k[t], from[at[t]], sum);
-                to[x] = sum;
-            }
-        }
-    }
-}
-
-// Calls work(i) for all images. Returns 1 if memory is not sufficient.
+// Calls run(i) for all images. Returns what the last failure was; 0: none.
 template <typename Make>
 int each_image(int64_t batch, int64_t threads, Make make) {
     std::atomic<int64_t> next{0};
@@ -1337,9 +1386,10 @@ int each_image(int64_t batch, int64_t threads, Make make) {
     auto work = [&] {
         try {
             auto run = make();
-            for (int64_t i = next++; i < batch; i = next++) run(i);
+            for (int64_t i = next++; i < batch; i = next++)
+                if (!run(i)) failed = NOT_FINITE;
         } catch (...) {  // only std::bad_alloc is possible
-            failed = 1;
+            failed = NO_MEMORY;
         }
 #if defined(__SSE2__)
         _mm_sfence();  // orders the streaming stores of scale_out
@@ -1353,12 +1403,10 @@ int each_image(int64_t batch, int64_t threads, Make make) {
 
 extern "C" int gpuaug_augment(const Job* job) {
     return each_image(job->batch, job->threads, [job] {
-        return [worker = Worker(*job)](int64_t i) mutable { worker.run(i); };
-    });
-}
-
-extern "C" int gpuaug_cut(const Cut* job) {
-    return each_image(job->batch, job->threads, [job] {
-        return [job, plane = std::vector<float>(), line = std::vector<float>()](int64_t i) mutable { cut_image(*job, i, plane, line); };
+        return [job, worker = Worker(*job)](int64_t i) mutable {
+            const bool finite = !job->refuses || is_finite(*job, i);  // right before the image is read again
+            if (finite) worker.run(i);
+            return finite;
+        };
     });
 }
