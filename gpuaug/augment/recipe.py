@@ -203,18 +203,20 @@ class RecipeBase(ReadOnly):
         drawn: Drawn,
         *,
         chosen: Sequence[Sequence[Chosen]] | None = None,
+        white: float | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> list[Tensor]:
         """Augment cropped images [B, H, W, C], one tensor per view. Returns [B, C, H, W] of ``dtype`` per view.
 
         ``drawn``: the batch's random numbers. ``chosen``: the result of :meth:`choose`; None: computed here.
+        ``white``: the images' value that becomes 1; None: 255 for uint8, 65535 for uint16, 1 for floats.
         ``memory_format``: of the result.
         """
         if chosen is None:
             chosen = self.choose(drawn, [(x.shape[1], x.shape[2]) for x in images])
         return [
-            view.augment.run(x, choices, dtype=dtype, memory_format=memory_format)
+            view.augment.run(x, choices, white=white, dtype=dtype, memory_format=memory_format)
             for x, view, choices in zip(images, self.views, chosen, strict=True)
         ]
 

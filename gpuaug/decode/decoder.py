@@ -124,7 +124,12 @@ class Decode:
         object.__setattr__(self, "codecs", tuple(codecs))
 
     def open(
-        self, device: torch.device | str = "auto", *, accept_truncated: bool = False, batch_size: int = 1
+        self,
+        device: torch.device | str = "auto",
+        *,
+        accept_truncated: bool = False,
+        batch_size: int = 1,
+        dtype: str | None = None,
     ) -> Decoder:
         """Open a decoder.
 
@@ -133,8 +138,12 @@ class Decode:
                 device of the environment variable LOCAL_RANK, if set, else torch's current device.
             accept_truncated: decode what exists of a truncated JPEG, instead of reporting a fault.
             batch_size: usual batch size. On CUDA, pipelines are built for at least this size.
+            dtype: with ``pixels="raw"``, the type of all files; None: that of the first.
         """
-        return Decoder(self, machine.choose_device(device), accept_truncated=accept_truncated, batch_size=batch_size)
+        decoder = Decoder(self, machine.choose_device(device), accept_truncated=accept_truncated, batch_size=batch_size)
+        if decoder.stored is not None:
+            decoder.stored.dtype = dtype
+        return decoder
 
 
 class Decoder:
@@ -143,6 +152,7 @@ class Decoder:
     Attributes:
         backend: ``dali`` or ``pillow``.
         rescued: number of samples that DALI refused and Pillow decoded.
+        stored: with ``pixels="raw"``, the channels and the type of all files; else None.
     """
 
     def __init__(
@@ -163,7 +173,7 @@ class Decoder:
         self._pid: int | None = None  # of the process that decodes; None before the first batch
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="gpuaug-decode")
-        self._stored = values.Stored(settings.channels, settings.white) if settings.channels else None
+        self.stored = values.Stored(settings.channels, settings.white) if settings.channels else None
         self._dali = self._new_pipeline()
         self._failed = False  # whether the last run of this pipeline failed
         self._deep_logged = False
@@ -189,9 +199,9 @@ class Decoder:
             opened[row], codec[row], orientation[row] = info, info.codec, info.orientation
             shape[row] = (info.height, info.width)[:: -1 if info.orientation > 4 else 1]
             # the result has 3 bytes per pixel; torch's resize needs a copy of an image that is turned
-            each = info.pixel_bytes + (0 if self._stored else 3 if info.orientation == 1 else 6)
+            each = info.pixel_bytes + (0 if self.stored else 3 if info.orientation == 1 else 6)
             memory[row] = info.height * info.width * each + len(encoded)
-        if self._stored:  # inflating a PNG takes as long as decoding it
+        if self.stored:  # inflating a PNG takes as long as decoding it
             self._check_process()
             accepts = dali.accepts if self.backend == "dali" else None
             for fault in values.prepare(opened, images, self.each, accepts):
@@ -239,7 +249,7 @@ class Decoder:
     @property
     def white(self) -> float:
         """The value that means 1.0 in the views."""
-        return self._stored.white if self._stored else 255.0
+        return self.stored.white if self.stored else 255.0
 
     def whole(self, headers: HeaderInfo) -> Tensor:
         """The whole upright image of a batch of one: uint8 [height, width, 3] on the device; [0, 0, 3] if it is bad."""
@@ -272,8 +282,8 @@ class Decoder:
 
     def _read_header(self, encoded: Pixels) -> tuple[Header, Route, Pixels]:
         """The image's header and route, and the bytes to decode: ``encoded``, or repaired bytes."""
-        if self._stored:
-            return self._read_values(encoded, self._stored)
+        if self.stored:
+            return self._read_values(encoded, self.stored)
         try:
             info = header.read(encoded.data)
         except TruncatedError:
@@ -347,8 +357,8 @@ class Decoder:
     def _too_large(self, request: DecodeRequest) -> list[Fault]:
         """Faults of images that would be too large after resizing, such as very thin images."""
         most = self.settings.max_pixels
-        if self._stored:  # a resized view is float32, and then has the type of the files
-            most = min(most, self.settings.max_bytes // (8 * self._stored.channels))
+        if self.stored:  # a resized view is float32, and then has the type of the files
+            most = min(most, self.settings.max_bytes // (8 * self.stored.channels))
         headers, faults = request.headers, []
         for k in np.flatnonzero(request.largest_view > most).tolist():
             size = shown_size(headers.height[k], headers.width[k])
@@ -362,7 +372,7 @@ class Decoder:
 
         A view has ``count`` rows. Rows that are not in the request are zero.
         """
-        channels, dtype = (self._stored.channels, self._stored.dtype) if self._stored else (3, "uint8")
+        channels, dtype = (self.stored.channels, self.stored.dtype) if self.stored else (3, "uint8")
         shapes, kind = [(count, *b.size, channels) for b in request.windows], getattr(torch, dtype or "uint8")
         if self.device.type == "cuda":
             images = [torch.empty(shape, dtype=kind, device="cpu", pin_memory=True) for shape in shapes]
@@ -418,15 +428,15 @@ class Decoder:
         """Make all views. ``regions``: pixels of the ``union`` boxes. ``alone``: use only the calling thread."""
         threads, each = (1, resize.one_by_one) if alone else (self.num_threads, self.each)
         for view, (windows, canvas) in enumerate(zip(request.windows, canvases, strict=True)):
-            if self._stored:
-                windows = replace(windows, fill=self._stored.fill(windows.fill))
+            if self.stored:
+                windows = replace(windows, fill=self.stored.fill(windows.fill))
             resize.views(request.view_parts(view, regions), windows, canvas, request.rows, threads=threads, each=each)
 
     def _new_pipeline(self) -> dali.CpuPipeline | dali.CudaPipeline | None:
         if self.backend != "dali":
             return None
-        if self._stored or self.device.type == "cpu":
-            return dali.CpuPipeline(self.num_threads, self._stored)
+        if self.stored or self.device.type == "cpu":
+            return dali.CpuPipeline(self.num_threads, self.stored)
         return dali.CudaPipeline(
             self.device,
             num_threads=self.num_threads,
@@ -485,12 +495,12 @@ class Decoder:
         if self._dali is None:
             return []
         rows, pixels = np.flatnonzero(self._for_dali(request)), request.headers.height * request.headers.width
-        sizes = request.headers.memory if self._stored else pixels * self._dali.bytes_per_pixel
+        sizes = request.headers.memory if self.stored else pixels * self._dali.bytes_per_pixel
         if isinstance(self._dali, dali.CudaPipeline):  # a run has one output size; swapped rows need another size
             swapped = request.headers.swapped[rows]
             groups = [rows[~swapped], rows[swapped]]
         else:
-            decoded = (sizes if self._stored else 3 * pixels)[rows].sum()
+            decoded = (sizes if self.stored else 3 * pixels)[rows].sum()
             groups = np.array_split(rows, num_parts(len(rows), float(decoded), self.num_threads))
         most = self.settings.max_bytes
         most = most // 2 if isinstance(self._dali, dali.CpuPipeline) else most
@@ -501,7 +511,7 @@ class Decoder:
 
         If a box is one pixel wide, libjpeg-turbo does not interpolate the colors of its neighbors.
         """
-        wide = (request.union[:, 3] > 1) | (self._stored is not None)
+        wide = (request.union[:, 3] > 1) | (self.stored is not None)
         return (request.headers.route == Route.DALI) & wide & (self._dali is not None)
 
     def _left(self, request: DecodeRequest, failed: list[int]) -> DecodeRequest:
@@ -517,8 +527,8 @@ class Decoder:
         def one(k: int) -> None:
             data, codec, row = headers.encoded[k].data, headers.codec[k], request.take(np.array([k]))
             try:
-                if self._stored:
-                    self._paint(row, [values.of_row(row, self._stored)], canvases, alone=True)
+                if self.stored:
+                    self._paint(row, [values.of_row(row, self.stored)], canvases, alone=True)
                     return
                 views = pillow.reduced(data, row) if self._reduced and codec == "jpeg" else None
                 if views is None:
@@ -532,7 +542,7 @@ class Decoder:
                 resize.views([oriented(view, int(headers.orientation[k]))], windows, canvas, row.rows, threads=1)
 
         # resizing takes memory for the largest view
-        each = 8 * self._stored.channels if self._stored else 3
+        each = 8 * self.stored.channels if self.stored else 3
         sizes, most = headers.memory + each * request.largest_view, self.settings.max_bytes
         for k in np.flatnonzero(sizes > most).tolist():
             needed = f"decoding {shown_size(*stored[k])} pixels takes {sizes[k]} bytes"

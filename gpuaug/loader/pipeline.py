@@ -184,7 +184,7 @@ class Pipeline:
             for images in batch.images:
                 recipe.check_images(images)
         if (white := self.decoder.settings.white) is not None:
-            output["white"] = [white] * len(batch.images)
+            output["white"] = white
         if self.self_check is not None:
             self.self_check.augment(recipe, batch, **output)
         return recipe.render(batch.images, batch.drawn, chosen=batch.chosen, **output)

@@ -1,4 +1,4 @@
-"""Reads the folder that `gpuaug pack` writes: JPEG shards or pixels, at several sizes or in several augmented versions.
+"""Reads the folder that `gpuaug pack` writes: JPEG shards, pixels or values, at several sizes or in augmented versions.
 
 Row k * N + i of a source is its sample i at the k-th size or in the k-th version.
 """
@@ -34,7 +34,7 @@ from gpuaug.source.remote.storage import Range, Remote, Storage
 
 MANIFEST = "manifest.json"  # an unfinished folder has none
 KIND, VERSION = "gpuaug pack", 2
-ENDINGS = {"uint8": "bin", "jpeg": "tar"}
+ENDINGS = {"uint8": "bin", "jpeg": "tar", "npy": "bin"}
 FULL = "full"  # the size of images that are not resized
 MAPPED_FILES = 256  # that a process keeps open; the usual limit of a process is 1024 files
 # A local sample is compared with its checksum at its 1st, 17th, 33rd, ... read in a process. Each time would take 4 to
@@ -47,7 +47,7 @@ Size = int | str
 class PackedSource(ListedSource):
     """Reads the folder that `gpuaug pack` wrote, with the keys, labels, classes and targets of the original source.
 
-    Samples 0 .. N - 1 are in the order of the original source. Local uint8 arrays are memory-mapped and cropped
+    Samples 0 .. N - 1 are in the order of the original source. Local arrays are memory-mapped and cropped
     without a copy. For them, ``num_workers`` is 0 by default: workers would copy every batch into shared memory.
 
     If the original source had masks, boxes or keypoints, a sample is ``(bytes, Target)``. Coordinates are pixels of
@@ -95,7 +95,7 @@ class PackedSource(ListedSource):
         self._checked_every = 1 if is_url(self.root) else CHECKED_EVERY
         self.manifest = self._read_manifest()
         self.format: str = self.manifest["format"]
-        self.mapped = self.format == "uint8" and not is_url(self.root)
+        self.mapped = self.format != "jpeg" and not is_url(self.root)
         self.sizes: list[Size] = list(self.manifest["sizes"])
         self.augmented_by: dict[str, Any] | None = self.manifest.get("augmented")
         if self.augmented_by is not None and size is not None:

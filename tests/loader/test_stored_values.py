@@ -20,6 +20,8 @@ from stored import encoded, picture
 import gpuaug
 from gpuaug.errors import ConfigError
 from gpuaug.tools.main import main
+from gpuaug.tools.pack.command import pack
+from gpuaug.tools.pack.job import Pack
 from gpuaug.tools.preview.originals import originals
 
 COUNT, CHANNELS = 4, 4
@@ -59,6 +61,11 @@ def parquet(root: Path, extension: str) -> Any:
     return gpuaug.ParquetSource(root)
 
 
+def packed(root: Path, extension: str) -> Any:
+    pack(pairs(root, extension), root / "packed", decode=gpuaug.Decode(**RAW), num_workers=0)
+    return gpuaug.PackedSource(root / "packed")
+
+
 def pairs(root: Path, extension: str) -> Any:
     return [(encoded(KINDS[extension], image(k)), k) for k in range(COUNT)]
 
@@ -71,7 +78,7 @@ def opened(source: Any, recipe: Any = None, **decode: Any) -> gpuaug.Loader:
 
 
 @pytest.mark.parametrize("extension", KINDS)
-@pytest.mark.parametrize("make", [folder, table, shards, parquet, pairs])
+@pytest.mark.parametrize("make", [folder, table, shards, parquet, packed, pairs])
 def test_every_source_gives_the_stored_values(make: Any, extension: str, tmp_path: Path) -> None:
     with opened(make(tmp_path, extension)) as loader:
         numbers, pipeline = torch.arange(COUNT), loader.pipeline
@@ -141,13 +148,46 @@ def test_previews_show_the_bands_that_are_named(tmp_path: Path) -> None:
     assert (tmp_path / "look.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("command", ["pack", "parity"])
-def test_commands_for_rgb_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parity", "augment=none", "augment.normalize=null"], "`decode.pixels` must be rgb8"),
+        (["pack", "format=jpeg"], "`format` must be npy without `epochs` with `decode.pixels=raw`. Found: format=jpeg"),
+        (["pack", "epochs=2", "augment=flip"], "`format` must be npy without `epochs` with `decode.pixels=raw`"),
+        (["pack", "format=npy", "decode.pixels=rgb8"], "`format` must be jpeg or uint8 with `decode.pixels=rgb8`"),
+    ],
+    ids=range(4),
+)
+def test_commands_that_need_rgb_refuse(
+    settings: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder(tmp_path, "tif")
-    more = [f"out={tmp_path / 'packed'}"] if command == "pack" else ["augment=none", "augment.normalize=null"]
-    raw = ["decode.pixels=raw", f"decode.channels={CHANNELS}"]
+    (command, *more), raw = settings, ["decode.pixels=raw", f"decode.channels={CHANNELS}"]
+    raw = raw if "decode.pixels=rgb8" not in more else []
+    more += [f"out={tmp_path / 'packed'}"] if command == "pack" else []
     assert main([command, f"source.root={tmp_path}", "source.extensions=[.tif]", *raw, *more]) == 2
-    assert "`decode.pixels` must be rgb8" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_packed_values_are_resized_ones_of_one_type(tmp_path: Path) -> None:
+    """The first file decides the type for all processes: a file of another type is left out wherever it is."""
+    values = [image(0), image(1, "uint8"), image(2), image(3)]
+    (tmp_path / "in").mkdir()
+    for k, own in enumerate(values):
+        (tmp_path / "in" / f"{k}.npy").write_bytes(encoded("npy", own))
+    source = gpuaug.FolderSource(tmp_path / "in", labels="none", extensions=[".npy"])
+    settings: dict[str, Any] = {"decode": gpuaug.Decode(**RAW), "faults": gpuaug.Faults(policy="drop")}
+    what = Pack(sizes=[12], samples=1)
+    for workers in (0, 2):
+        made = pack(source, tmp_path / f"out{workers}", what=what, num_workers=workers, **settings)
+        assert [bad["key"] for bad in made["dropped"]] == ["1.npy"]
+    files = [sorted((tmp_path / f"out{workers}" / "12").iterdir()) for workers in (0, 2)]
+    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+    with opened(gpuaug.PackedSource(tmp_path / "out2")) as loader:
+        (batch,) = loader
+    whole = torch.from_numpy(np.stack([values[k] for k in (0, 2, 3)]).astype(np.float32)).permute(0, 3, 1, 2)
+    wanted = gpuaug.Augment(crop=gpuaug.Resize((12, 16), interpolation="bicubic"))(whole, white=65535).clamp(0, 1)
+    assert (batch.images - wanted).abs().max() <= 0.51 / 65535
 
 
 def test_a_state_is_not_loaded_with_other_values(tmp_path: Path) -> None:

@@ -661,7 +661,7 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["out=/x/y", "sizs=4"], "`sizs`"),
         (["out=/x/y", "sizes=a"], "`sizes` must be"),
         (["out=/x/y", "sizes=[64,64]"], "`sizes` must be"),
-        (["out=/x/y", "format=png"], "`format` must be one of jpeg, uint8. Found: 'png'."),
+        (["out=/x/y", "format=png"], "`format` must be one of jpeg, uint8, npy. Found: 'png'."),
         (["out=/x/y", "quality=101"], "from 1 to 100"),
         (["out=/x/y", "interpolation=lanczos"], "bilinear, bicubic"),
         (["out=/x/y", "samples=0"], "`samples` must be"),

@@ -1,4 +1,4 @@
-"""`gpuaug pack`: writes a source's images into shards, as JPEG or pixels, at one or more sizes.
+"""`gpuaug pack`: writes a source's images into shards, as JPEG, pixels or values, at one or more sizes.
 
 A shard holds a fixed range of samples. So its bytes depend neither on the number of processes nor on restarts.
 Until the last file is written, all files are in ``out/.partial``.
@@ -36,7 +36,7 @@ from gpuaug.source.base import checksum, digest
 from gpuaug.source.local import read_file
 from gpuaug.source.packed import KIND, MANIFEST, VERSION, parse
 from gpuaug.tools.pack.job import GO_ON, Job, Pack, checked_out, finished
-from gpuaug.tools.pack.shards import write_shards
+from gpuaug.tools.pack.shards import first_type, write_shards
 from gpuaug.tools.pack.targets import describe
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
@@ -99,7 +99,7 @@ def _add_result(report: Report, manifest: dict[str, Any], out: str, *, seconds: 
     report.values |= {"dropped": bad, "seconds": seconds}
     if (targets := manifest.get("targets")) is not None:
         report.add("targets", targets["kinds"], ", ".join(targets["kinds"]))
-    more = "" if manifest["format"] == "uint8" else ", or as WebDataset shards"
+    more = ", or as WebDataset shards" if manifest["format"] == "jpeg" else ""
     if augmented := manifest["augmented"]:
         used = sum(entry[0] for entry in manifest["files"].values())
         epochs, more = augmented["epochs"], " and the same `augment` and `seed`"
@@ -151,10 +151,14 @@ def pack(
             "`source` must have one image per sample. Found: a packed source of several sizes or versions. Set one "
             "`source.size`, or pack the original source."
         )
-    if decode.pixels == "raw":
+    raw = decode.pixels == "raw"
+    if raw and what.format is None and not what.epochs:
+        what = replace(what, format="npy")
+    if raw != (what.form == "npy"):
+        wanted = "npy without `epochs`" if raw else "jpeg or uint8"
         raise ConfigError(
-            "`decode.pixels` must be rgb8, because `gpuaug pack` stores 8-bit RGB. Found: raw. Train on the files "
-            "themselves: as they are, in tar shards (source=shards) or in Parquet (source=parquet)."
+            f"`format` must be {wanted} with `decode.pixels={decode.pixels}`. Found: format={what.form}, "
+            f"epochs={what.epochs}."
         )
     if decode.reduced:
         raise ConfigError(
@@ -178,6 +182,8 @@ def pack(
         augment=augment if what.epochs else None,
         seed=checks.whole_number("seed", seed, None),
     )
+    if raw:
+        job = replace(job, dtype=first_type(job))
     if (manifest := finished(job.out)) is not None:
         job.refuse_changes(manifest["job"])
         shutil.rmtree(job.work, ignore_errors=True)  # a run that was killed at its very end leaves this folder

@@ -28,7 +28,7 @@ from gpuaug.source.packed import FULL, MANIFEST, Size, parse, shard_name
 from gpuaug.targets.colors import color_table
 from gpuaug.targets.rules import Orientation
 
-Format = Literal["jpeg", "uint8"]
+Format = Literal["jpeg", "uint8", "npy"]
 PARTIAL = ".partial"
 GO_ON = "Finished work is kept. To continue, run the same command again."
 
@@ -96,6 +96,7 @@ class Job:
     targets: dict[str, Any] | None = None  # the source's targets, described as JSON
     augment: Augment | MultiView | None = None  # for `epochs`
     seed: int = 0
+    dtype: str | None = None  # of the values, for `decode.pixels=raw`
 
     @property
     def work(self) -> Path:
@@ -144,8 +145,9 @@ class Job:
         if self.augment is not None:
             what["augmented"] = self.augmented
             what["backends"] = [view.augment.backend for view in self.augment.views]
-        if self.what.form == "uint8":
+        if self.what.form != "jpeg":
             del what["quality"]
+        values = {"channels": self.decode.channels, "dtype": self.dtype} if self.dtype else {}
         return {
             "source": source.digest(),
             "images": len(source),
@@ -160,6 +162,7 @@ class Job:
                 "codecs": sorted(self.decode.codecs),
                 "max_pixels": self.decode.max_pixels,
                 "truncated": "accept" if self.truncated else "reject",
+                **values,
             },
         }
 

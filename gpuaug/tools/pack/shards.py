@@ -34,6 +34,7 @@ from gpuaug.files import sniff
 from gpuaug.loader.augmented import before_normalization
 from gpuaug.read.reader import Reader
 from gpuaug.source import runs
+from gpuaug.source.adapt import active_numbers
 from gpuaug.source.packed import Size, sample_checksum
 from gpuaug.tools.pack.job import GO_ON, Job, Pack
 from gpuaug.tools.pack.targets import TargetPacker
@@ -51,10 +52,11 @@ class Packer:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._decoder = job.decode.open("cpu", accept_truncated=job.truncated)
-        raw = job.what.form == "uint8"
+        self._decoder = job.decode.open("cpu", accept_truncated=job.truncated, dtype=job.dtype)
+        raw = job.what.form != "jpeg"
         self._targets = None if job.targets is None else TargetPacker(job.targets, job.source, self._decoder, raw=raw)
         self._versions = None if job.augment is None else Versions(job.augment, job.seed, count=len(job.what.names))
+        self._pixel_bytes = 4 * job.decode.channels if job.decode.channels else 3
         self._reader = Reader(job.source, num_workers=0, targets=() if self._targets is None else self._targets.kinds)
 
     def close(self) -> None:
@@ -82,12 +84,25 @@ class Packer:
             raise GpuaugError(f"shard {shard} cannot be written to {str(job.work)!r}: {error}. {GO_ON}") from error
         return shard, faults
 
+    def first_type(self) -> str | None:
+        """The type of the first image whose stored values can be read; None if there is none."""
+        stored = self._decoder.stored
+        assert stored is not None
+        for number in active_numbers(self.job.source).tolist():
+            self._decoder.read_headers(self._read(np.array([number])))
+            if stored.dtype is not None:
+                break
+        return stored.dtype
+
+    def _read(self, numbers: NDArray[np.int64]) -> EncodedBatch:
+        indices = torch.from_numpy(numbers.astype(np.int64))
+        return next(self._reader.batches([(indices, indices * 0, indices >= 0)]))
+
     def _write_batch(
         self, numbers: NDArray[np.int64], outs: dict[Size, _Out], columns: dict[str, list[Any]]
     ) -> list[list[Any]]:
         """Append samples to the shard and to the columns of its note. Returns the faults."""
-        indices = torch.from_numpy(numbers.astype(np.int64))
-        batch = next(self._reader.batches([(indices, indices * 0, indices >= 0)]))
+        batch = self._read(numbers)
         headers, windows = self._headers(batch)
         bad, masks, objects = ([], {}, []) if self._targets is None else self._targets.encode(batch, headers, windows)
         faults, kept = {fault.row: fault for fault in bad}, []
@@ -121,7 +136,8 @@ class Packer:
         """The bytes to write for each row, or the row's fault."""
         faults = {fault.row: fault for fault in [*headers.faults, *batch.faults]}
         rows = range(len(batch))
-        if len(batch) > 1 and sum(3 * len(batch) * h * w for h, w in (each.size for each in windows)) > _CANVAS_BYTES:
+        canvas_bytes = self._pixel_bytes * len(batch) * sum(h * w for h, w in (each.size for each in windows))
+        if len(batch) > 1 and canvas_bytes > _CANVAS_BYTES:
             needed = {name: getattr(batch, name) for name in ("images", "indices", "repeats", "valid")}
             alone = (EncodedBatch(labels=None, **{k: v[r : r + 1] for k, v in needed.items()}) for r in rows)
             return [faults.get(row) or self._encode(one, *self._headers(one))[0] for row, one in enumerate(alone)]
@@ -150,6 +166,10 @@ class Packer:
             pixels = canvases[row, :height, :width].numpy()
             if what.form == "uint8":
                 made = header.raw_header(height, width) + pixels.tobytes()
+            elif what.form == "npy":
+                stream = io.BytesIO()
+                np.lib.format.write_array(stream, np.ascontiguousarray(pixels), version=(1, 0))
+                made = stream.getvalue()
             elif (height, width) == original:
                 made = data.tobytes()
             elif max(height, width) > _LONGEST_JPEG:
@@ -161,6 +181,12 @@ class Packer:
                 made = stream.getvalue()
             encoded.append((made, (height, width)))
         return encoded
+
+
+def first_type(job: Job) -> str | None:
+    """The type of all values that are stored, decided before the work is divided among processes."""
+    with closing(Packer(job)) as packer:
+        return packer.first_type()
 
 
 def _json(value: Any, key: str) -> str:
@@ -185,7 +211,7 @@ def _whole(sizes: NDArray[np.int32], size: Size, what: Pack) -> CropWindows:
     return CropWindows(np.concatenate([zero, box], axis=1), resized, zero, canvas, what.interpolation)
 
 
-_Out = tarfile.TarFile | BinaryIO  # an open shard file: a tar of JPEGs, or pixels with a header before each image
+_Out = tarfile.TarFile | BinaryIO  # an open shard file: a tar of JPEGs, or images with a header each
 
 
 def _opened(stack: ExitStack, path: Path) -> _Out:
