@@ -14,9 +14,10 @@ import gpuaug
 class AugmentCameras(ProcessorStep):
     """Augments the images of the cameras that ``cameras`` names. All frames of an observation move alike.
 
-    Place it before the step that normalizes. Use it for training only, because the preprocessor of a trained policy is
-    also used on the robot. The random numbers depend on the dataset's ``index`` and on the number of the step, which
-    is saved with the preprocessor: a resumed run continues with the same random numbers.
+    Place it before the step that normalizes. Use it for training only: the robot needs a preprocessor without it.
+    The random numbers depend on the dataset's ``index`` and on the number of the step, which is saved with the
+    preprocessor. To resume a run, load the preprocessor with ``DataProcessorPipeline.from_pretrained`` and
+    ``overrides={"AugmentCameras": {"cameras": cameras()}}``.
     """
 
     def __init__(self, cameras: gpuaug.Cameras, *, seed: int = 0) -> None:
