@@ -49,20 +49,6 @@ def _module(peers: Path | None, file: str) -> ModuleType | None:
     return module
 
 
-def lerobot_ops() -> dict[str, Any]:
-    """lerobot's operations, src/lerobot/datasets/transforms.py, in Kornia's classes."""
-    import kornia.augmentation as K
-
-    return {
-        "brightness": K.ColorJitter(brightness=(0.8, 1.2), p=1.0),
-        "contrast": K.ColorJitter(contrast=(0.8, 1.2), p=1.0),
-        "saturation": K.ColorJitter(saturation=(0.5, 1.5), p=1.0),
-        "hue": K.ColorJitter(hue=(-0.05, 0.05), p=1.0),
-        "sharpness": K.RandomSharpness((0.5, 1.5), p=1.0),
-        "affine": K.RandomAffine(5.0, (0.05, 0.05), resample="nearest", p=1.0),
-    }
-
-
 def lerobot(batch: int, side: int, device: str, peers: Path | None) -> tuple[dict[str, Run], dict[str, float]]:
     import kornia.augmentation as K
 
@@ -70,8 +56,9 @@ def lerobot(batch: int, side: int, device: str, peers: Path | None) -> tuple[dic
 
     frames = photographs(2 * batch, side).permute(0, 3, 1, 2).contiguous().float().div(255)
     clips = frames.unflatten(0, (batch, 2)).to(device)
-    recipe = gpuaug.Augment(ops={"some": gpuaug.SomeOf(3, ops=lerobot_ops())})
-    video = K.VideoSequential(*lerobot_ops().values(), data_format="BTCHW", same_on_frame=True, random_apply=3)
+    recipe = gpuaug.build(gpuaug.compose("train", ["augment=lerobot"]).augment)
+    ops = recipe.ops["choice"].ops.values()
+    video = K.VideoSequential(*ops, data_format="BTCHW", same_on_frame=True, random_apply=3)
     runs: dict[str, Run] = {"ours": lambda seed: recipe(clips, seed=seed), "Kornia": lambda seed: video(clips)}
     if (module := _module(peers, "lerobot/datasets/transforms.py")) is not None:
         theirs = module.ImageTransforms(module.ImageTransformsConfig(enable=True, max_num_transforms=3))

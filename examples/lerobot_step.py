@@ -5,28 +5,19 @@ python examples/lerobot_step.py
 
 from typing import Any
 
-import kornia.augmentation as K
 import torch
 from lerobot.processor import DataProcessorPipeline, ProcessorStep, TransitionKey
 
 import gpuaug
 
-COLOR = {
-    "brightness": K.ColorJitter(brightness=(0.8, 1.2), p=1.0),
-    "contrast": K.ColorJitter(contrast=(0.8, 1.2), p=1.0),
-    "saturation": K.ColorJitter(saturation=(0.5, 1.5), p=1.0),
-    "hue": K.ColorJitter(hue=(-0.05, 0.05), p=1.0),
-    "sharpness": K.RandomSharpness((0.5, 1.5), p=1.0),
-}
-AFFINE = {"affine": K.RandomAffine(5.0, (0.05, 0.05), resample="nearest", p=1.0)}
-
 
 class AugmentCameras(ProcessorStep):
     """Augments the images of the cameras that ``cameras`` names. All frames of an observation move alike.
 
-    Place it before the step that normalizes. Use it for training only, because the preprocessor of a trained policy is
-    also used on the robot. The random numbers depend on the dataset's ``index`` and on the number of the step, which
-    is saved with the preprocessor: a resumed run continues with the same random numbers.
+    Place it before the step that normalizes. Use it for training only: the robot needs a preprocessor without it.
+    The random numbers depend on the dataset's ``index`` and on the number of the step, which is saved with the
+    preprocessor. To resume a run, load the preprocessor with ``DataProcessorPipeline.from_pretrained`` and
+    ``overrides={"AugmentCameras": {"cameras": cameras()}}``.
     """
 
     def __init__(self, cameras: gpuaug.Cameras, *, seed: int = 0) -> None:
@@ -56,8 +47,10 @@ class AugmentCameras(ProcessorStep):
 
 def cameras() -> gpuaug.Cameras:
     """lerobot's recipe, three of six operations. The wrist camera is not moved, and depth stays as it is."""
-    top = gpuaug.Augment(ops={"some": gpuaug.SomeOf(3, ops=COLOR | AFFINE)})
-    wrist = gpuaug.Augment(ops={"some": gpuaug.SomeOf(3, ops=COLOR)})
+    top, wrist = (
+        gpuaug.build(gpuaug.compose("train", ["augment=lerobot", *overrides]).augment)
+        for overrides in ([], ["augment.ops.choice.ops.affine=null"])
+    )
     prefix = "observation.images"
     return gpuaug.Cameras(cameras={f"{prefix}.top": top, f"{prefix}.wrist": wrist, f"{prefix}.depth": None})
 

@@ -16,17 +16,19 @@ class Views(nn.Module):
     """Makes a view for each view of ``recipe``, as stable-pretraining's ``StackedMultiView`` and ``MultiView`` do.
 
     ``batch["image"]`` becomes ``batch["views"]``, a list of dictionaries with ``image`` and ``label``. The random
-    numbers depend on ``sample_idx`` and ``current_epoch``, which the datasets add, and not on the batch.
+    numbers depend on ``sample_idx``, which the datasets add, and on the number of the batch. ``current_epoch`` is not
+    used: only stable-pretraining's ``DataModule`` sets it, and persistent workers send 0 in every epoch. A resumed run
+    needs another ``seed``, or it repeats the random numbers of the first batches.
     """
 
     def __init__(self, recipe: gpuaug.Augment | gpuaug.MultiView, *, seed: int = 0) -> None:
         super().__init__()
-        self.recipe, self.seed = recipe, seed
+        self.recipe, self.seed, self.batches = recipe, seed, 0
 
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Takes images [B, C, H, W] on the device: uint8, or floats in 0..1."""
-        images, epoch = batch.pop("image"), int(batch["current_epoch"][0]) if "current_epoch" in batch else 0
-        made = self.recipe(images, seed=self.seed, epoch=epoch, indices=batch["sample_idx"])
+        made = self.recipe(batch.pop("image"), seed=self.seed, epoch=self.batches, indices=batch["sample_idx"])
+        self.batches += 1
         views = made if isinstance(made, list) else [made]
         return {**batch, "views": [{"image": view, "label": batch.get("label")} for view in views]}
 

@@ -89,5 +89,6 @@ def instance(name: str, value: Any, *kinds: type, optional: bool = False) -> Any
 def _checked(good: object, name: str, value: Any, allowed: str, *, optional: bool = False, remedy: str = "") -> Any:
     if good or (optional and value is None):
         return value
-    or_null = " or null" if optional else ""
-    raise ConfigError(f"`{name}` must be {allowed}{or_null}. Found: {value!r:.200}.{remedy}")
+    or_null, found = " or null" if optional else "", f"{value!r:.200}"
+    found = f"a {type(value).__name__}" if "\n" in found else found  # such as a module: many lines
+    raise ConfigError(f"`{name}` must be {allowed}{or_null}. Found: {found}.{remedy}")

@@ -166,6 +166,8 @@ def test_a_batch_that_no_loader_made_is_shown_as_it_is() -> None:
     levels = torch.randint(0, 256, (2, 3, SIZE, SIZE), dtype=torch.uint8)
     for found, image in zip(cells(replace(batch, images=levels).show(size=SIZE), 2), levels, strict=True):
         assert np.array_equal(found, image.permute(1, 2, 0).numpy())
+    frames, clips = list(levels.expand(2, 2, 3, SIZE, SIZE)), levels[:, None].expand(2, 2, 3, SIZE, SIZE)
+    assert replace(batch, images=clips).show().tobytes() == replace(batch, images=frames).show().tobytes()
 
 
 @pytest.mark.parametrize(

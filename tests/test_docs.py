@@ -242,6 +242,33 @@ def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor, tmp_
     assert len(names["losses"]) == 2
 
 
+def test_the_guide_to_batches_of_your_own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block, in order."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "gpuaug" / "augment").mkdir(parents=True)
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    images = torch.rand(2, 3, 32, 40)
+    names: dict[str, Any] = {
+        "gpuaug": gpuaug,
+        "epoch": 1,
+        "numbers": [4, 7],
+        "clips": images[:, None].expand(2, 5, 3, 32, 40),
+    }
+    names.update(dict.fromkeys(("images", "top", "wrist", "depth"), images))
+    blocks = re.findall(
+        r"```(\w+)\n(.*?)```", guide.partition("\n## Your own batches\n")[2].partition("\n## ")[0], re.S
+    )
+    for kind, block in blocks:
+        if kind == "yaml":
+            Path(block.splitlines()[0].removeprefix("# ")).write_text(block, encoding="utf-8")
+        else:
+            exec(compile(block, "guide.md", "exec"), names)
+    assert names["images"].shape == (2, 3, 224, 224)
+    assert names["clips"].shape == (2, 5, 3, 32, 40)
+    sizes = {camera: list(x.shape[2:]) for camera, x in names["views"].items()}
+    assert sizes == {"top": [224, 224], "wrist": [112, 112], "depth": [32, 40]}
+
+
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words[:2]))
 def test_commands_of_the_readme_run(
     words: list[str], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

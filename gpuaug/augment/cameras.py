@@ -106,6 +106,11 @@ class Cameras(ReadOnly):
             every = torch.compiler.disable(every)
         return every(images, call, given, seed=seed, epoch=epoch, indices=indices, **more)
 
+    def extra_repr(self) -> str:
+        """The names, in the order of the recipes."""
+        names = (name if recipe is not None else f"{name}=None" for name, recipe in self.cameras.items())
+        return f"{', '.join(names)}, same_on_camera={self.same_on_camera}"
+
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide random numbers and pixels, as JSON."""
         recipes = {name: recipe and recipe.fingerprint() for name, recipe in self.cameras.items()}

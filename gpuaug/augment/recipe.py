@@ -496,9 +496,11 @@ class Augment(RecipeBase):
         }
 
     def extra_repr(self) -> str:
-        """Crop, operations, copies and backend."""
+        """Crop, operations, what is shared, copies and backend."""
         ops = (f"{name}={op!r}" for name, op in self.ops.items())
-        return ",\n".join([f"crop={self.crop!r}", *ops, f"copies={self.copies}", f"backend={self.backend!r}"])
+        names = ("same_on_frame", "same_on_camera")
+        same = (f"{name}={value}" for name in names if (value := getattr(self, name)))
+        return ",\n".join([f"crop={self.crop!r}", *ops, *same, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
         """Augment cropped ``images`` [B, H, W, C] of one view. Returns [B, C, H, W].

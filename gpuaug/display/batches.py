@@ -64,8 +64,10 @@ def contents(batch: Any, look: Appearance, *, count: int | None = None) -> list[
 
 
 def views_of(batch: Any) -> tuple[list[Any], list[Any]]:
-    """The images and the targets (or None) of each view."""
+    """The images and the targets (or None) of each view. Each frame of clips is a view."""
     images = batch.images if isinstance(batch.images, list) else [batch.images]
+    if batch.targets is None and batch.look is None:
+        images = [frame for view in images for frame in (view.unbind(1) if view.ndim == 5 and view.numel() else [view])]
     return images, batch.targets if isinstance(batch.targets, list) else [batch.targets] * len(images)
 
 
@@ -128,8 +130,8 @@ def picture(
     for view in views:
         if view.ndim != 4 or not view.numel():
             raise ConfigError(
-                "a batch shows images [B, C, H, W] with at least one sample and one pixel. "
-                f"Found: {list(view.shape)}. Show another batch."
+                "a batch shows images [B, C, H, W] with at least one sample and one pixel, and without targets also "
+                f"clips [B, T, C, H, W]. Found: {list(view.shape)}. Show another batch."
             )
     look: Appearance = batch.look or Appearance(views=("",) * len(views), normalize=(None,) * len(views))
     if len(look.views) != len(views):

@@ -74,7 +74,10 @@ class FolderSource(ListedSource):
         else:
             self._names = Names.of(tree.images(None))
             if not len(self._names):
-                raise SourceError(f"no images in {redact(self.root)!r}: no file below it ends in {', '.join(endings)}.")
+                raise SourceError(
+                    f"no images in {redact(self.root)!r}: no file below it ends in {', '.join(endings)}. "
+                    "For other files, set `source.extensions`."
+                )
         tree.warn()
         self._files = Files(self.root, self._names, self._storage, tree.files)
         self._activate(subset, exclude, began=began)
@@ -104,7 +107,7 @@ class FolderSource(ListedSource):
         if not len(self._names):
             raise SourceError(
                 f"no images in {place!r}: {len(folders)} class folders ({shortened(folders)}), but no file in them "
-                f"ends in {', '.join(endings)}."
+                f"ends in {', '.join(endings)}. For other files, set `source.extensions`."
             )
         if empty and given is None:
             raise SourceError(
