@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import ROOT
 from test_reference import images
 
 import gpuaug
@@ -186,15 +185,11 @@ def test_some_of_refuses_with_the_full_key(given: dict[str, Any], words: list[st
         assert word in str(caught.value)
 
 
-def test_the_example_of_the_guide_is_a_recipe(tmp_path: Any, photo_batch: torch.Tensor) -> None:
-    text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
-    (example,) = (block for block in text.split("```yaml\n")[1:] if "gpuaug.SomeOf" in block.partition("```")[0])
-    (tmp_path / "gpuaug/augment").mkdir(parents=True)
-    (tmp_path / "gpuaug/augment/robot.yaml").write_text(example.partition("```")[0], encoding="utf-8")
-    words = ["source.root=.", "augment=robot", "augment.ops.some.weights.hue=2", "augment.ops.some.ops.affine=null"]
-    augment = gpuaug.compose("train", words, config_dir=tmp_path).augment
+def test_a_choice_can_be_changed_by_overrides(photo_batch: torch.Tensor) -> None:
+    words = ["augment=lerobot", "augment.ops.choice.weights.hue=2", "augment.ops.choice.ops.affine=null"]
+    augment = gpuaug.compose("train", words).augment
     for recipe in (gpuaug.build(augment), hydra.utils.instantiate(augment)):
-        assert (recipe.ops["some"].n, recipe.ops["some"].weights["hue"]) == (3, 2)
-        assert len(recipe.prepared[0].leaves("some")) == 5
+        assert (recipe.ops["choice"].n, recipe.ops["choice"].weights["hue"]) == (3, 2)
+        assert len(recipe.prepared[0].leaves("choice")) == 5
         fused, kornia = (recipe.replace(backend=backend)(photo_batch, seed=0) for backend in ("fused", "kornia"))
         assert (fused - kornia).abs().max() < 1e-4
