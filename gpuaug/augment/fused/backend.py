@@ -41,8 +41,9 @@ _Output = tuple[Any, Any, torch.dtype, bool]  # scale, shift (per channel: x * s
 _BETWEEN: _Output = (1.0,), (0.0,), torch.float32, False
 # With other numbers of channels than three, the Triton kernels run only these steps. They treat all channels alike.
 _ANY_CHANNEL = frozenset(
-    (Code.NONE, Code.HFLIP, Code.VFLIP, Code.MULTIPLY, Code.ADD, Code.SOLARIZE, Code.POSTERIZE, Code.INVERT, Code.GAMMA,
-     Code.ERASE, Code.BLUR, Code.WARP)
+    (Code.NONE, Code.HFLIP, Code.VFLIP, Code.MULTIPLY, Code.ADD, Code.CONTRAST, Code.SOLARIZE, Code.POSTERIZE,
+     Code.INVERT, Code.GAMMA, Code.ERASE, Code.NOISE, Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS, Code.BLUR,
+     Code.WARP)
 )  # fmt: skip
 
 
@@ -166,14 +167,10 @@ class Part:
             tables = self.tables(chosen, size, x.device, channels=channels) + _weights(code, args)
             return _run_on_cpu(compiled, x, white, code, args, tables, ramps, output, crop, refuses)
         scale, shift, dtype, channels_last = output
-        if channels != 3:
-            return _groups_of_three(compiled, reference.unit(x, white), code, args, ramps, output, self.formulas)
-        kernel = x.dtype == torch.uint8 and white in (None, reference.WHITE[x.dtype])
-        y = x if kernel else reference.unit(x, white)
-        tables = self.tables(chosen, size, x.device, compiled.normal_field)
-        program = upload(code, args, ramps, scale, shift, x.device)
-        more = {"tables": tables, "formulas": self.formulas}
-        return compiled.launch(y, program, dtype=dtype, channels_last=channels_last, **more)
+        tables = self.tables(chosen, size, x.device, compiled.normal_field, channels)
+        program = upload(code, args, ramps, scale, shift, x.device, channels)
+        more = {"tables": tables, "formulas": self.formulas, "white": white}
+        return compiled.launch(x, program, dtype=dtype, channels_last=channels_last, **more)
 
     def program(self, chosen: list[Chosen], size: Size, batch: int) -> tuple[NDArray[np.int32], Float]:
         """Return ``code`` int32 [B, steps] and ``args`` float32 [B, steps, ARGS]; code 0 is no step."""
@@ -392,23 +389,6 @@ def _triton_kernels(device: torch.device) -> Any:
         _without_triton(f"{type(error).__name__}: {error}")
         return None
     return triton_kernels
-
-
-def _groups_of_three(
-    compiled: Any, x: Tensor, code: NDArray[np.int32], args: Float, ramps: Float, output: _Output, formulas: Any
-) -> Tensor:
-    """Run kernels for RGB on any number of channels, float32 [B, C, H, W]: three channels of an image are one row."""
-    scale, shift, dtype, channels_last = output
-    batch, channels = x.shape[:2]
-    groups = -(-channels // 3)
-    x = torch.cat([x, x[:, -1:].expand(-1, 3 * groups - channels, -1, -1)], dim=1).view(-1, 3, *x.shape[2:])
-    program = upload(np.repeat(code, groups, 0), np.repeat(args, groups, 0), ramps, *_BETWEEN[:2], x.device)
-    y = compiled.launch(x, program, dtype=torch.float32, channels_last=False, formulas=formulas)
-    y = y.view(batch, 3 * groups, *y.shape[2:])[:, :channels]
-    factors = [torch.tensor(np.resize(values, channels), dtype=torch.float32) for values in (scale, shift)]
-    wide, high = (to_device(values, y.device).view(-1, 1, 1) for values in factors)
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    return (y * wide + high).to(dtype, memory_format=memory_format)
 
 
 def _without_triton(why: str) -> None:

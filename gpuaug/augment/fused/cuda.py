@@ -15,15 +15,19 @@ from subprocess import SubprocessError
 from traceback import walk_tb
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from triton.errors import TritonError
 
 from gpuaug.augment.fused.cuda_kernels import _blur_kernel, _mean_kernel, _normal_kernel, _points_kernel
 from gpuaug.augment.fused.cuda_pillow import _levels_kernel, _pillow_kernel
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, table_of
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, samples_of, table_of
 from gpuaug.augment.ops.codes import Code
+from gpuaug.augment.reference import WHITE, size_of
+from gpuaug.random.keyed import Int
 
 BLOCK = 512  # pixels per Triton program: 224 x 224 take 98 programs, 96 x 96 take 18
 # 64 threads, so 8 pixels and 69 to 80 registers per thread. 16 pixels take 128 to 168, and 7 % fewer instructions.
@@ -78,16 +82,29 @@ def _cached(x: Tensor, batch: int) -> int:
 
 def launch(
     x: Tensor, program: Program, *, dtype: torch.dtype, channels_last: bool, tables: Sequence[Table] = (),
-    formulas: Mapping[Code, Any] | None = None,
+    formulas: Mapping[Code, Any] | None = None, white: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Queue the program's kernels on the current device; ``x``: uint8 [B, H, W, 3] or float32 [B, 3, H, W]."""
-    axis = {torch.uint8: 3, torch.float32: 1}.get(x.dtype)
-    if axis is None or x.dim() != 4 or x.shape[axis] != 3:  # the kernels would misread it
-        raise TypeError(f"expected uint8 [B, H, W, 3] or float32 [B, 3, H, W], but got {x.dtype} {list(x.shape)}")
-    x = x.contiguous()
-    batch, (height, width) = len(x), x.shape[1:3] if axis == 3 else x.shape[2:]
-    steps, eights = program.code.shape[1], width % 8 == 0
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    """Queue the program's kernels on the current device. Maps [B, H, W, C] to [B, C, H, W].
+
+    ``x``: of a type in :data:`~gpuaug.augment.reference.WHITE`; kernels read it where it lies if its planes, or the
+    pixels of an RGB image, are dense. ``white``: its value that becomes 1; None: that of its type. For other numbers of
+    channels than 3, three channels of an image are a sample of the kernels.
+    """
+    (height, width), channels, parts = size_of(x), x.shape[3], samples_of(x.shape[3])
+    if len(program.code) != parts * len(x):  # the kernels would read other memory
+        raise TypeError(f"expected a program of {parts * len(x)} samples, but got {len(program.code)}")
+    white = WHITE[x.dtype] if white is None else white
+    loose = x.is_floating_point() or white != WHITE[x.dtype]
+    divides, kind = white != (255 if x.dtype == torch.uint8 else 1), 1
+    if channels != 3 or not x.is_contiguous():
+        x, kind = x.permute(0, 3, 1, 2), 0
+        missing = 3 * parts - channels
+        x = (torch.cat([x, x[:, -1:].expand(-1, missing, -1, -1)], dim=1) if missing else x.contiguous()).flatten(0, 1)
+    batch, steps, eights = len(program.code), program.code.shape[1], width % 8 == 0
+    if channels != 3:
+        tables = [(_rows_of(rows, parts), column, _padded(values, parts)) for rows, column, values in tables]
+    layout_of_result = channels_last and channels == 3
+    memory_format = torch.channels_last if layout_of_result else torch.contiguous_format
     out = torch.empty((batch, 3, height, width), dtype=dtype, device=x.device, memory_format=memory_format)
 
     def planes(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -98,36 +115,36 @@ def launch(
         last = number == len(program.stretches) - 1
         final = last and bool(stretch.kernel or not stretch.rest)  # a Triton kernel writes the result
         y, ends = out if final else planes(batch), program.ends[int(final)]
-        kind = 0
-        if x.dtype == torch.uint8:
-            kind = 2 if eights and x.data_ptr() % 8 == 0 else 1
-            x = x.view(-1).view(torch.int64) if kind == 2 else x
-        layout = (2 if eights else 1) if final and channels_last else 0
+        if kind == 1 and x.dtype == torch.uint8 and not divides and eights and x.data_ptr() % 8 == 0:
+            x, kind = x.view(-1).view(torch.int64), 2
+        layout = (2 if eights else 1) if final and layout_of_result else 0
         mid = y
         if stretch.kernel:
             # 16 bits are exact to 8e-6, where the result has 8 or 11 bits
-            short = stretch.kernel == "blur" and stretch.bounded and kind and y.dtype.itemsize == 2
+            short = stretch.kernel == "blur" and stretch.bounded and not loose and y.dtype.itemsize == 2
             mid = planes(len(groups[0]), torch.uint16 if short else torch.float32)
-        samples = _cached(x, batch) if stretch.contrast else batch
+        samples = _cached(x, batch) // parts * parts if stretch.contrast else batch
+        reading = {"KIND": kind, "DIVIDES": divides, "LOOSE": loose, "CHANNELS": channels}
         for start in range(0, batch, samples):
             grid = (triton.cdiv(height * width, BLOCK) * min(samples, batch - start),)
             if stretch.contrast:
                 _queue(
-                    _mean_kernel, grid, x.device, x, program.code, program.args, flips, sums, height, width, start,
-                    stretch.first, stretch.last, steps, KIND=kind, PILLOW=stretch.pillow, N=BLOCK, num_warps=WARPS,
+                    _mean_kernel, grid, x.device, x, program.code, program.args, flips, sums, height, width, white,
+                    start, stretch.first, stretch.last, steps, **reading, PILLOW=stretch.pillow, N=BLOCK,
+                    num_warps=WARPS,
                 )  # fmt: skip
             _queue(
                 _points_kernel, grid, x.device, x, y, mid, program.code, program.args, flips, sums, places,
-                ends, height, width, start, stretch.first, stretch.last, steps, KIND=kind, LAYOUT=layout,
+                ends, height, width, white, start, stretch.first, stretch.last, steps, **reading, LAYOUT=layout,
                 STEPS=stretch.colour, MEAN=stretch.contrast, PILLOW=stretch.pillow, COPIES=bool(stretch.kernel),
                 N=BLOCK, num_warps=WARPS,
             )  # fmt: skip
-        x = y
+        x, kind, divides, loose, white = y, 0, False, True, 1.0
         if stretch.kernel == "blur":
             tiles = 3 * triton.cdiv(height, TILE[0]) * triton.cdiv(width, TILE[1])
             _queue(
                 _blur_kernel, (tiles * len(mid),), x.device, mid, y, groups[0], program.args, ends, height, width,
-                stretch.last - 1, steps, CHANNELS_LAST=layout > 0, R=TILE[0], C=TILE[1], K=TILE[2],
+                stretch.last - 1, steps, CHANNELS=channels, CHANNELS_LAST=layout > 0, R=TILE[0], C=TILE[1], K=TILE[2],
                 num_warps=BLUR_WARPS,
             )  # fmt: skip
         elif stretch.kernel:
@@ -148,4 +165,17 @@ def launch(
             for group, rows in zip(stretch.rest, groups, strict=True):
                 table, a = table_of(group, column, tables), program.args[:, column]
                 x = run_step(group, x, a, rows, table=table, ramps=program.ramps, formulas=formulas)
+    if channels != 3:
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        x = x.view(-1, 3 * parts, height, width)[:, :channels].contiguous(memory_format=memory_format)
     return x
+
+
+def _rows_of(rows: Int, parts: int) -> Int:
+    """Rows [n, T] of images as rows [n, T * parts] of samples."""
+    return (rows[:, :, None] * parts + np.arange(parts)).reshape(len(rows), -1)
+
+
+def _padded(values: Tensor, parts: int) -> Tensor:
+    """The table of a step, which has values for each pixel [n, C, H, W], with channels for all samples of an image."""
+    return F.pad(values, (0, 0, 0, 0, 0, 3 * parts - values.shape[1]))

@@ -257,8 +257,23 @@ def _unpacked(low0, high0, low1, high1, low2, high2, BACKWARDS: tl.constexpr):  
 
 
 @triton.jit
-def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a block of the flipped image. KIND 0: float32 planes; 1: bytes; 2: words of 8 bytes (if width % 8 == 0)."""
+def _fraction(x, white, DIVIDES: tl.constexpr):  # type: ignore[no-untyped-def]
+    if DIVIDES:
+        return tl.div_rn(x.to(tl.float32), white)
+    if x.dtype == tl.uint8:
+        return over_255(x.to(tl.float32))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _load(  # type: ignore[no-untyped-def]
+    src, sample, block, flip, height, width, white, KIND: tl.constexpr, DIVIDES: tl.constexpr, N: tl.constexpr
+):
+    """Load a block of the flipped image as fractions of white.
+
+    KIND 0: planes; 1: channels last; 2: bytes, channels last, in words of 8 bytes (if width % 8 == 0). ``DIVIDES``:
+    whether ``white`` is another value than 1 of floats or 255 of bytes.
+    """
     pixels = height * width
     if KIND == 2:
         group = block * (N // 8) + tl.arange(0, N // 8)
@@ -286,26 +301,26 @@ def _load(src, sample, block, flip, height, width, KIND: tl.constexpr, N: tl.con
             y = tl.where((flip & 2) != 0, height - 1 - y, y)
             p = y * width + x
         at = src + sample.to(tl.int64) * pixels * 3
-        if KIND == 1:
-            r = over_255(tl.load(at + p * 3, mask, 0).to(tl.float32))
-            g = over_255(tl.load(at + p * 3 + 1, mask, 0).to(tl.float32))
-            b = over_255(tl.load(at + p * 3 + 2, mask, 0).to(tl.float32))
-        else:
-            r = tl.load(at + p, mask, 0.0)
-            g = tl.load(at + pixels + p, mask, 0.0)
-            b = tl.load(at + 2 * pixels + p, mask, 0.0)
+        at += p * 3 if KIND else p
+        apart = 1 if KIND else pixels
+        r = _fraction(tl.load(at, mask, 0), white, DIVIDES)
+        g = _fraction(tl.load(at + apart, mask, 0), white, DIVIDES)
+        b = _fraction(tl.load(at + 2 * apart, mask, 0), white, DIVIDES)
     return r, g, b
 
 
-@triton.jit(do_not_specialize=["start", "first", "last", "steps"])
+@triton.jit(do_not_specialize=["white", "start", "first", "last", "steps"])
 def _mean_kernel(  # type: ignore[no-untyped-def]
-    src, code, args, flips, sums, height, width, start, first, last, steps,
-    KIND: tl.constexpr, PILLOW: tl.constexpr, N: tl.constexpr,
+    src, code, args, flips, sums, height, width, white, start, first, last, steps,
+    KIND: tl.constexpr, DIVIDES: tl.constexpr, LOOSE: tl.constexpr, CHANNELS: tl.constexpr, PILLOW: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     """Add each sample's sum of gray before its contrast step to ``sums``, int64 [B] in units of 2^-24.
 
-    ``start``: the first sample of this launch.
+    ``start``: the first sample of this launch. With other ``CHANNELS`` than 3, a sample is three channels of an image,
+    and all channels are added to the sum of the image's first sample.
     """
+    SAMPLES: tl.constexpr = (CHANNELS + 2) // 3  # of an image
     blocks = tl.cdiv(height * width, N)
     sample, block = start + tl.program_id(0) // blocks, tl.program_id(0) % blocks
     place = last
@@ -318,16 +333,21 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
             erased = 1
     if place < last:
         flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # a flip changes the mean only if a box is erased
-        r, g, b = _load(src, sample, block, flip, height, width, KIND, N)
+        r, g, b = _load(src, sample, block, flip, height, width, white, KIND, DIVIDES, N)
         p = block * N + tl.arange(0, N)
-        loose = 1 if KIND == 0 else 0
+        loose = 1 if LOOSE else 0
         for s in range(first, place):
             number = tl.load(code + sample * steps + s)
             if number > 2:
                 a = args + (sample * steps + s) * _ARGS
                 r, g, b, loose = _step(number, a, r, g, b, loose, p, width, 0.0, 0.0, PILLOW)
         r, g, b = _unit(r), _unit(g), _unit(b)
-        gray = r * 0.299 + g * 0.587 + b * 0.114
+        if CHANNELS == 3:
+            gray = r * 0.299 + g * 0.587 + b * 0.114
+        else:  # the last sample of an image can have copies of its last channel
+            left = CHANNELS - sample % SAMPLES * 3
+            sample = sample // SAMPLES * SAMPLES
+            gray = r + tl.where(left > 1, g, 0.0) + tl.where(left > 2, b, 0.0)
         pillow = False
         if PILLOW:
             pillow = tl.load(args + (sample * steps + place) * _ARGS + _PILLOW) != 0.0
@@ -379,31 +399,36 @@ def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: 
         tl.store(at + 16, _in_a_row(g5, b5, r6, g6, b6, r7, g7, b7, False), mask)
 
 
-@triton.jit(do_not_specialize=["start", "first", "last", "steps"])
+@triton.jit(do_not_specialize=["white", "start", "first", "last", "steps"])
 def _points_kernel(  # type: ignore[no-untyped-def]
-    src, dst, mid, code, args, flips, sums, places, ends, height, width, start, first, last, steps,
-    KIND: tl.constexpr, LAYOUT: tl.constexpr, STEPS: tl.constexpr, MEAN: tl.constexpr, PILLOW: tl.constexpr,
-    COPIES: tl.constexpr, N: tl.constexpr,
+    src, dst, mid, code, args, flips, sums, places, ends, height, width, white, start, first, last, steps,
+    KIND: tl.constexpr, DIVIDES: tl.constexpr, LOOSE: tl.constexpr, CHANNELS: tl.constexpr, LAYOUT: tl.constexpr,
+    STEPS: tl.constexpr, MEAN: tl.constexpr, PILLOW: tl.constexpr, COPIES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Run the steps [first, last) of every sample, then scale and shift each channel by ``ends``, float32 [8].
+    """Run the steps [first, last) of every sample, then scale and shift each channel by ``ends``, float32 [n, 8].
 
-    ``STEPS``: whether any sample has other steps than flips.
+    ``STEPS``: whether any sample has other steps than flips. ``LOOSE``: whether colours of ``src`` may be outside 0..1.
+    An image of other ``CHANNELS`` than 3 consists of n samples.
 
     ``COPIES``: if ``place = places[sample]`` is not -1, the sample is stored in row ``place`` of ``mid``. Another
     kernel continues there and applies ``ends``.
     """
+    SAMPLES: tl.constexpr = (CHANNELS + 2) // 3
     if KIND == 2 or LAYOUT == 2:
         width = tl.multiple_of(width, 8)
     # start with the last pixels: they are still in the cache, because the mean kernel ended there
     at, pixels = tl.num_programs(0) - 1 - tl.program_id(0), height * width
     sample, block = start + at // tl.cdiv(pixels, N), at % tl.cdiv(pixels, N)
-    r, g, b = _load(src, sample, block, tl.load(flips + sample), height, width, KIND, N)
+    r, g, b = _load(src, sample, block, tl.load(flips + sample), height, width, white, KIND, DIVIDES, N)
     p = block * N + tl.arange(0, N)
-    loose = 1 if KIND == 0 else 0
+    loose = 1 if LOOSE else 0
     mean, mean_level = 0.0, 0.0
     if MEAN:
-        total = tl.load(sums + sample)
-        mean = total.to(tl.float32) * (1.0 / _FIXED) / pixels
+        if CHANNELS == 3:
+            total, count = tl.load(sums + sample), pixels
+        else:
+            total, count = tl.load(sums + sample // SAMPLES * SAMPLES), pixels * CHANNELS
+        mean = total.to(tl.float32) * (1.0 / _FIXED) / count
         if PILLOW:  # round half up; an integer remainder then corrects the float quotient
             nearest = tl.floor(mean * 256.0 + 0.5).to(tl.int64)
             rest = (total >> 15) + pixels - 2 * pixels * nearest
@@ -421,6 +446,8 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     if place >= 0:
         _store(mid, place, block, r, g, b, height, width, 0, N)
     else:
+        if CHANNELS != 3:
+            ends += sample % SAMPLES * 8
         r = r * tl.load(ends) + tl.load(ends + 3)
         g = g * tl.load(ends + 1) + tl.load(ends + 4)
         b = b * tl.load(ends + 2) + tl.load(ends + 5)
@@ -456,13 +483,14 @@ def _sum_of_weights(half, rate):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["column", "steps"])
 def _blur_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, args, ends, height, width, column, steps,
-    CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Blur a tile of one plane of ``src``, float32 or uint16, along x and then y, and apply ``ends``.
 
     Each direction is a product with a matrix of weights, K pixels at a time. tf32x3 has errors near those of float32,
     and runs on tensor cores; without them (sm_75), it is float32.
     """
+    SAMPLES: tl.constexpr = (CHANNELS + 2) // 3
     across = tl.cdiv(width, C)
     tiles = across * tl.cdiv(height, R)
     plane, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -492,6 +520,8 @@ def _blur_kernel(  # type: ignore[no-untyped-def]
     total = _sum_of_weights(half_x, rate) * _sum_of_weights(half_y, rate)
     if src.dtype.element_ty == tl.uint16:
         total *= 65535.0
+    if CHANNELS != 3:
+        ends += sample % SAMPLES * 8
     value = value * (tl.load(ends + channel) / total) + tl.load(ends + 3 + channel)
     y, x = (top + y)[:, None], (left + x)[None, :]
     to = (y * width + x) * 3 + channel if CHANNELS_LAST else channel * pixels + y * width + x

@@ -5,6 +5,7 @@ A program has a row per sample and a column per step. Only the JPEG step waits f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import or_
@@ -147,18 +148,27 @@ class Program(NamedTuple):
     stretches: list[Stretch]
     code: Tensor  # int32 [B, S]
     args: Tensor  # float32 [B, S, ARGS]
-    ends: Tensor  # float32 [2, 8]; for inner parts and for the output: scale (3), shift (3), padding
+    ends: Tensor  # float32 [2, n, 8]; for inner parts and for the output: scale (3), shift (3), padding
     ramps: Tensor
+
+
+def samples_of(channels: int) -> int:
+    """Number of samples of the kernels that an image consists of: they have three channels each."""
+    return -(-channels // 3)
 
 
 def upload(
     code: NDArray[np.int32], args: Float, ramps: Float, scale: Sequence[float], shift: Sequence[float],
-    device: torch.device,
+    device: torch.device, channels: int = 3,
 ) -> Program:  # fmt: skip
     """Copy the program, and zeros for ``sums``, to the device in one transfer."""
+    parts = samples_of(channels)
+    if parts > 1:
+        code, args = np.repeat(code, parts, axis=0), np.repeat(args, parts, axis=0)
     split, batch = stretches(code, args), len(code)
-    ends = np.zeros((2, 8), dtype=np.float32)  # each pair begins at a multiple of 16 bytes
-    ends[0, :3], ends[1, :3], ends[1, 3:6] = 1, scale, shift
+    ends = np.zeros((2, parts, 8), dtype=np.float32)  # each pair begins at a multiple of 16 bytes
+    ends[0, :, :3] = 1
+    ends[1, :, :6] = np.hstack([np.resize(np.resize(v, channels), (parts, 3)) for v in (scale, shift)])
     arrays: list[NDArray[np.int32] | Float] = [code, args, ends, ramps]
     for stretch in split:
         own = np.zeros((4, -(-batch // 4) * 4), dtype=np.int32)  # flips; places; sums in two rows
@@ -206,8 +216,8 @@ def run_step(
 
     whole = len(group.rows) == len(x)
     y, own = (x, a) if whole else (x.index_select(0, rows), a.index_select(0, rows))
-    if group.code is Code.NOISE:
-        y = y + table
+    if group.code is Code.NOISE:  # a row of the table can be for several rows of `y`
+        y = (y.view(len(table), -1, *table.shape[1:]) + table[:, None]).view_as(y)
     elif group.code is Code.ERASE_NOISE:
         y = _erase(y, own, table)
     elif group.code is Code.JPEG:  # waits for the device, because Kornia checks the quality
@@ -241,25 +251,27 @@ def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
         channel = torch.arange(3, device=x.device)[None, :, None, None]
         at = ((channel * height[:, None] + down[:, None]) * width[:, None] + right[:, None]).long()
         at = torch.where(inside[:, None], at, 0).flatten(1)
-        value = value + a[:, 7:10, None, None] * table.gather(1, at).view_as(x)
+        value = value + a[:, 7:10, None, None] * table.gather(1, at.view(len(table), -1)).view_as(x)
     return torch.where(inside[:, None], value, x)
 
 
 def table_of(group: Group, column: int, tables: Sequence[Table]) -> Tensor | None:
-    """The table of a group, float32 [rows, ...]; None if the group's step has no table.
+    """The table of a group, float32 [n, ...]; None if the group's step has no table. Each row is for as many samples.
 
-    The tables of several operations are joined. Missing values are 0.
+    The tables of several operations are joined, with a row for each sample. Missing values are 0.
     """
-    own = [
-        (rows.ravel(), values if rows.shape[1] == 1 else values.repeat_interleave(rows.shape[1], 0))
-        for rows, at, values in tables
-        if at == column and rows[0, 0] in group.rows
-    ]
-    if not own or len(own[0][0]) == len(group.rows):
+    own = [(rows, values) for rows, at, values in tables if at == column and rows[0, 0] in group.rows]
+    if not own or own[0][0].size == len(group.rows):
         return own[0][1] if own else None
-    joined = own[0][1].new_zeros((len(group.rows), *max(values.shape[1:] for _, values in own)))
+    each = []
     for rows, values in own:
-        at = to_device(torch.from_numpy(np.searchsorted(group.rows, rows)), values.device)
+        # in noise, three of an image's channels belong to a sample
+        shape = (3, *values.shape[2:]) if group.code is Code.NOISE else values.shape[1:]
+        times = rows.size * math.prod(shape) // values.numel()
+        each.append(values[:, None].expand(-1, times, *values.shape[1:]).reshape(rows.size, *shape))
+    joined = each[0].new_zeros((len(group.rows), *max(values.shape[1:] for values in each)))
+    for (rows, _), values in zip(own, each, strict=True):
+        at = to_device(torch.from_numpy(np.searchsorted(group.rows, rows.ravel())), values.device)
         joined[:, : values.shape[1]].index_copy_(0, at, values)
     return joined
 
