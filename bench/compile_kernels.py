@@ -170,7 +170,7 @@ def label(key: Any) -> str:
     shown = [
         f"{k}={int(v)}"
         for k, v in constants.items()
-        if k in ("KIND", "LAYOUT") or (isinstance(v, bool) and k != "CHANNELS_LAST")
+        if k in ("KIND", "LAYOUT", "INTERPOLATION") or (isinstance(v, bool) and k != "CHANNELS_LAST")
     ]
     return " ".join([key[0].strip("_").removesuffix("_kernel"), *shown])
 

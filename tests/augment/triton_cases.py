@@ -24,7 +24,7 @@ from test_fused import (
     draw,
     photographs,
 )
-from test_pillow import FILL, MAGNITUDES, drawn, pictures
+from test_pillow import FILL, MAGNITUDES, drawn, pictures, pillows, to_levels
 
 import gpuaug
 from gpuaug.augment.fused import backend as fused
@@ -205,6 +205,48 @@ def test_an_operation_with_pillows_arithmetic(name: str) -> None:
         program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
         found = cuda.launch(images.to(DEVICE), program, dtype=torch.float32, channels_last=False)
         assert torch.equal(found.cpu(), ReferenceBackend(prepared)(images, chosen))
+
+
+@pytest.mark.parametrize("how", INTERPOLATIONS)
+@pytest.mark.parametrize("name", ["shear_x", "translate_y", "rotate"])
+def test_pixels_move_as_pillows(name: str, how: str) -> None:
+    """By tiny, random, round and far too large distances."""
+    random = np.random.default_rng(0)
+    for size in ((1, 1), (170, 3), (16, 31)):
+        images = random.integers(0, 256, (9, *size, 3), dtype=np.uint8)
+        images[:4] = pictures(*size)[:4]
+        magnitudes = (random.uniform(-1, 1, 9) * {"s": 0.5, "t": size[0], "r": 180.0}[name[0]]).astype(np.float32)
+        magnitudes[3:9] = (1e-7 * magnitudes[3], 1e-14, 1e5, 0.09, 4.5, 45)
+        prepared, chosen = drawn([(PillowOp(name, interpolation=how, fill=FILL), magnitudes, True)], 9)
+        code, args = fused._parts(tuple(prepared))[0].program(chosen, size, 9)
+        program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
+        on_device = torch.from_numpy(images).to(DEVICE)
+        found = to_levels(cuda.launch(on_device, program, dtype=torch.float32, channels_last=False).cpu())
+        for row, image in enumerate(images):
+            assert np.array_equal(found[row], pillows(name, image, magnitudes[row], how)), (size, magnitudes[row])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls inside the interpreter")
+@pytest.mark.parametrize(
+    ("name", "how", "magnitude", "blocks"),
+    [
+        ("shear_x", "bilinear", 0.09, 0),
+        ("shear_y", "bilinear", -0.27, 0),
+        ("rotate", "bilinear", 9, 0),
+        ("rotate", "bicubic", 90, 0),
+        ("translate_x", "bicubic", 4.5, 8),  # many results are whole levels
+    ],
+)
+def test_few_blocks_take_float64(
+    name: str, how: str, magnitude: float, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, position = [], cuda_pillow._position64
+    monkeypatch.setattr(cuda_pillow, "_position64", lambda *args: calls.append(1) or position(*args))
+    prepared, chosen = drawn([(PillowOp(name, interpolation=how), magnitude, True)], 1)
+    code, args = fused._parts(tuple(prepared))[0].program(chosen, (64, 64), 1)
+    program = cuda_steps.upload(code, args, np.zeros(1, dtype=np.float32), (1.0,) * 3, (0.0,) * 3, DEVICE)
+    cuda.launch(photographs(64)[:1], program, dtype=torch.float32, channels_last=False)
+    assert len(calls) == 2 * blocks  # of 8; a call per axis
 
 
 def test_interpolations_share_a_kernel() -> None:

@@ -35,7 +35,7 @@ WARPS = 2
 TILE = (64, 32, 16)  # rows and columns per Triton program of a blur, step of its products (32: 128 registers)
 BLUR_WARPS = 4
 NORMAL_WARPS = LEVELS_WARPS = 8
-PILLOW_WARPS = 8  # 2 pixels per thread: 80 registers for cubic interpolation; 4 pixels take 176
+PILLOW_WARPS = (8, 8, 16)  # by interpolation: 2 pixels per thread, 1 if cubic (2 take up to 113 registers)
 LEVELS_BLOCK = 2048
 
 # Triton's own errors, a missing libcuda or Python header, a folder or compiler that fails, and a refused launch. Triton
@@ -149,6 +149,7 @@ def launch(
             )  # fmt: skip
         elif stretch.kernel:
             column = stretch.last - 1
+            most = max([0, *(int(group.static[0]) for group in stretch.rest if group.code is Code.RESAMPLE)])
             levels = torch.empty((len(mid), 3, 256), dtype=torch.float32, device=x.device)
             if any(group.code in (Code.AUTOCONTRAST, Code.EQUALIZE) for group in stretch.rest):
                 _queue(
@@ -158,7 +159,7 @@ def launch(
             _queue(
                 _pillow_kernel, (triton.cdiv(height * width, BLOCK) * len(mid),), x.device, mid, y, groups[0],
                 program.code, program.args, levels, ends, height, width, column, steps, LAYOUT=layout,
-                CUBIC=any(group.static == (2.0,) for group in stretch.rest), N=BLOCK, num_warps=PILLOW_WARPS,
+                INTERPOLATION=most, N=BLOCK, num_warps=PILLOW_WARPS[most],
             )  # fmt: skip
         elif stretch.rest:
             column = stretch.last - 1

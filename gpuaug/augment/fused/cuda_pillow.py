@@ -60,37 +60,150 @@ def _tap(plane, x, y, height, width):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _bits(a):  # type: ignore[no-untyped-def]
+    """The bits of a float64 argument."""
+    low, high = tl.load(a).to(tl.int32, bitcast=True), tl.load(a + 1).to(tl.int32, bitcast=True)
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _fixed(a, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A float64 argument below 2^52 as an integer, in units of 2^-BITS. If it has lower bits, the last bit is set."""
+    bits = _bits(a)
+    exponent = (bits >> 52) & 2047
+    mantissa = (bits & (2**52 - 1)) | tl.where(exponent > 0, 2**52, 0)
+    shift = tl.minimum(tl.maximum(1075 - BITS - exponent, 0), 63)
+    value = mantissa >> shift
+    value |= ((value << shift) != mantissa).to(tl.int64)
+    return tl.where(bits < 0, -value, value)
+
+
+@triton.jit
+def _position(a, x, y, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the matrix moves the centre of a pixel, in units of 2^-(BITS + 1), along one axis.
+
+    Also returns 0 if that is the centre of a pixel for all pixels, else 1; whether all positions have at most 31 bits
+    below 1; and whether the matrix is too large.
+    """
+    across, down, shift = _fixed(a, BITS), _fixed(a + 2, BITS), 2 * _fixed(a + 4, BITS)
+    apart = ((across | down) & (2**BITS - 1)) | (((across + down + shift) & (2 ** (BITS + 1) - 1)) ^ 2**BITS)
+    large = ((tl.abs(across) | tl.abs(down)) >> (BITS + 6)) | (tl.abs(shift) >> 53)
+    exact = ((across | down | shift) & (2 ** (BITS - 30) - 1)) == 0
+    return across * (2 * x + 1) + down * (2 * y + 1) + shift, (apart != 0).to(tl.int32), exact, large != 0
+
+
+@triton.jit
+def _position64(a, x, y):  # type: ignore[no-untyped-def]
+    """As ``_position``, in float64 and rounded as Pillow does."""
+    across, down, shift = _bits(a), _bits(a + 2), _bits(a + 4)
+    ox, oy = x.to(tl.float64) + 0.5, y.to(tl.float64) + 0.5
+    moved = _product64(across.to(tl.float64, bitcast=True), ox) + _product64(down.to(tl.float64, bitcast=True), oy)
+    return moved + shift.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _times(v, d):  # type: ignore[no-untyped-def]
+    """Multiply: float64, or integers in units of 2^-20 and 2^-31, rounded down."""
+    if d.dtype == tl.float64:
+        return _product64(v, d)
+    else:
+        return ((v.to(tl.int64) * d.to(tl.int64)) >> 31).to(tl.int32)
+
+
+@triton.jit
 def _between(v0, v1, d):  # type: ignore[no-untyped-def]
-    return v0 + _product64(v1 - v0, d)
+    """Interpolate. The second result says whether the values differ."""
+    return v0 + _times(v1 - v0, d), v0 != v1
 
 
 @triton.jit
 def _cubic(v1, v2, v3, v4, d):  # type: ignore[no-untyped-def]
-    third = _product64(d, -v1 + v2 - v3 + v4)
-    return v2 + _product64(d, (-v1 + v3) + _product64(d, (2 * (v1 - v2) + v3 - v4) + third))
+    third = _times(-v1 + v2 - v3 + v4, d)
+    value = v2 + _times((-v1 + v3) + _times((2 * (v1 - v2) + v3 - v4) + third, d), d)
+    return value, (v1 != v2) | (v1 != v3) | (v1 != v4)
 
 
 @triton.jit
-def _cubic_line(plane, x, y, d, height, width):  # type: ignore[no-untyped-def]
-    v1, v2 = _tap(plane, x - 1, y, height, width), _tap(plane, x, y, height, width)
-    v3, v4 = _tap(plane, x + 1, y, height, width), _tap(plane, x + 2, y, height, width)
-    return _cubic(v1.to(tl.float64), v2.to(tl.float64), v3.to(tl.float64), v4.to(tl.float64), d)
-
-
-@triton.jit
-def _resampled(plane, x, y, dx, dy, cubic, height, width, CUBIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Interpolate between levels; nearest if dx and dy are 0. ``CUBIC``: whether ``cubic`` can be 1."""
-    if CUBIC and cubic != 0:
-        upper, v2 = _cubic_line(plane, x, y - 1, dx, height, width), _cubic_line(plane, x, y, dx, height, width)
-        v3, v4 = _cubic_line(plane, x, y + 1, dx, height, width), _cubic_line(plane, x, y + 2, dx, height, width)
-        value = _cubic(upper, v2, v3, v4, dy)
+def _value_at(plane, x, y, d, height, width):  # type: ignore[no-untyped-def]
+    level = _tap(plane, x, y, height, width)
+    if d.dtype == tl.float64:
+        return level.to(tl.float64)
     else:
-        v00, v01 = _tap(plane, x, y, height, width), _tap(plane, x + 1, y, height, width)
-        v10, v11 = _tap(plane, x, y + 1, height, width), _tap(plane, x + 1, y + 1, height, width)
-        upper = _between(v00.to(tl.float64), v01.to(tl.float64), dx)
-        lower = _between(v10.to(tl.float64), v11.to(tl.float64), dx)
-        value = _between(upper, lower, dy)
-    return tl.floor(tl.minimum(tl.maximum(value, 0.0), 255.0)).to(tl.float32)
+        return level.to(tl.int32) << 20
+
+
+@triton.jit
+def _line(plane, x, y, d, next_x, reach, height, width, CUBIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    v2, v3 = _value_at(plane, x, y, d, height, width), _value_at(plane, x + next_x, y, d, height, width)
+    if CUBIC and reach == 2:
+        v1 = _value_at(plane, x - next_x, y, d, height, width)
+        value, differ = _cubic(v1, v2, v3, _value_at(plane, x + 2 * next_x, y, d, height, width), d)
+    else:
+        value, differ = _between(v2, v3, d)
+    return value, differ
+
+
+@triton.jit
+def _resampled(plane, x, y, dx, dy, next_x, next_y, reach, height, width, CUBIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Interpolate between levels. The second result says whether they differ.
+
+    ``next_x``, ``next_y``: 1, or 0 along an axis where all pixels move by whole pixels.
+    """
+    v1, v2, v3, v4, differ = dx, dx, dx, dx, dx != dx
+    for j in range(1 - reach, 1 + reach):  # a loop takes fewer registers
+        line, uneven = _line(plane, x, y + j * next_y, dx, next_x, reach, height, width, CUBIC)
+        v1, v2, v3, v4, differ = v2, v3, v4, line, differ | uneven
+    if CUBIC and reach == 2:
+        value, uneven = _cubic(v1, v2, v3, v4, dy)
+    else:
+        value, uneven = _between(v3, v4, dy)
+    return value, differ | uneven
+
+
+@triton.jit
+def _within(p, size):  # type: ignore[no-untyped-def]
+    return (p >= 0) & ((p >> 41) < size)
+
+
+@triton.jit
+def _interpolated(plane, a, x, y, reach, height, width, CUBIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """RESAMPLE between pixels.
+
+    Many GPUs run float64 at 1/64 of the speed of float32. So integers give the levels. A block where their error could
+    change a level is computed again, in float64. ``reach``: 1, or 2 for cubic interpolation.
+    """
+    pixels = height * width
+    px, next_x, exact_x, large_x = _position(a, x, y, 40)
+    py, next_y, exact_y, large_y = _position(a + 6, x, y, 40)
+    # of a position, in units of 2^-41: the matrix is rounded to 2^-40
+    error_x = tl.where(exact_x, 0, (height + width + 16) * 4)
+    error_y = tl.where(exact_y, 0, (height + width + 16) * 4)
+    inside = _within(px, width) & _within(py, height)
+    again = _within(px - error_x, width) != _within(px + error_x, width)
+    again |= _within(py - error_y, height) != _within(py + error_y, height)
+    px, py = px - 2**40, py - 2**40  # from the centre of pixel 0
+    # the neighbours are perhaps other ones
+    others = (((px - error_x) >> 41) != ((px + error_x) >> 41)) | (((py - error_y) >> 41) != ((py + error_y) >> 41))
+    at_x, at_y = (px >> 41).to(tl.int32), (py >> 41).to(tl.int32)
+    dx, dy = ((px >> 10) & (2**31 - 1)).to(tl.int32), ((py >> 10) & (2**31 - 1)).to(tl.int32)
+    # of a value, in units of 2^-20: each product is rounded down. Rounding down once does not change the level
+    exact = exact_x & exact_y & ((next_x & next_y) == 0) & (reach == 1)
+    error = tl.where(exact, 0, 4 * reach + ((height + width) >> 10))
+    r, g, b = x.to(tl.float32), x.to(tl.float32), x.to(tl.float32)
+    for c in range(3):
+        value, differ = _resampled(plane + c * pixels, at_x, at_y, dx, dy, next_x, next_y, reach, height, width, CUBIC)
+        r, g, b = g, b, tl.minimum(tl.maximum(value >> 20, 0), 255).to(tl.float32)
+        again |= inside & (differ | others) & (((value - error) >> 20) != ((value + error) >> 20))
+    if large_x | large_y | (tl.max(again.to(tl.int32), 0) > 0):
+        qx, qy = _position64(a, x, y), _position64(a + 6, x, y)
+        inside = (qx >= 0) & (qx < width) & (qy >= 0) & (qy < height)
+        qx, qy = tl.where(inside, qx - 0.5, 0.0), tl.where(inside, qy - 0.5, 0.0)
+        across, down = tl.floor(qx), tl.floor(qy)
+        ex, ey, at_x, at_y = qx - across, qy - down, across.to(tl.int32), down.to(tl.int32)
+        for c in range(3):
+            value, _ = _resampled(plane + c * pixels, at_x, at_y, ex, ey, next_x, next_y, reach, height, width, CUBIC)
+            r, g, b = g, b, tl.floor(tl.minimum(tl.maximum(value, 0.0), 255.0)).to(tl.float32)
+    return r, g, b, inside
 
 
 @triton.jit
@@ -104,18 +217,15 @@ def _sharpened(plane, x, y, factor, height, width):  # type: ignore[no-untyped-d
     return _blended(tl.where(border, v, smooth), v, factor)
 
 
-@triton.jit
-def _float64(a):  # type: ignore[no-untyped-def]
-    low, high = tl.load(a).to(tl.int32, bitcast=True), tl.load(a + 1).to(tl.int32, bitcast=True)
-    return ((high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)).to(tl.float64, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["column", "steps"])
 def _pillow_kernel(  # type: ignore[no-untyped-def]
     src, dst, samples, code, args, table, ends, height, width, column, steps,
-    LAYOUT: tl.constexpr, CUBIC: tl.constexpr, N: tl.constexpr,
+    LAYOUT: tl.constexpr, INTERPOLATION: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Run RESAMPLE, SHARPNESS, AUTOCONTRAST or EQUALIZE on a block of ``src``, then apply ``ends``."""
+    """Run RESAMPLE, SHARPNESS, AUTOCONTRAST or EQUALIZE on a block of ``src``, then apply ``ends``.
+
+    ``INTERPOLATION``: the largest index in INTERPOLATIONS of any sample.
+    """
     pixels = height * width
     row, block = tl.program_id(0) // tl.cdiv(pixels, N), tl.program_id(0) % tl.cdiv(pixels, N)
     sample = tl.load(samples + row)
@@ -125,20 +235,15 @@ def _pillow_kernel(  # type: ignore[no-untyped-def]
     plane = src + row.to(tl.int64) * pixels * 3
     if step == _RESAMPLE:
         interpolation = tl.load(a + 12).to(tl.int32)  # an index in INTERPOLATIONS
-        cubic = (interpolation == 2).to(tl.int32)
-        ox, oy = x.to(tl.float64) + 0.5, y.to(tl.float64) + 0.5
-        px = _product64(_float64(a), ox) + _product64(_float64(a + 2), oy) + _float64(a + 4)
-        py = _product64(_float64(a + 6), ox) + _product64(_float64(a + 8), oy) + _float64(a + 10)
-        inside = (px >= 0) & (px < width) & (py >= 0) & (py < height)
-        shift = tl.where(interpolation != 0, 0.5, 0.0)
-        px, py = tl.where(inside, px - shift, 0.0), tl.where(inside, py - shift, 0.0)
-        across, down = tl.floor(px), tl.floor(py)
-        dx, dy = px - across, py - down
-        dx, dy = tl.where(interpolation != 0, dx, 0.0), tl.where(interpolation != 0, dy, 0.0)
-        at_x, at_y = across.to(tl.int32), down.to(tl.int32)
-        r = _resampled(plane, at_x, at_y, dx, dy, cubic, height, width, CUBIC)
-        g = _resampled(plane + pixels, at_x, at_y, dx, dy, cubic, height, width, CUBIC)
-        b = _resampled(plane + 2 * pixels, at_x, at_y, dx, dy, cubic, height, width, CUBIC)
+        if INTERPOLATION > 0 and interpolation != 0:
+            r, g, b, inside = _interpolated(plane, a, x, y, interpolation, height, width, INTERPOLATION == 2)
+        else:  # the matrix has multiples of 2^-17, or it only shifts
+            at_x, at_y = _position(a, x, y, 30)[0] >> 31, _position(a + 6, x, y, 30)[0] >> 31
+            inside = (at_x >= 0) & (at_x < width) & (at_y >= 0) & (at_y < height)
+            at_x, at_y = tl.where(inside, at_x, 0).to(tl.int32), tl.where(inside, at_y, 0).to(tl.int32)
+            r = _tap(plane, at_x, at_y, height, width)
+            g = _tap(plane + pixels, at_x, at_y, height, width)
+            b = _tap(plane + 2 * pixels, at_x, at_y, height, width)
         r, g = tl.where(inside, r, tl.load(a + 13)), tl.where(inside, g, tl.load(a + 14))
         b = tl.where(inside, b, tl.load(a + 15))
     elif step == _SHARPNESS:
