@@ -77,7 +77,7 @@ class Compiler:
                 if name in ("dst", "mid"):
                     value.zero_()
                 continue
-            signature[name] = "i32"
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
             if value % 16 == 0 and not self.kernel.params[k].do_not_specialize:
                 attributes[(k,)] = [["tt.divisibility", 16]]
         name = self.kernel.__name__

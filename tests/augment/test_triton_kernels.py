@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
@@ -280,6 +281,7 @@ def test_on_cuda_a_sample_does_not_depend_on_its_batch(name: str) -> None:
 
 def check(made: dict[Any, Any]) -> None:
     """Nothing spills or calls, enough threads fit, and the pixels travel in wide words."""
+    odd = any(("KIND", 1) in key for key in made)  # a width like 1333
     for key, kernel in made.items():
         name, capability, types = key[0], key[1], key[2:]
         found = examine(kernel, key)
@@ -298,7 +300,7 @@ def check(made: dict[Any, Any]) -> None:
             assert "LDG.E.U8" not in code, key
         if name == "_blur_kernel":
             assert ("HMMA" in code) == (capability >= 80), key  # tensor cores
-        if name == "_points_kernel" and constants["LAYOUT"] != 1 and constants["KIND"] != 1:  # 1: a width like 1333
+        if name == "_points_kernel" and constants["LAYOUT"] != 1 and not odd:
             assert "STG.E.128" in code, key
             assert "STG.E.U16" not in code, key
 
@@ -333,6 +335,24 @@ def test_pillows_arithmetic_compiles(capability: int) -> None:
     with compilers(capability, made):
         triton_kernels.launch(x, program, dtype=torch.bfloat16, channels_last=False)
     assert [key[0] for key in made] == ["_mean_kernel", "_points_kernel", "_pillow_kernel", "_points_kernel"]
+    check(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float16], ids=str)
+@pytest.mark.parametrize("capability", [pytest.param(75, marks=pytest.mark.long), 90])
+def test_kernels_of_any_type_and_channels_compile(capability: int, dtype: torch.dtype) -> None:
+    made: dict[Any, Any] = {}
+    names = ("hflip", "jitter", "blur")
+    ops = {"hflip": POINTWISE["hflip"](), "jitter": K.ColorJitter(contrast=0.4, p=1.0), "blur": SPATIAL["blur"]()}
+    prepared = [prepare(name, ops[name]) for name in names]
+    x = torch.zeros((2, 64, 64, 4), dtype=dtype)
+    chosen = [draw(p, 2, (64, 64), 0, extreme=False) for p in prepared]
+    (part,) = fused.FusedBackend(prepared)._parts_of_any_channel
+    with compilers(capability, made):
+        for white in (None, 4095.0):
+            part.run(x, chosen, triton_kernels, ((1.0,), (0.0,), torch.bfloat16, False), white)
+    assert {key[0] for key in made} == {"_mean_kernel", "_points_kernel", "_blur_kernel"}
+    assert {constant for key in made for constant in key if constant in (("KIND", 0), ("CHANNELS", 4))}
     check(made)
 
 

@@ -93,9 +93,11 @@ def launch(
     (height, width), channels, parts = size_of(x), x.shape[3], samples_of(x.shape[3])
     if len(program.code) != parts * len(x):  # the kernels would read other memory
         raise TypeError(f"expected a program of {parts * len(x)} samples, but got {len(program.code)}")
-    white = WHITE[x.dtype] if white is None else white
+    white = float(WHITE[x.dtype] if white is None else white)
     loose = x.is_floating_point() or white != WHITE[x.dtype]
     divides, kind = white != (255 if x.dtype == torch.uint8 else 1), 1
+    high = float(np.float32(1 / white))
+    inverse = high, 1 / white - high  # a correctly rounded division takes a call and 40 instructions
     if channels != 3 or not x.is_contiguous():
         x, kind = x.permute(0, 3, 1, 2), 0
         missing = 3 * parts - channels
@@ -129,17 +131,17 @@ def launch(
             grid = (triton.cdiv(height * width, BLOCK) * min(samples, batch - start),)
             if stretch.contrast:
                 _queue(
-                    _mean_kernel, grid, x.device, x, program.code, program.args, flips, sums, height, width, white,
+                    _mean_kernel, grid, x.device, x, program.code, program.args, flips, sums, height, width, *inverse,
                     start, stretch.first, stretch.last, steps, **reading, PILLOW=stretch.pillow, N=BLOCK,
                     num_warps=WARPS,
                 )  # fmt: skip
             _queue(
                 _points_kernel, grid, x.device, x, y, mid, program.code, program.args, flips, sums, places,
-                ends, height, width, white, start, stretch.first, stretch.last, steps, **reading, LAYOUT=layout,
+                ends, height, width, *inverse, start, stretch.first, stretch.last, steps, **reading, LAYOUT=layout,
                 STEPS=stretch.colour, MEAN=stretch.contrast, PILLOW=stretch.pillow, COPIES=bool(stretch.kernel),
                 N=BLOCK, num_warps=WARPS,
             )  # fmt: skip
-        x, kind, divides, loose, white = y, 0, False, True, 1.0
+        x, kind, divides, loose = y, 0, False, True
         if stretch.kernel == "blur":
             tiles = 3 * triton.cdiv(height, TILE[0]) * triton.cdiv(width, TILE[1])
             _queue(

@@ -257,9 +257,9 @@ def _unpacked(low0, high0, low1, high1, low2, high2, BACKWARDS: tl.constexpr):  
 
 
 @triton.jit
-def _fraction(x, white, DIVIDES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fraction(x, high, low, DIVIDES: tl.constexpr):  # type: ignore[no-untyped-def]
     if DIVIDES:
-        return tl.div_rn(x.to(tl.float32), white)
+        return tl.fma(x.to(tl.float32), high, x.to(tl.float32) * low)
     if x.dtype == tl.uint8:
         return over_255(x.to(tl.float32))
     return x.to(tl.float32)
@@ -267,12 +267,12 @@ def _fraction(x, white, DIVIDES: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load(  # type: ignore[no-untyped-def]
-    src, sample, block, flip, height, width, white, KIND: tl.constexpr, DIVIDES: tl.constexpr, N: tl.constexpr
+    src, sample, block, flip, height, width, high, low, KIND: tl.constexpr, DIVIDES: tl.constexpr, N: tl.constexpr
 ):
     """Load a block of the flipped image as fractions of white.
 
     KIND 0: planes; 1: channels last; 2: bytes, channels last, in words of 8 bytes (if width % 8 == 0). ``DIVIDES``:
-    whether ``white`` is another value than 1 of floats or 255 of bytes.
+    whether white is another value than 1 of floats or 255 of bytes; its inverse is ``high + low``.
     """
     pixels = height * width
     if KIND == 2:
@@ -303,15 +303,15 @@ def _load(  # type: ignore[no-untyped-def]
         at = src + sample.to(tl.int64) * pixels * 3
         at += p * 3 if KIND else p
         apart = 1 if KIND else pixels
-        r = _fraction(tl.load(at, mask, 0), white, DIVIDES)
-        g = _fraction(tl.load(at + apart, mask, 0), white, DIVIDES)
-        b = _fraction(tl.load(at + 2 * apart, mask, 0), white, DIVIDES)
+        r = _fraction(tl.load(at, mask, 0), high, low, DIVIDES)
+        g = _fraction(tl.load(at + apart, mask, 0), high, low, DIVIDES)
+        b = _fraction(tl.load(at + 2 * apart, mask, 0), high, low, DIVIDES)
     return r, g, b
 
 
-@triton.jit(do_not_specialize=["white", "start", "first", "last", "steps"])
+@triton.jit(do_not_specialize=["high", "low", "start", "first", "last", "steps"])
 def _mean_kernel(  # type: ignore[no-untyped-def]
-    src, code, args, flips, sums, height, width, white, start, first, last, steps,
+    src, code, args, flips, sums, height, width, high, low, start, first, last, steps,
     KIND: tl.constexpr, DIVIDES: tl.constexpr, LOOSE: tl.constexpr, CHANNELS: tl.constexpr, PILLOW: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
@@ -333,7 +333,7 @@ def _mean_kernel(  # type: ignore[no-untyped-def]
             erased = 1
     if place < last:
         flip = tl.where(erased != 0, tl.load(flips + sample), 0)  # a flip changes the mean only if a box is erased
-        r, g, b = _load(src, sample, block, flip, height, width, white, KIND, DIVIDES, N)
+        r, g, b = _load(src, sample, block, flip, height, width, high, low, KIND, DIVIDES, N)
         p = block * N + tl.arange(0, N)
         loose = 1 if LOOSE else 0
         for s in range(first, place):
@@ -399,9 +399,9 @@ def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: 
         tl.store(at + 16, _in_a_row(g5, b5, r6, g6, b6, r7, g7, b7, False), mask)
 
 
-@triton.jit(do_not_specialize=["white", "start", "first", "last", "steps"])
+@triton.jit(do_not_specialize=["high", "low", "start", "first", "last", "steps"])
 def _points_kernel(  # type: ignore[no-untyped-def]
-    src, dst, mid, code, args, flips, sums, places, ends, height, width, white, start, first, last, steps,
+    src, dst, mid, code, args, flips, sums, places, ends, height, width, high, low, start, first, last, steps,
     KIND: tl.constexpr, DIVIDES: tl.constexpr, LOOSE: tl.constexpr, CHANNELS: tl.constexpr, LAYOUT: tl.constexpr,
     STEPS: tl.constexpr, MEAN: tl.constexpr, PILLOW: tl.constexpr, COPIES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -419,7 +419,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
     # start with the last pixels: they are still in the cache, because the mean kernel ended there
     at, pixels = tl.num_programs(0) - 1 - tl.program_id(0), height * width
     sample, block = start + at // tl.cdiv(pixels, N), at % tl.cdiv(pixels, N)
-    r, g, b = _load(src, sample, block, tl.load(flips + sample), height, width, white, KIND, DIVIDES, N)
+    r, g, b = _load(src, sample, block, tl.load(flips + sample), height, width, high, low, KIND, DIVIDES, N)
     p = block * N + tl.arange(0, N)
     loose = 1 if LOOSE else 0
     mean, mean_level = 0.0, 0.0
