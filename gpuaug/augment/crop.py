@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.batch import CropWindows, Fill, Int32, Int64, Interpolation, Objects
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, shown_size
 from gpuaug.random.keyed import Float
 
 LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger value is a mistake
@@ -166,7 +166,7 @@ class RandomCrop(Crop):
             height, width = limits[small.argmax()].tolist()
             raise ConfigError(
                 f"RandomCrop's `size` must not exceed the padded image. Found: size {self.size}, an image of "
-                f"{height}x{width} with padding {self.padding} (left, top, right, bottom). "
+                f"{shown_size(height, width)} with padding {self.padding} (left, top, right, bottom). "
                 "Use a larger `padding`, a smaller `size`, or RandomResizedCrop, which fits every image."
             )
         # top left corner of the crop window; the window may extend beyond the image
@@ -247,7 +247,7 @@ class Resize(Crop):
         h, w = resized_sides(self.size, heights, widths, longest=self.max_size)
         sizes = np.unique(np.stack([h, w], axis=1)[known], axis=0).tolist()
         if len(sizes) > 1:
-            examples = ", ".join(f"{a}x{b}" for a, b in sizes[:3])
+            examples = ", ".join(shown_size(*each) for each in sizes[:3])
             raise ConfigError(
                 "Resize's `size` must be (H, W) if aspect ratios differ, because all images of a batch need one size. "
                 f"Found: {self.size} gives {examples}. Use (H, W), ResizeCenterCrop, RandomResizedCrop or batch_size=1."

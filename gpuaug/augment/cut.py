@@ -14,7 +14,7 @@ from gpuaug.augment.crop import LARGEST_VIEW
 from gpuaug.augment.reference import unit
 from gpuaug.batch import CropWindows
 from gpuaug.decode import resize
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, shown_size
 from gpuaug.native.buffers import outputs, to_device
 from gpuaug.random.keyed import Float
 
@@ -38,7 +38,8 @@ def cut(
         height, width = windows.resized[pixels.argmax()].tolist()
         raise ConfigError(
             f"`augment.crop` must resize images to at most {LARGEST_VIEW} pixels. Found: image {pixels.argmax()} of "
-            f"{images.shape[1]}x{images.shape[2]} becomes {height}x{width}. Leave out thin images or change the crop."
+            f"{shown_size(*images.shape[1:3])} becomes {shown_size(height, width)}. Leave out thin images or change "
+            "the crop."
         )
     levels = (
         images.dtype == torch.uint8 and images.shape[3] == 3 and white == 255 and windows.interpolation != "nearest"

@@ -23,7 +23,7 @@ from gpuaug.augment.ops.kornia_private import forget
 from gpuaug.augment.parameters import Chosen, Params, Prepared, Size, tensors
 from gpuaug.augment.policy import entry_of, fields
 from gpuaug.batch import WHITES
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, shown_size
 from gpuaug.native.buffers import to_device
 from gpuaug.random.generators import restore_generators
 from gpuaug.random.keyed import Int
@@ -114,7 +114,7 @@ def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:
             error.add_note(f"in operation `{op.name}` ({kind.__name__}) on images of shape {shape}")
             raise
         raise ConfigError(
-            f"`ops.{op.name}` ({kind.__name__}) cannot be applied to images of {shape[2]}x{shape[3]} pixels: "
+            f"`ops.{op.name}` ({kind.__name__}) cannot be applied to images of {shown_size(*shape[2:])} pixels: "
             f"{str(error).rstrip('.')}. Change the operation's settings or the crop's size."
         ) from error
 

@@ -181,9 +181,9 @@ def test_a_sample_without_size_disturbs_nobody():
 
 
 def test_one_size_per_batch():
-    with pytest.raises(ConfigError, match=r"`size`.*256x341.*\(H, W\)"):
+    with pytest.raises(ConfigError, match=r"`size`.*341 x 256 .*\(H, W\)"):
         Resize(256).windows(None, *arrays([(375, 500), (256, 256)]))
-    with pytest.raises(ConfigError, match=r"`size`.*100x200.*padding"):
+    with pytest.raises(ConfigError, match=r"`size`.*200 x 100 .*padding"):
         RandomCrop(128).windows(np.zeros((2, 2), np.float32), *arrays([(300, 300), (100, 200)]))
     with pytest.raises(ConfigError, match=r"`u` must be float32 \[1, 22\]"):
         RandomResizedCrop(8).windows(None, *arrays([(300, 300)]))

@@ -616,7 +616,7 @@ def test_arguments_that_cannot_work_are_refused(arguments: dict[str, object], wo
 
 @pytest.mark.parametrize("crop", [ResizeCenterCrop(256, 224), Resize(224), gpuaug.RandomScaleCrop(480, base=520)])
 def test_a_thin_image_that_would_need_gigabytes_is_refused(crop: object) -> None:
-    with pytest.raises(ConfigError, match=r"at most 178000000 pixels. Found: image 0 of 20000x2 becomes \d+x\d+\."):
+    with pytest.raises(ConfigError, match=r"at most 178000000 pixels. Found: image 0 of 2 x 20000 .* becomes \d+ x "):
         Augment(crop=crop)(images(2, (20_000, 2)), seed=0)
 
 

@@ -179,7 +179,7 @@ def test_what_a_model_does_wrong_is_explained(
         words(photos, tmp_path, "train_nets.Two", "limit_batches=1"), capsys
     )
     found = error_of(words(photos, tmp_path, "timm:vit_tiny_patch16_224", "limit_batches=1"), capsys)
-    assert "the model refused 8 images of 32 x 32: AssertionError: " in found
+    assert "the model refused 8 images of 32 x 32 (width x height): AssertionError: " in found
     assert "+model.img_size=" in found
     for model, said in (
         ("torchvision:alexnet", "the model refused 8 images of 32 x 32: RuntimeError: Given input size: (256x1x1)."),

@@ -31,6 +31,7 @@ from gpuaug.augment.ops.geometry import finish_warps, warp_ramps
 from gpuaug.augment.parameters import Chosen, Normal, Prepared, Size, Steps, tensors
 from gpuaug.augment.policy import entry_of, fields
 from gpuaug.batch import CropWindows, Interpolation
+from gpuaug.errors import shown_size
 from gpuaug.native import build
 from gpuaug.native.buffers import outputs, to_device
 from gpuaug.random.keyed import Float, normal_field
@@ -369,7 +370,9 @@ def _run_on_cpu(
     if failed == 2:
         raise reference.NotFiniteError
     if failed:
-        raise MemoryError(f"Out of memory while augmenting {height}x{width} images. Free memory or use smaller images.")
+        raise MemoryError(
+            f"Out of memory while augmenting images of {shown_size(height, width)}. Free memory or use smaller images."
+        )
     return out
 
 

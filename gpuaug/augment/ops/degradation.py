@@ -14,7 +14,7 @@ from torch import Tensor
 from gpuaug.augment.ops.codes import Code
 from gpuaug.augment.ops.kornia_private import generated, range_of, setting
 from gpuaug.augment.parameters import Entry, Params, Rule, Size, Steps, Tensors, step, steps_of, uniform_from
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, shown_size
 from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Float, scale, uniform_field
 
@@ -38,7 +38,7 @@ def _blur(op: Any, *, sigma: str | float) -> Steps | None:
         if min(size[0] - ky // 2, size[1] - kx // 2) < least:
             raise ConfigError(
                 f"{type(op).__name__} needs images larger than half its `kernel_size` {(ky, kx)}. Found: "
-                f"{size[0]}x{size[1]} pixels. Choose a smaller kernel."
+                f"{shown_size(*size)} pixels. Choose a smaller kernel."
             )
         arguments.write(out, params, size)
 
@@ -65,7 +65,7 @@ def _motion_parameters(u: Float, size: Size, *, rule: Rule, kernel_size: int) ->
 
 def _write_sharpness(out: Float, params: Params, size: Size) -> None:
     if min(size) < 3:
-        raise ConfigError(f"RandomSharpness needs images of at least 3x3 pixels. Found: {size[0]}x{size[1]}.")
+        raise ConfigError(f"RandomSharpness needs images of at least 3 x 3 pixels. Found: {shown_size(*size)}.")
     out[:, 0, 0] = params["sharpness"]
 
 

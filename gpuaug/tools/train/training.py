@@ -25,7 +25,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gpuaug import checks, files
-from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError
+from gpuaug.errors import ConfigError, GpuaugError, ReadError, StateError, shown_size
 from gpuaug.loader import distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.loader import Loader
@@ -284,7 +284,7 @@ class Training:
             with torch.autocast(self.device.type, dtype=self.amp, enabled=not whole):
                 logits = model([view.float() if whole else view for view in views])
         except Exception as error:  # models raise many types
-            sizes = ", ".join(dict.fromkeys(f"{view.shape[-2]} x {view.shape[-1]}" for view in views))
+            sizes = ", ".join(dict.fromkeys(shown_size(*view.shape[-2:]) for view in views))
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...").rstrip(".!")
             raise ConfigError(
                 f"the model refused {len(batch)} images of {sizes}: {reason}. If it needs another size, set "
