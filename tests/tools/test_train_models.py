@@ -182,7 +182,7 @@ def test_what_a_model_does_wrong_is_explained(
     assert "the model refused 8 images of 32 x 32 (width x height): AssertionError: " in found
     assert "+model.img_size=" in found
     for model, said in (
-        ("torchvision:alexnet", "the model refused 8 images of 32 x 32: RuntimeError: Given input size: (256x1x1)."),
+        ("torchvision:alexnet", "images of 32 x 32 (width x height): RuntimeError: Given input size: (256x1x1)."),
         ("train_nets.small", "must return logits [B, num_classes]. Found: a tensor [8, 3], num_classes=5."),
     ):
         assert said in error_of(words(photos, tmp_path, model, "limit_batches=1"), capsys)
