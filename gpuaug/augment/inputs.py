@@ -33,9 +33,7 @@ def pixels(
     frames = images.shape[1] if images.dim() == 5 else None
     if 0 in images.shape[1:]:
         raise ConfigError(f"{_WANTED}, without empty axes after the first. Found: {list(images.shape)}.")
-    checks.number("white", white, 0, optional=True)
-    if white == 0:
-        raise ConfigError("`white` must be positive. Found: 0. It is the value of the images that becomes 1.")
+    checks.number("white", white, 1e-6, 1e9, optional=True)
     nan = "refuse" if nan is None else checks.one_of("nan", nan, ("refuse", "zero"))
     if images.is_floating_point() and nan == "zero":
         images = images.nan_to_num(0.0, 0.0, 0.0)

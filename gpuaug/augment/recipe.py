@@ -225,16 +225,13 @@ class RecipeBase(ReadOnly):
 
         ``drawn``: the batch's random numbers; ``sizes``: (H, W) of each view's images.
         """
-        return [
-            [
-                drawn.rows.choose(
-                    p, v.augment.same_on_frame.get(p.name, True), drawn.uniforms[at], size, drawn.keys.get(at)
-                )
-                for p in v.augment.prepared
-                for at in [(v.name, v.copy, p.name)]
-            ]
-            for v, size in zip(self.views, sizes, strict=True)
-        ]
+
+        def one(view: View, op: Prepared, size: Size) -> Chosen:
+            at = view.name, view.copy, op.name
+            u, keys, same = drawn.uniforms[at], drawn.keys.get(at), view.augment.same_on_frame.get(op.name, True)
+            return op.draw(u, size, keys) if drawn.rows.frames == 1 else drawn.rows.choose(op, same, u, size, keys)
+
+        return [[one(v, p, size) for p in v.augment.prepared] for v, size in zip(self.views, sizes, strict=True)]
 
     def forward(
         self,

@@ -76,8 +76,8 @@ class Rows:
         return np.stack(every, axis=1).reshape(len(drawn[0]) * self.frames, drawn[0].shape[1])
 
     def choose(self, op: Prepared, same: Same, u: Float, size: tuple[int, int], keys: Int | None) -> Chosen:
-        """Draw the choices and parameters of ``op``, once for the frames of a clip if they share them."""
-        if self.frames == 1 or same is False:
+        """Draw the choices and parameters of ``op`` for clips, once for their frames if they share them."""
+        if same is False:
             return op.draw(u, size, keys)
         once = op.draw(u[:: self.frames], size)
         done: dict[int, Params] = {}  # slots and alternatives may share one dictionary

@@ -36,8 +36,6 @@ log = logging.getLogger("gpuaug")
 
 Backend = Literal["auto", "dali", "pillow"]
 
-# initial size of nvJPEG's buffers in bytes, as DALI sets it; each thread has two pinned buffers
-DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 # nvImageCodec loads the codecs in these folders, separated by colons; empty: in its own. The variable exists from the
 # import on, because to add or remove one is not safe while other threads read the environment (glibc before 2.41).
 _CODEC_FOLDERS = "NVIMGCODEC_EXTENSIONS_PATH"
@@ -186,9 +184,7 @@ class CudaPipeline:
     def _build(self, capacity: int, views: Sequence[CropWindows]) -> Any:
         index, only_cuda = None, dict[str, Any]()
         if self._operators == "mixed":
-            index = self._device.index
-            only_cuda = {"device_memory_padding": DEVICE_PADDING, "host_memory_padding": PINNED_PADDING}
-            only_cuda["hw_decoder_load"] = self._hardware_load
+            index, only_cuda = self._device.index, {"hw_decoder_load": self._hardware_load}
 
         def graph(fn: Any, types: Any, fed: Callable[..., Any]) -> list[Any]:
             def slice_of(image: Any, start: str, shape: str, **more: Any) -> Any:
