@@ -22,6 +22,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.tools.main import main
 from gpuaug.tools.pack.command import pack
 from gpuaug.tools.pack.job import Pack
+from gpuaug.tools.plan import command as plan
 from gpuaug.tools.preview.originals import originals
 
 COUNT, CHANNELS = 4, 4
@@ -194,3 +195,10 @@ def test_a_state_is_not_loaded_with_other_values(tmp_path: Path) -> None:
     with opened(pairs(tmp_path, "npy")) as loader:
         assert loader.fingerprint()["decode"] == {"pixels": "raw", "channels": CHANNELS, "white": None}
     assert "decode" not in gpuaug.Loader([(io.BytesIO(b"").read(), 0)], augment=gpuaug.Augment()).fingerprint()
+
+
+def test_what_cuda_would_need_counts_the_bytes_of_the_values(tmp_path: Path) -> None:
+    with opened(pairs(tmp_path, "npy")) as loader:
+        needs = {each.stage: each.bytes for each in plan.on_cuda(loader, 0)}
+    values = COUNT * CHANNELS * 24 * 32
+    assert needs == {"views": 4 * 2 * values, "augment": 4 * values, "batches": 0}

@@ -66,6 +66,32 @@ def test_batches_that_come_later_are_added(photos: Path) -> None:
         assert sizes(loader, ready=1, batch=MIB)["prefetch"] == 2 * MIB
 
 
+def test_what_cuda_would_need_grows_with_threads_images_and_views(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for k in range(8):
+        PIL.Image.new("RGB", (60, 40)).save(tmp_path / "a" / f"{k}.jpg")
+    words = ["~augment.crop", "+augment.crop={_target_: gpuaug.Resize, size: [16, 16]}", "prefetch=1"]
+
+    def needs(*overrides: str) -> dict[tuple[str, str], int]:
+        with build(tmp_path, *words, *overrides) as loader:
+            return {(each.stage, each.place): each.bytes for each in plan.on_cuda(loader, MIB)}
+
+    first = needs("batch_size=2", "decode.num_threads=2")
+    assert first == {
+        ("nvJPEG", "device"): 2 * 16 * MIB,
+        ("nvJPEG", "host"): 2 * 2 * 8 * MIB,
+        ("decode", "device"): 2 * 3 * 60 * 40,
+        ("resize", "device"): 2 * 3 * (60 * 40 + 16 * 16),
+        ("views", "device"): 4 * 2 * 3 * 16 * 16,  # four batches
+        ("augment", "device"): 4 * 2 * 3 * 16 * 16,  # float32
+        ("batches", "device"): 3 * MIB,
+    }
+    second = needs("batch_size=4", "decode.num_threads=5", "augment.crop.size=[32,32]", "prefetch=0")
+    for (stage, place), factor in zip(first, (2.5, 2.5, 2, 0, 8, 8, 2 / 3), strict=True):
+        assert not factor or second[stage, place] == factor * first[stage, place]
+    assert needs("batch_size=2", "decode.max_bytes=10000")["decode", "device"] == 10000
+
+
 def test_shortage_names_the_largest_part_and_its_setting(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with build(photos) as loader:
         listed = plan.stages(loader, peak())
@@ -103,6 +129,8 @@ def test_command_writes_every_term(photos: Path, tmp_path: Path, capsys: pytest.
     assert values["host_memory"] == sum(sizes.values())
     assert values["rehearsal"] >= 5
     assert values["fits"] is True
+    assert {each["stage"] for each in values["on_cuda"]} >= {"nvJPEG", "decode", "resize", "views", "batches"}
+    assert "not compared with any GPU yet" in printed
 
 
 def job(photos: Path, *overrides: str, **changed: Any) -> dict[str, Any]:

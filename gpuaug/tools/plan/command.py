@@ -18,10 +18,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 
 from gpuaug import checks, machine
+from gpuaug.batch import EncodedBatch
+from gpuaug.decode.dali import DEVICE_PADDING, PINNED_PADDING
 from gpuaug.errors import GpuaugError
 from gpuaug.files import format_bytes
 from gpuaug.loader.batch import Batch
@@ -101,6 +104,8 @@ def _say(report: Report, loader: Loader, peak: Peak, left: Left, *, prefix: str)
     few = peak.batches <= loader.prefetch + 2 and peak.batches < len(loader)
     text = f"{peak.batches} batches{', too few to fill all queues: raise `seconds`' if few else ''}"
     report.add("rehearsal", peak.batches, f"{text}; pages of libraries and files are not counted")
+    text = f"{format_bytes(total(peak.cuda, 'device'))} on a GPU with DALI: computed, and not compared with any GPU yet"
+    report.add("on_cuda", [asdict(each) for each in peak.cuda], text + _table(peak.cuda))
     short = shortage(listed, left, prefix=prefix)
     report.add("fits", not short, f"no: {short}" if short else "yes")
 
@@ -130,6 +135,36 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
         StageMemory("device", "device", peak.device, "without the CUDA context", "batch_size"),
     ]  # fmt: skip
     return [each for each in every if each.bytes]
+
+
+def on_cuda(loader: Loader, batch: int) -> list[StageMemory]:
+    """What this run needs on CUDA for its images: computed from a few of them. ``batch``: bytes of a finished batch."""
+    headers, decoder = loader.pipeline.read_headers(_some_images(loader), loader.epoch), loader.pipeline.decoder
+    info, views, threads = headers.info, headers.windows, decoder.num_threads
+    assert info is not None
+
+    stored, channels = decoder.stored, 3 if decoder.stored is None else decoder.stored.channels
+    each = channels * (1 if stored is None else np.dtype(stored.dtype).itemsize)  # bytes of a pixel
+
+    def pixels(sides: Any) -> int:  # bytes of a batch of images, whose sides are [n, 2]
+        return each * loader.batch_size * round(sides.prod(axis=1).mean())
+
+    decoded = min(pixels(info.stored), loader.decode.max_bytes)
+    resized = sum(pixels(view.window[:, 2:]) + pixels(view.resized) for view in views)
+    canvases = [each * loader.batch_size * math.prod(view.size) for view in views]
+    made = min(len(loader), loader.prefetch + 2)
+    decoding = [
+        StageMemory("nvJPEG", "device", threads * DEVICE_PADDING, f"buffers of {threads} threads"),
+        StageMemory("nvJPEG", "host", 2 * threads * PINNED_PADDING, f"pinned buffers of {threads} threads"),
+        StageMemory("decode", "device", decoded, f"{loader.batch_size} whole images"),
+        StageMemory("resize", "device", resized, "the windows of all views, before and after resizing"),
+    ]
+    return [
+        *(decoding if stored is None else ()),  # the CPU decodes stored values
+        StageMemory("views", "device", 4 * sum(canvases), "DALI's result, and 3 batches from decoding to augmenting"),
+        StageMemory("augment", "device", 4 * channels * max(canvases) // each, "the largest view as float32"),
+        StageMemory("batches", "device", made * batch, f"{made} finished batches"),
+    ]
 
 
 def total(listed: Sequence[StageMemory], place: Place) -> int:
@@ -170,6 +205,7 @@ class Peak:
     batches: int = 0  # number of all batches
     batch: int = 0  # the images, labels and targets of a finished batch
     bad: int = 0  # images that could not be read or decoded
+    cuda: Sequence[StageMemory] = ()  # of `on_cuda`
 
 
 def measure(loader: Loader, *, seconds: float, limit: float = math.inf) -> Peak:
@@ -239,7 +275,8 @@ def rehearse(job: Mapping[str, Any]) -> Peak | None:
     if "peak" not in answer:
         raise GpuaugError(answer.get("error") or f"the rehearsal of this run failed: {ended.errors.strip()[-1000:]}")
     values = answer["peak"]
-    return Peak(**{**values, "base": Usage(**values["base"]), "most": Usage(**values["most"])})
+    cuda = [StageMemory(**each) for each in values["cuda"]]
+    return Peak(**{**values, "base": Usage(**values["base"]), "most": Usage(**values["most"]), "cuda": cuda})
 
 
 def rehearsal() -> None:
@@ -255,6 +292,7 @@ def rehearsal() -> None:
         with Request(command="plan", trust=tuple(job["trust"])).build(config) as loader:
             set_largest_epoch(loader)
             peak = measure(loader, seconds=job["seconds"], limit=job["limit"])
+            peak.cuda = on_cuda(loader, peak.batch)
             answer: dict[str, Any] = {"peak": asdict(peak)}
     except GpuaugError as error:
         answer = {"error": str(error)}
@@ -266,15 +304,20 @@ def set_largest_epoch(loader: Loader) -> None:
     epochs = [loader.epoch, *(epoch for epoch in loader.augment.schedule if epoch > loader.epoch)]
     if len(epochs) == 1:
         return
-    numbers = loader.epoch_order.epoch.indices
-    some = torch.linspace(0, len(numbers) - 1, min(16, len(numbers))).round().long()
-    encoded = read(loader, numbers[some].tolist(), epoch=loader.epoch)
+    encoded = _some_images(loader)
 
     def pixels(epoch: int) -> int:
         windows = loader.pipeline.read_headers(encoded, epoch).windows
         return sum(height * width for height, width in (window.size for window in windows))
 
     loader.set_epoch(max(epochs, key=pixels))
+
+
+def _some_images(loader: Loader) -> EncodedBatch:
+    """16 samples of this epoch, or all if there are fewer."""
+    numbers = loader.epoch_order.epoch.indices
+    some = torch.linspace(0, len(numbers) - 1, min(16, len(numbers))).round().long()
+    return read(loader, numbers[some].tolist(), epoch=loader.epoch)
 
 
 def _bytes_of(batch: Batch) -> int:
