@@ -28,7 +28,7 @@ from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda_steps
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.normalize import Normalize
-from gpuaug.augment.ops.codes import Code, Trait
+from gpuaug.augment.ops.codes import ARGS, Code, Trait
 from gpuaug.augment.parameters import Chosen
 from gpuaug.augment.policy import OneOf, SomeOf, entry_of, prepare
 from gpuaug.augment.reference import ReferenceBackend
@@ -369,13 +369,13 @@ def test_kernels_refuse_what_they_would_misread(x: Tensor) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
-@pytest.mark.parametrize("shape", [(2, 8, 8, 4), (2, 3, 8, 8)])
-def test_triton_kernels_refuse_other_channels(shape: tuple[int, ...]) -> None:
+def test_triton_kernels_refuse_a_program_of_other_channels() -> None:
     from gpuaug.augment.fused import cuda
 
-    for x in (torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape).transpose(1, 3)):
-        with pytest.raises(TypeError, match="expected uint8 .* but got"):
-            cuda.launch(x, None, dtype=torch.float32, channels_last=False)
+    code, args, x = np.zeros((2, 1), np.int32), np.zeros((2, 1, ARGS), np.float32), torch.zeros((2, 8, 8, 4))
+    program = cuda_steps.upload(code, args, np.zeros(1, np.float32), (1.0,), (0.0,), x.device)
+    with pytest.raises(TypeError, match="expected a program of 4 samples, but got 2"):
+        cuda.launch(x, program, dtype=torch.float32, channels_last=False)
 
 
 def test_memory_of_a_batch_comes_back_when_nobody_holds_it() -> None:
