@@ -1009,7 +1009,21 @@ struct Worker {
             Pixel* line = image + (y + 1) * stride;
             line[0] = line[W + 1] = line[W + 2] = zero;
             float* __restrict flat = reinterpret_cast<float*>(line + 1);
-            for (int64_t x = 0; x < W; ++x) {
+            int64_t x = 0;
+#if defined(__AVX512F__)
+            const __m512i pixel = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+            for (; x + 16 <= W; x += 16) {
+                const float* s = r + y * W + x;
+                const __m512 red = _mm512_loadu_ps(s), green = _mm512_loadu_ps(s + apart), blue = _mm512_loadu_ps(s + 2 * apart);
+                for (int k = 0; k < 4; ++k) {
+                    const __m512i from = _mm512_add_epi32(pixel, _mm512_set1_epi32(4 * k));
+                    __m512 out = _mm512_maskz_permutexvar_ps(0x1111, from, red);
+                    out = _mm512_mask_permutexvar_ps(out, 0x2222, from, green);
+                    _mm512_storeu_ps(flat + 4 * x + 16 * k, _mm512_mask_permutexvar_ps(out, 0x4444, from, blue));
+                }
+            }
+#endif
+            for (; x < W; ++x) {
                 flat[4 * x] = r[y * W + x];
                 flat[4 * x + 1] = g[y * W + x];
                 flat[4 * x + 2] = b[y * W + x];
