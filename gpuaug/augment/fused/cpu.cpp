@@ -769,8 +769,8 @@ struct Worker {
 
     // The operation for the channels of a group: its noise begins further on.
     Op of_group(Op op, int64_t group) const {
-        if (group && op.table && op.code == NOISE) op.table += 3 * group * pixels;
-        if (group && op.table && op.code == ERASE_NOISE)
+        if (op.table && op.code == NOISE) op.table += 3 * group * pixels;
+        if (op.table && op.code == ERASE_NOISE)
             op.table += 3 * group * static_cast<int64_t>(op.a[2]) * static_cast<int64_t>(op.a[3]);
         return op;
     }
@@ -1279,7 +1279,9 @@ struct Worker {
                             for (float* p : planes) clamp_block(p, n);
                             end_outside = false;
                         }
-                        pointwise(of_group(*op, group), stats[group], planes, n, at, pixels, W, op < jump, some);
+                        const auto run = [&](const Op& own) { pointwise(own, stats[group], planes, n, at, pixels, W, op < jump, some); };
+                        if (group) run(of_group(*op, group));
+                        else run(*op);
                         end_outside = may_leave_unit(*op, end_outside);
                     }
                     if (wanted) {
