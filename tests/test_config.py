@@ -40,7 +40,7 @@ def refused(*overrides, name="train", cfg=None, **more):
 @pytest.mark.parametrize("name", ["train", "eval"])
 def test_every_key_of_the_loader_stands_in_the_yaml_with_its_default(name):
     cfg = compose(name)
-    groups = {"source", "order", "decode", "augment", "targets", "mix", "faults"}
+    groups = {"source", "order", "decode", "augment", "targets", "mix", "patch_masks", "faults"}
     parameters = inspect.signature(gpuaug.Loader).parameters
     assert set(cfg) - {"_target_", "_convert_"} == set(parameters)
     words = {torch.float32: "float32", torch.contiguous_format: "contiguous_format"}
