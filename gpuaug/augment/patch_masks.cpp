@@ -23,33 +23,30 @@ class Uniforms {
     Uniforms(const Rows& rows, int64_t sample) : rows_(rows), index_(rows.indices[sample]), repeat_(rows.repeats[sample]) {}
 
     const double* four() {
-        if (lane_ == LANES) refill();
-        return values_[lane_++];
+        if (++lane_ >= LANES) refill();
+        for (int k = 0; k < 4; ++k) values_[k] = (words_[k][lane_] >> 8) * 0x1p-24;
+        return values_;
     }
 
     int64_t below(int64_t count) {  // a whole number from 0 to count - 1
-        if (place_ == 0) current_ = four();
-        const double u = current_[place_];
+        if (place_ == 0) four();
+        const double u = values_[place_];
         place_ = (place_ + 1) % 4;
         return static_cast<int64_t>(u * count);
     }
 
   private:
     void refill() {
-        uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES], k0[LANES], k1[LANES];
+        uint32_t k0[LANES], k1[LANES];
         for (int lane = 0; lane < LANES; ++lane) {
-            c0[lane] = static_cast<uint32_t>(index_);
-            c1[lane] = static_cast<uint32_t>(static_cast<uint64_t>(index_) >> 32);
-            c2[lane] = static_cast<uint32_t>(rows_.epoch);
-            c3[lane] = (block_ + lane) | static_cast<uint32_t>(repeat_) << 16;
+            words_[0][lane] = static_cast<uint32_t>(index_);
+            words_[1][lane] = static_cast<uint32_t>(static_cast<uint64_t>(index_) >> 32);
+            words_[2][lane] = static_cast<uint32_t>(rows_.epoch);
+            words_[3][lane] = (block_ + lane) | static_cast<uint32_t>(repeat_) << 16;
             k0[lane] = rows_.key[0];
             k1[lane] = rows_.key[1];
         }
-        rounds(c0, c1, c2, c3, k0, k1);
-        for (int lane = 0; lane < LANES; ++lane) {
-            const uint32_t words[4] = {c0[lane], c1[lane], c2[lane], c3[lane]};
-            for (int k = 0; k < 4; ++k) values_[lane][k] = (words[k] >> 8) * 0x1p-24;
-        }
+        rounds(words_[0], words_[1], words_[2], words_[3], k0, k1);
         block_ += LANES;
         lane_ = 0;
     }
@@ -58,8 +55,8 @@ class Uniforms {
     const int64_t index_, repeat_;
     uint32_t block_ = 1;
     int lane_ = LANES, place_ = 0;
-    const double* current_ = nullptr;
-    double values_[LANES][4];
+    uint32_t words_[4][LANES];
+    double values_[4];
 };
 
 // Moves a random choice of `count` of the `size` numbers to the front.
@@ -113,7 +110,7 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
         if (wanted[sample] > 0) {
             Uniforms uniforms(*rows, sample);
             int attempts = 0;
-            while (masked < wanted[sample] && attempts < 10) {
+            while (masked + 1 <= wanted[sample] && attempts < 10) {  // less than one patch can be missing: iBOT
                 const double most = std::min(wanted[sample] - masked, cap), *u = uniforms.four();
                 const double area = smallest + u[0] * (most - smallest), ratio = std::exp(low + u[1] * (high - low));
                 const int64_t h = std::nearbyint(std::sqrt(area * ratio)), w = std::nearbyint(std::sqrt(area / ratio));

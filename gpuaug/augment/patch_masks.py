@@ -43,6 +43,7 @@ class PatchMasks:
     Attributes:
         planes: bool ``[V, B, 1, H, W]``, the masks; of I-JEPA ``[V, B, 2 + T, H, W]``: mask, context, T targets.
         counts: int64 ``[V, B, 1]`` or ``[V, B, 2 + T]``, CPU: how many patches are True.
+        views: the positions of the V views in ``batch.images``.
 
     >>> made = BlockMasks(patch=16)([3, 5], size=(224, 224), seed=1)
     >>> made.masks.shape, made.flat.shape
@@ -54,6 +55,7 @@ class PatchMasks:
 
     planes: Tensor
     counts: Tensor
+    views: tuple[int, ...]
 
     @property
     def masks(self) -> Tensor:
@@ -81,7 +83,7 @@ class PatchMasks:
 
     def take(self, rows: Tensor) -> PatchMasks:
         """The masks of some samples. ``rows``: int64 [n], on the CPU."""
-        return PatchMasks(planes=self.planes[:, to_device(rows, self.planes.device)], counts=self.counts[:, rows])
+        return replace(self, planes=self.planes[:, to_device(rows, self.planes.device)], counts=self.counts[:, rows])
 
     def as_dinov2(self, *, pad: int | None = None) -> dict[str, Any]:
         """The masks in the layout of the training code of DINOv2 and DINOv3, with the names of its ``collate``.
@@ -258,7 +260,8 @@ class Generator:
         again = np.zeros_like(numbers) if repeats is None else np.ascontiguousarray(repeats, dtype=np.int64)
         shape = len(views), len(numbers), self._planes
         planes = torch.empty((*shape, *grid), dtype=torch.bool, device="cpu")
-        made = PatchMasks(planes=planes, counts=torch.empty(shape, dtype=torch.int64, device="cpu"))
+        counts = torch.empty(shape, dtype=torch.int64, device="cpu")
+        made = PatchMasks(planes=planes, counts=counts, views=tuple(range(len(views))))
         if len(numbers):
             self._draw(_Samples(indices=numbers, repeats=again, seed=seed, epoch=epoch, views=views), made, *grid)
         return made
@@ -518,24 +521,27 @@ def for_recipe(masks: Generator, recipe: Recipe, *, seed: int) -> Callable[..., 
     library()
     for one in recipe.schedule.values():
         try:
-            masks._grid(_views_of(masks, one)[1])
+            masks._grid(_views_of(masks, one)[2])
         except ConfigError as error:
             raise ConfigError(f"`patch_masks.{str(error)[1:]}") from error
 
     def draw(indices: NDArray[np.int64], *, epoch: int, repeats: NDArray[np.int64]) -> PatchMasks:
-        views, size = _views_of(masks, recipe.at(epoch))
-        return masks(indices, size=size, seed=seed, epoch=epoch, repeats=repeats, views=views)
+        places, views, size = _views_of(masks, recipe.at(epoch))
+        made = masks(indices, size=size, seed=seed, epoch=epoch, repeats=repeats, views=views)
+        return replace(made, views=places)
 
     return draw
 
 
-def _views_of(masks: Generator, recipe: Any) -> tuple[list[ViewCopy], tuple[int, int]]:
-    """The views of a recipe that get masks, and their size in pixels."""
+def _views_of(masks: Generator, recipe: Any) -> tuple[tuple[int, ...], list[ViewCopy], tuple[int, int]]:
+    """The positions of the views of a recipe that get masks, these views, and their size in pixels."""
     known = list(dict.fromkeys(view.name for view in recipe.views))
     if absent := [name for name in masks.views or () if name not in known]:
         has = f"It has {', '.join(known)}." if known != [""] else "Its view has no name: set patch_masks.views=null."
         raise ConfigError(f"`views` must name views of the recipe. Found: {absent[0]!r}. {has}")
-    views = [view for view in recipe.views if masks.views is None or view.name in masks.views]
+    places, views = zip(
+        *((k, v) for k, v in enumerate(recipe.views) if masks.views is None or v.name in masks.views), strict=True
+    )
     sizes = {view.name: view.augment.crop and tuple(view.augment.crop.size) for view in views}
     if None in sizes.values():
         raise ConfigError("`views` must have a crop, which decides the size of the masks. Found: a view without one.")
@@ -545,4 +551,4 @@ def _views_of(masks: Generator, recipe: Any) -> tuple[list[ViewCopy], tuple[int,
             f"`views` must name views of one size (H x W). Found: {found}. Name some of them, such as "
             f"patch_masks.views=[{next(iter(sizes))}]."
         )
-    return [(view.name, view.copy) for view in views], next(iter(sizes.values()))
+    return places, [(view.name, view.copy) for view in views], next(iter(sizes.values()))

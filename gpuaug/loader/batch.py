@@ -85,7 +85,7 @@ class Batch:
     ) -> Image:
         """Draw the first samples as one picture, with masks, boxes and keypoints. Normalization is undone.
 
-        The views of a sample are side by side. The text below a sample is its number and label. Without labels, or with
+        Masked patches are gray. The views of a sample are side by side. The text below a sample is its number and label. Without labels, or with
         targets, the text is its number and key. A sample with ``valid`` False is marked.
 
         Args:

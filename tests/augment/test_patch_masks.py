@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from PIL import Image
 
 import gpuaug
 from gpuaug import BlockMasks, ConfigError, MultiBlockMasks, RandomMasks
+from gpuaug.display.batches import contents
 from gpuaug.random.keyed import Stream, uniforms
 
 ALL = {
@@ -81,7 +83,7 @@ def rectangles(source, share, grid, made):
     if made.smallest is not None:
         wanted, least = int(wanted), made.smallest
     mask, found = np.zeros(grid, dtype=bool), []
-    while mask.sum() < wanted:
+    while wanted - mask.sum() >= 1:
         most = min(wanted - int(mask.sum()), cap)
         for _ in range(10):
             u = source.four()
@@ -612,6 +614,31 @@ def test_batches_have_masks_of_the_chosen_views():
     with loader(RandomMasks(patch=8), augment=gpuaug.Progressive(schedule={0: small, 1: large})) as made:
         for side in (4, 8):
             assert {tuple(batch.patch_masks.masks.shape) for batch in made} == {(1, 4, side, side)}
+
+
+@pytest.mark.parametrize("masks", [BLOCKS, PER_BATCH["ijepa"], RandomMasks(patch=8, views=["local"])])
+def test_pictures_show_the_masks(masks):
+    """Patches that the model does not see are gray, targets of I-JEPA have colors, and the rest is unchanged."""
+    with loader(masks) as made:
+        batch = made.fetch([1, 2])
+    shown, plain = (contents(each, batch.look) for each in (batch, replace(batch, patch_masks=None)))
+    assert batch.patch_masks.views == ((2,) if masks.views == ("local",) else (0, 1))
+    for row in range(2):
+        for k in range(3):
+            ours, theirs = (np.asarray(each[row][k].picture) for each in (shown, plain))
+            changed = (ours != theirs).any(axis=2)
+            if k not in batch.patch_masks.views:
+                assert not changed.any()
+                continue
+            planes = batch.patch_masks.planes[batch.patch_masks.views.index(k), row].numpy()
+            hidden = planes[0] if len(planes) == 1 else ~planes[1]
+            assert np.array_equal(changed, hidden.repeat(8, 0).repeat(8, 1))
+            if len(planes) > 1:
+                target = planes[2:].any(axis=0).repeat(8, 0).repeat(8, 1)
+                tinted = np.ptp(ours.astype(int) - 0.25 * theirs.astype(int), axis=2) > 40
+                assert tinted[target].all()
+                assert not tinted[~target].any()
+    assert batch.show().size
 
 
 @pytest.mark.parametrize(
