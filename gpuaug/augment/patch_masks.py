@@ -149,7 +149,8 @@ class PatchMasks:
         """
         flat, size = self.flat, math.prod(self.planes.shape[-2:])
         keep = self._listed(~self.masks, size - self.counts[..., 0], "as_mae", "patch_masks=mae")
-        restore = torch.where(flat, keep.shape[1] - 1 + flat.cumsum(1), (~flat).cumsum(1) - 1)
+        masked, place = flat.cumsum(1), torch.arange(size, device=flat.device)
+        restore = torch.where(flat, keep.shape[1] - 1 + masked, place - masked)
         return {"ids_keep": keep, "ids_restore": restore, "mask": flat.float()}
 
     def _listed(self, plane: Tensor, counts: Tensor, name: str, remedy: str) -> Tensor:
