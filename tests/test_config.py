@@ -92,7 +92,7 @@ def test_operation_names_are_the_same_in_every_recipe():
     def ops(node, name=None):
         for key, value in node.items():
             if isinstance(value, dict):
-                if name == "ops":
+                if name == "ops" and "_target_" in value:  # else it changes an operation of another file
                     yield key, value["_target_"].rsplit(".", 1)[1]
                 yield from ops(value, key)
 
