@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug import checks
+from gpuaug.augment.crop import pair
 from gpuaug.augment.progressive import Recipe
 from gpuaug.errors import ConfigError
 from gpuaug.native import build
@@ -240,7 +241,7 @@ class Generator:
         self,
         indices: Sequence[int] | NDArray[np.int64],
         *,
-        size: tuple[int, int],
+        size: int | tuple[int, int],
         seed: int = 0,
         epoch: int = 0,
         repeats: NDArray[np.int64] | None = None,
@@ -250,15 +251,18 @@ class Generator:
 
         Args:
             indices: int64 [B], sample numbers in the source.
-            size: (H, W) of the views in pixels.
+            size: (H, W) of the views in pixels; an int is a square.
             seed: any integer.
             epoch: number of the epoch.
             repeats: int64 [B], how often the epoch has already yielded the index; None: 0.
             views: name and copy of each view that gets masks; the default is the view of an ``Augment``.
         """
-        grid = self._grid(size)
+        grid = self._grid(pair("size", size))
+        checks.whole_number("epoch", epoch, 0, keyed.EPOCHS - 1)
         numbers = np.ascontiguousarray(indices, dtype=np.int64)
         again = np.zeros_like(numbers) if repeats is None else np.ascontiguousarray(repeats, dtype=np.int64)
+        if numbers.ndim != 1 or again.shape != numbers.shape:
+            raise ConfigError(f"`indices` and `repeats` must be [B]. Found: {numbers.shape} and {again.shape}.")
         shape = len(views), len(numbers), self._planes
         planes = torch.empty((*shape, *grid), dtype=torch.bool, device="cpu")
         counts = torch.empty(shape, dtype=torch.int64, device="cpu")
@@ -543,9 +547,11 @@ def _views_of(masks: Generator, recipe: Any) -> tuple[tuple[int, ...], list[View
     places, views = zip(
         *((k, v) for k, v in enumerate(recipe.views) if masks.views is None or v.name in masks.views), strict=True
     )
-    sizes = {view.name: view.augment.crop and tuple(view.augment.crop.size) for view in views}
-    if None in sizes.values():
-        raise ConfigError("`views` must have a crop, which decides the size of the masks. Found: a view without one.")
+    sizes: dict[str, Any] = {view.name: getattr(view.augment.crop, "size", None) for view in views}
+    if other := [size for size in sizes.values() if not isinstance(size, tuple)]:
+        raise ConfigError(
+            f"`views` must have a crop with a size (H, W), which decides that of the masks. Found: {other[0]}."
+        )
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name} {h} x {w}" for name, (h, w) in sizes.items())
         raise ConfigError(

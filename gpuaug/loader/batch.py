@@ -85,8 +85,8 @@ class Batch:
     ) -> Image:
         """Draw the first samples as one picture, with masks, boxes and keypoints. Normalization is undone.
 
-        Masked patches are gray. The views of a sample are side by side. The text below a sample is its number and label. Without labels, or with
-        targets, the text is its number and key. A sample with ``valid`` False is marked.
+        Masked patches are gray. The views of a sample are side by side. The text below a sample is its number and
+        label. Without labels, or with targets, the text is its number and key. A sample with ``valid`` False is marked.
 
         Args:
             rows: largest number of rows; None: as many as 16 samples need.
