@@ -16,7 +16,9 @@ from PIL import Image
 
 import gpuaug
 from gpuaug import BlockMasks, ConfigError, MultiBlockMasks, RandomMasks
+from gpuaug.augment.patch_masks import library
 from gpuaug.display.batches import contents
+from gpuaug.native import build
 from gpuaug.random.keyed import Stream, uniforms
 
 ALL = {
@@ -485,6 +487,12 @@ REFUSED = [
 def test_wrong_settings_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(build, "load", lambda *args, **more: None)
+    with pytest.raises(ConfigError, match="`patch_masks` needs a C\\+\\+ compiler.*Install g"):
+        library.__wrapped__()
 
 
 def test_grids_of_one_patch():
