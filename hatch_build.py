@@ -28,6 +28,7 @@ SOURCES = {  # file: arguments, as its module gives them to `build.load`
     "decode/resize.cpp": {"name": "resize"},
     "targets/masks.cpp": {"name": "masks"},
     "random/keyed.cpp": {"name": "draw"},
+    "augment/patch_masks.cpp": {"name": "patch_masks"},
 }
 
 

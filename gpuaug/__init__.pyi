@@ -43,6 +43,10 @@ from gpuaug.augment.target_crops import Letterbox as Letterbox
 from gpuaug.augment.target_crops import RandomIoUCrop as RandomIoUCrop
 from gpuaug.augment.normalize import Normalize as Normalize
 from gpuaug.augment.mix import Mix as Mix
+from gpuaug.augment.patch_masks import BlockMasks as BlockMasks
+from gpuaug.augment.patch_masks import MultiBlockMasks as MultiBlockMasks
+from gpuaug.augment.patch_masks import RandomMasks as RandomMasks
+from gpuaug.augment.patch_masks import PatchMasks as PatchMasks
 
 # operations
 from gpuaug.augment.auto import RandAugment as RandAugment

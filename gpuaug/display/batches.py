@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.display.annotations import Annotated, Annotations, Style, class_name
+from gpuaug.display.annotations import PALETTE, Annotated, Annotations, Style, class_name
 from gpuaug.display.sheet import INK, SheetRow, check_pixels, sheet
 from gpuaug.errors import ConfigError
 
@@ -22,6 +23,7 @@ WIDE, CELL = 8, 128  # pictures in a row, and the side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 240
 SMALL, ROWS = 0.6, 4  # in a notebook: factor for the side of a picture, maximum number of rows
 WRONG = (200, 30, 40)
+HIDDEN, OPACITY = (128, 128, 128), 0.75  # of masked patches
 NAMED, LEAST = 3, 0.05  # the text of a soft label names at most 3 classes, with shares of at least 0.05
 ROUNDING = 1e-3  # shares may be this far outside 0..1
 
@@ -57,10 +59,29 @@ def contents(batch: Any, look: Appearance, *, count: int | None = None) -> list[
     made = [
         pictures(view[:count], normalize, look.bands) for view, normalize in zip(images, look.normalize, strict=True)
     ]
+    if (masks := getattr(batch, "patch_masks", None)) is not None:
+        for view, planes in zip(masks.views, masks.planes[:, :count].cpu().numpy(), strict=True):
+            made[view] = [_masked(*both) for both in zip(made[view], planes, strict=True)]
     return [
         [Annotated(each, Annotations.of(t, row, look.style.rules)) for each, t in zip(views, targets, strict=True)]
         for row, views in enumerate(zip(*made, strict=True))
     ]
+
+
+def _masked(picture: Image.Image, planes: NDArray[np.bool_]) -> Image.Image:
+    """The picture with gray masked patches. ``planes`` [P, H, W]: a row of :class:`~gpuaug.PatchMasks`.
+
+    With I-JEPA, the patches that the encoder does not see are gray, and each target has a color.
+    """
+    from PIL import Image
+
+    pixels = np.asarray(picture, dtype=np.float32).copy()
+    patch = pixels.shape[0] // planes.shape[1]
+    mask, *others = planes.repeat(patch, axis=1).repeat(patch, axis=2)
+    context, *targets = others or [~mask]
+    for where, color in ((~context, HIDDEN), *zip(targets, PALETTE, strict=False)):
+        pixels[where] = (1 - OPACITY) * pixels[where] + OPACITY * np.array(color, dtype=np.float32)
+    return Image.fromarray(pixels.round().astype(np.uint8))
 
 
 def views_of(batch: Any) -> tuple[list[Any], list[Any]]:

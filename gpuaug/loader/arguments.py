@@ -119,6 +119,15 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
     return targets
 
 
+def check_patch_masks(patch_masks: Any, recipe: Recipe, seed: int) -> Any:
+    """Return the function that draws the patch masks of a batch; None if there are none."""
+    if patch_masks is None:
+        return None
+    from gpuaug.augment.patch_masks import GENERATORS, for_recipe
+
+    return for_recipe(checks.instance("patch_masks", patch_masks, *GENERATORS), recipe, seed=seed)
+
+
 def choose_workers(num_workers: int | None, source: Any, log: NamedLog) -> int:
     if num_workers is not None:
         return num_workers

@@ -37,6 +37,7 @@ class Batch:
             loader has no targets.
         extra: a list of B values, such as captions, as the source gave them. A value is None if its sample has no
             extra or could not be read. ``mix`` does not mix the values.
+        patch_masks: a :class:`~gpuaug.PatchMasks`; None if the loader draws no patch masks.
         look: normalization and names for ``show``. None: ``show`` takes the pixels as values from 0 to 1.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
@@ -54,6 +55,7 @@ class Batch:
     key_of: Callable[[int], str] = field(default=str, repr=False)
     targets: Any = None
     extra: list[Any] = field(default_factory=list)
+    patch_masks: Any = None
     look: Any = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Any]:
@@ -83,8 +85,9 @@ class Batch:
     ) -> Image:
         """Draw the first samples as one picture, with masks, boxes and keypoints. Normalization is undone.
 
-        The views of a sample, or the frames of a clip, are side by side. The text below a sample is its number and
-        label. Without labels, or with targets, the text is its number and key. A sample with ``valid`` False is marked.
+        Masked patches are gray. The views of a sample, or the frames of a clip, are side by side. The text below a
+        sample is its number and label. Without labels, or with targets, the text is its number and key. A sample with
+        ``valid`` False is marked.
 
         Args:
             rows: largest number of rows; None: as many as 16 samples need.
@@ -130,12 +133,13 @@ class Batch:
         kinds = [k for k in ("masks", "boxes", "keypoints") if getattr(first, k, None) is not None]
         parts = [f"images={text(self.images)}", f"labels={text(self.labels)}"]
         parts += [f"targets={'+'.join(kinds)}"] if kinds else []
+        parts += [] if self.patch_masks is None else [f"patch_masks={text(self.patch_masks.masks)}"]
         if isinstance(self.valid, Tensor):
             parts.append(f"{int(self.valid.sum())} of {len(self.valid)} valid")
         return f"Batch({', '.join(parts)})"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Return the batch with images, labels and targets on ``device``; the other fields stay on the CPU.
+        """Return the batch with images, labels, targets and masks on ``device``; other fields stay on the CPU.
 
         ``non_blocking`` is the argument of ``Tensor.to``.
         """
@@ -145,4 +149,5 @@ class Batch:
                 return [move(each) for each in x]
             return None if x is None else x.to(device, non_blocking=non_blocking)
 
-        return replace(self, images=move(self.images), labels=move(self.labels), targets=move(self.targets))
+        names = ("images", "labels", "targets", "patch_masks")
+        return replace(self, **{name: move(getattr(self, name)) for name in names})

@@ -28,6 +28,8 @@ def facts(loader: Any) -> dict[str, str]:
         made["targets"] = ", ".join(loader.targets.names)
     if loader.mix is not None:
         made["mix"] = repr(loader.mix)
+    if loader.patch_masks is not None:
+        made["patch masks"] = repr(loader.patch_masks)
     if loader.device.type == "cuda":
         made["self-check"] = str(loader.pipeline.self_check or "off")
     return made

@@ -38,7 +38,8 @@ from gpuaug.read.order import EpochOrder, Last
 from gpuaug.read.reader import Reader
 from gpuaug.source.base import checksum
 
-if TYPE_CHECKING:  # runs without targets do not import them
+if TYPE_CHECKING:  # runs without targets or patch masks do not import them
+    from gpuaug.augment.patch_masks import BlockMasks, MultiBlockMasks, RandomMasks
     from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
@@ -64,6 +65,8 @@ class Loader:
         targets: a :class:`~gpuaug.Targets`, which selects the masks, boxes and keypoints that are transformed with the
             images; None: the loader yields only images and labels.
         mix: MixUp, CutMix and label smoothing of whole batches, or None.
+        patch_masks: a :class:`~gpuaug.BlockMasks`, :class:`~gpuaug.MultiBlockMasks` or :class:`~gpuaug.RandomMasks`,
+            which draws ``batch.patch_masks``; None: no masks.
         decode: settings of the decoder.
         faults: a :class:`~gpuaug.Faults`, which decides what happens to samples that cannot be read or decoded.
         device: ``auto``, ``cuda``, ``cpu`` or a torch.device. ``auto`` means CUDA if there is a CUDA device, else the
@@ -137,6 +140,7 @@ class Loader:
         drop_last: bool = False,
         targets: Targets | None = None,
         mix: Mix | None = None,
+        patch_masks: BlockMasks | MultiBlockMasks | RandomMasks | None = None,
         decode: Decode | None = None,
         faults: Faults | None = None,
         device: str | torch.device = "auto",
@@ -161,6 +165,7 @@ class Loader:
         last = arguments.choose_last(last, drop_last)
         mix = None if isinstance(mix, Mapping) and not mix else mix  # `mix=none` gives an empty mapping
         targets = None if isinstance(targets, Mapping) and not targets else targets
+        patch_masks = None if isinstance(patch_masks, Mapping) and not patch_masks else patch_masks
         self.augment: Recipe = checks.instance("augment", augment, Augment, MultiView, Progressive)
         self.seed: int = checks.whole_number("seed", seed, None)
         self.source = sources.adapt(source)
@@ -171,6 +176,7 @@ class Loader:
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         arguments.check_recipe(self.augment, self.decode.channels or 3)
+        self.patch_masks = patch_masks
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
         self.device = machine.choose_device(device)
         self.dtype: torch.dtype = checks.torch_constant("dtype", dtype)
@@ -202,6 +208,7 @@ class Loader:
             recipe=augmented.remaining(self.augment, self.source, self.seed),
             targets=targets,
             mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),
+            patch_masks=arguments.check_patch_masks(self.patch_masks, recipe, self.seed),
             faults=self.faults,
             device=self.device,
             streams=Streams(self.device),
@@ -349,6 +356,7 @@ class Loader:
             "order": orders.describe(self.order),
             "augment": self.augment.fingerprint(),
             "mix": None if self.mix is None else repr(self.mix),
+            **({} if self.patch_masks is None else {"patch_masks": repr(self.patch_masks)}),
             **({"decode": {"reduced": True}} if self.decode.reduced else {}),
             **(
                 {"decode": {k: getattr(self.decode, k) for k in ("pixels", "channels", "white")}}

@@ -28,7 +28,8 @@ from gpuaug.native.buffers import to_device
 from gpuaug.read.order import Task
 from gpuaug.read.reader import Reader
 
-if TYPE_CHECKING:  # runs without targets do not import these modules
+if TYPE_CHECKING:  # runs without targets or patch masks do not import these modules
+    from gpuaug.augment.patch_masks import PatchMasks
     from gpuaug.augment.target_mover import TargetMover, TargetView
     from gpuaug.targets.batch import BatchTargets
 
@@ -95,6 +96,7 @@ class PartialBatch:
     windows: list[CropWindows] = field(default_factory=list)  # per view
     chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
     targets: list[TargetView] | None = None
+    patch_masks: PatchMasks | None = None  # on the CPU
     # after decoding: [B, H, W, channels] per view, on the device; uint8, with pixels=raw also uint16 or float32
     images: list[Tensor] = field(default_factory=list)
     ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
@@ -116,6 +118,7 @@ class Pipeline:
     recipe: Recipe
     targets: TargetMover | None
     mix: Callable[..., tuple[list[Tensor], Tensor]] | None  # a Mix with its settings
+    patch_masks: Callable[..., PatchMasks] | None  # draws the masks of the recipe's views
     faults: Faults
     device: torch.device
     streams: Streams
@@ -142,15 +145,16 @@ class Pipeline:
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
         recipe = self.recipe.at(epoch)
         drawn = recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
+        hidden = self.patch_masks and self.patch_masks(indices, epoch=epoch, repeats=repeats)
         if self.targets is None:
             windows = recipe.windows(drawn, info.height, info.width)
-            return PartialBatch(encoded, info.faults, info, drawn, windows)
+            return PartialBatch(encoded, info.faults, info, drawn, windows, patch_masks=hidden)
         upright, faults = self.targets.upright(encoded, info, self.decoder)
         objects, masks = upright.upright_objects, upright.decoded
         windows = recipe.windows(drawn, info.height, info.width, objects=objects, masks=masks)
         chosen = recipe.choose(drawn, [window.size for window in windows])
         targets = self.targets.place(upright, windows, chosen, epoch=epoch)
-        return PartialBatch(encoded, [*info.faults, *faults], info, drawn, windows, chosen, targets)
+        return PartialBatch(encoded, [*info.faults, *faults], info, drawn, windows, chosen, targets, hidden)
 
     def decode(self, batch: PartialBatch) -> PartialBatch:
         """Decode every image and mask once, and collect all faults of the batch so far."""
@@ -210,7 +214,7 @@ class Pipeline:
         )
         bad = [fault.row for fault in faults]
         valid, indices, labels, keep = encoded.valid, encoded.indices, encoded.labels, None
-        extra = encoded.extra or [None] * len(encoded)
+        extra, masks = encoded.extra or [None] * len(encoded), decoded.patch_masks
         if bad:
             valid = valid.index_fill(0, torch.tensor(bad, device="cpu"), False)
         if bad and self.faults.policy != "blank":  # with `raise`, `handle` has refused all others but padding
@@ -220,6 +224,7 @@ class Pipeline:
             valid, indices = valid[keep], indices[keep]
             labels = None if labels is None else labels[keep]
             extra = [extra[row] for row in keep.tolist()]
+            masks = masks and masks.take(keep)
         with self.streams.on() as stream:
             if stream is not None and decoded.ready is not None:
                 stream.wait_event(decoded.ready)
@@ -229,6 +234,7 @@ class Pipeline:
             images = self._without_bad(images, bad, keep)
             labels = None if labels is None else to_device(labels, self.device)
             targets: Any = self.finish_targets(decoded, bad, keep)
+            masks = masks and replace(masks, planes=to_device(masks.planes, self.device))
             if self.mix is not None:
                 first = int(encoded.indices[0])
                 images, labels = self.mix(images, labels, valid=valid, epoch=epoch, first_index=first)
@@ -240,6 +246,7 @@ class Pipeline:
                 key_of=self.key_of,
                 targets=_one(targets),
                 extra=extra,
+                patch_masks=masks,
                 look=replace(self.appearance_at(epoch), bad=frozenset(bad if keep is None else ())),
             )
             return batch, None if stream is None else stream.record_event()
@@ -262,6 +269,7 @@ class Pipeline:
             images = batch.images if isinstance(batch.images, list) else [batch.images]
             targets = batch.targets if isinstance(batch.targets, list) else [batch.targets]
             moved = [tensor for view in targets if view is not None for tensor in view.on_device]
+            moved += [] if batch.patch_masks is None else [batch.patch_masks.planes]
             for tensor in [*images, batch.labels, *moved]:
                 if tensor is not None:
                     tensor.record_stream(current)  # allocated on another stream

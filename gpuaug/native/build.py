@@ -77,7 +77,8 @@ def load(
 
 def source_text(source: str, *, name: str, flags: Sequence[str] = FLAGS, definitions: str = "") -> tuple[str, str]:
     """The C++ of a file, and the file name of its installed library: an edited source never gets the old library."""
-    text = (_PACKAGE / "native/threads.hpp").read_text() + definitions + (_PACKAGE / source).read_text()
+    shared = "".join((_PACKAGE / "native" / header).read_text() for header in ("threads.hpp", "philox.hpp"))
+    text = shared + definitions + (_PACKAGE / source).read_text()
     return text, name + "-" + _digest("\0".join((text, *flags)).encode()) + ".so"
 
 

@@ -83,7 +83,7 @@ def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[Any]:
 
 
 @lru_cache(maxsize=64)
-def _keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
+def keys(seed: int, streams: tuple[Stream, ...]) -> NDArray[np.uint32]:
     """Each block's two key words and its number within the stream; [3, blocks]."""
     rows = [(*_key(seed, s), number) for s in streams for number in range(-(-s.count // 4))]
     return np.array(rows, dtype=np.uint32).reshape(-1, 3).T.copy()
@@ -120,16 +120,16 @@ def uniforms(
     if isinstance(epoch, bool) or not isinstance(epoch, int | np.integer) or not 0 <= epoch < EPOCHS:
         raise ConfigError(f"`epoch` must satisfy 0 <= epoch < 2**32. Found: {epoch!r}.")
     streams = tuple(streams)
-    keys = _keys(int(seed), streams)
+    words = keys(int(seed), streams)
     indices = np.ascontiguousarray(indices, dtype=np.int64)
     again = None if repeats is None else np.ascontiguousarray(repeats, dtype=np.int64)
-    batch, blocks = len(indices), keys.shape[1]
+    batch, blocks = len(indices), words.shape[1]
     values = np.empty((batch, blocks, 4), dtype=np.float32)
     if (native := library()) is not None:
-        pointers = [None if a is None else a.ctypes.data for a in (keys, indices, again, values)]
+        pointers = [None if a is None else a.ctypes.data for a in (words, indices, again, values)]
         native.gpuaug_uniforms(pointers[0], blocks, *pointers[1:3], batch, int(epoch), pointers[3])
     else:
-        k0, k1, number = keys.astype(np.uint64)[:, None, :]
+        k0, k1, number = words.astype(np.uint64)[:, None, :]
         extra = number if again is None else number | (again.astype(np.uint64)[:, None] << np.uint64(16))
         for lane, word in enumerate(_counted(indices.astype(np.uint64)[:, None], int(epoch), extra, (k0, k1))):
             values[:, :, lane] = (word >> np.uint64(8)).astype(np.uint32)  # 24 bits are exact in float32

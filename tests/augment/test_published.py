@@ -69,13 +69,37 @@ def stage(size: int, magnitude: int) -> dict[str, Any]:
     return view(1, size, [0.05, 1.0], "bilinear", {"flip": FLIP, "timm": policy}, (half, half))
 
 
+def dinov2(large: int, small: int, flip: float = 0.5) -> list[dict[str, Any]]:
+    """The views of DINOv2 and DINOv3: GaussianBlur(p) has kernel_size=9 and gives RandomApply 1 - p."""
+    colors = {**COLORS, "flip": {"p": flip}}
+    return [
+        view(1, large, [0.32, 1.0], "bicubic", {**colors, "blur": blur(1 - 1.0, 9)}),
+        view(1, large, [0.32, 1.0], "bicubic", {**colors, "blur": blur(1 - 0.1, 9), "solarize": solarize(0.2)}),
+        view(8, small, [0.05, 0.32], "bicubic", {**colors, "blur": blur(1 - 0.5, 9)}),
+    ]
+
+
 AUTHORS = {
-    # facebookresearch/dinov2: dinov2/data/augmentations.py, DataAugmentationDINO; dinov2/data/transforms.py,
-    # GaussianBlur(p) has kernel_size=9 and gives RandomApply 1 - p; dinov2/configs/ssl_default_config.yaml, crops
-    "dinov2": [
-        view(1, 224, [0.32, 1.0], "bicubic", {**COLORS, "blur": blur(1 - 1.0, 9)}),
-        view(1, 224, [0.32, 1.0], "bicubic", {**COLORS, "blur": blur(1 - 0.1, 9), "solarize": solarize(0.2)}),
-        view(8, 96, [0.05, 0.32], "bicubic", {**COLORS, "blur": blur(1 - 0.5, 9)}),
+    # facebookresearch/dinov2: dinov2/data/augmentations.py, DataAugmentationDINO; dinov2/data/transforms.py;
+    # dinov2/configs/ssl_default_config.yaml and train/vitl14.yaml, crops
+    "dinov2": dinov2(224, 96),
+    "dinov2_patch14": dinov2(224, 98),
+    # facebookresearch/dinov3: the settings of dinov3_vit7b16_pretrain.yaml
+    "dinov3": dinov2(256, 112, flip=0.0),
+    # bytedance/ibot: main_ibot.py, DataAugmentationiBOT; README.md, ViT-S/16
+    "ibot": [
+        view(1, 224, [0.25, 1.0], "bicubic", {**COLORS, "blur": blur(1.0, PILLOW)}),
+        view(1, 224, [0.25, 1.0], "bicubic", {**COLORS, "blur": blur(0.1, PILLOW), "solarize": solarize(0.2)}),
+        view(10, 96, [0.05, 0.25], "bicubic", {**COLORS, "blur": blur(0.5, PILLOW)}),
+    ],
+    # facebookresearch/ijepa: the settings of in1k_vith14_ep300.yaml
+    "ijepa": [view(1, 224, [0.3, 1.0], "bilinear", {})],
+    # microsoft/SimMIM: data/data_simmim.py, SimMIMTransform
+    "simmim": [view(1, 224, [0.67, 1.0], "bilinear", {"flip": FLIP})],
+    # microsoft/unilm: beit/datasets.py, DataAugmentationForBEiT; timm's IMAGENET_INCEPTION_MEAN and _STD
+    "beit": [
+        view(1, 224, [0.08, 1.0], "bicubic", {"jitter": {**jitter(0.4, 0.4, 0.4, 0.0), "p": 1.0}, "flip": FLIP},
+             ([0.5] * 3, [0.5] * 3)),
     ],
     # facebookresearch/mae: main_pretrain.py, transform_train
     "mae": [view(1, 224, [0.2, 1.0], "bicubic", {"flip": FLIP})],

@@ -14,7 +14,10 @@ SHAPES = {
     **dict.fromkeys(("simclr", "byol", "mocov3", "barlowtwins", "vicreg"), [224] * 2),
     "dino": [224] * 2 + [96] * 6,
     "swav": [224] * 2 + [96] * 6,
+    "ibot": [224] * 2 + [96] * 10,
     "dinov2": [224] * 2 + [96] * 8,
+    "dinov2_patch14": [224] * 2 + [98] * 8,
+    "dinov3": [256] * 2 + [112] * 8,
     "efficientnetv2": [171],  # in epoch 0
 }
 INTERPOLATION = {
@@ -23,7 +26,8 @@ INTERPOLATION = {
     "dinov2": "bicubic", "mae": "bicubic", "barlowtwins": "bicubic", "vicreg": "bicubic",
     "clip": "bicubic", "swav": "bilinear", "convnext": "bicubic", "efficientnetv2": "bilinear",
     "randaugment_torchvision": "bilinear", "trivialaugment_torchvision": "bilinear", "autoaugment": "bilinear",
-    "augmix": "bilinear", "timm": "bicubic", "lerobot": None,  # without a crop
+    "augmix": "bilinear", "timm": "bicubic", "dinov3": "bicubic", "dinov2_patch14": "bicubic", "ibot": "bicubic",
+    "beit": "bicubic", "ijepa": "bilinear", "simmim": "bilinear", "lerobot": None,  # without a crop
 }  # fmt: skip
 
 

@@ -127,6 +127,13 @@ MADE: dict[str, Attack] = {
     "PackedSource": (lambda p: {"root": p / "epochs"}, lambda p, made: one_batch(p, source=made)),
     "Remote": (lambda p: {}, lambda p, made: one_batch(p, source=gpuaug.FolderSource(p / "images", remote=made))),
     "Mix": (lambda p: {"mixup_alpha": 1.0}, lambda p, made: one_batch(p, mix=made)),
+    **{
+        name: (
+            lambda p, n=name: {"patch": 2, **({"min_keep": 3} if n == "MultiBlockMasks" else {})},
+            lambda p, made: one_batch(p, patch_masks=made),
+        )
+        for name in ("BlockMasks", "MultiBlockMasks", "RandomMasks")
+    },
     "Cameras": (
         lambda p: {"cameras": {"a": gpuaug.Augment(crop=gpuaug.Resize(8))}},
         lambda p, made: made({"a": torch.zeros(2, 3, 8, 8, dtype=torch.uint8)}, seed=0, epoch=0, indices=[0, 1]),
@@ -166,7 +173,7 @@ MADE: dict[str, Attack] = {
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
 }
 OTHERS = {
-    "Loader", "Shuffle", "Sequential", "Batch", "EncodedBatch", "BatchTargets", "Target", "build",
+    "Loader", "Shuffle", "Sequential", "Batch", "PatchMasks", "EncodedBatch", "BatchTargets", "Target", "build",
     "compose", "preview", "preview_page",
 }  # fmt: skip
 

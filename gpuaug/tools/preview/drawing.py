@@ -109,7 +109,8 @@ def preview(
     """Draw samples of a loader as one picture. A notebook displays the result, a ``PIL.Image``.
 
     Each row shows one sample: first the original with its crops, then its augmented images in several epochs. The
-    augmented images are those of training, but without mix.
+    augmented images are those of training, but without mix. Patch masks are gray; with ``per=batch`` they are those of
+    a batch of these samples.
 
     Args:
         loader: the loader whose source, recipe and seed are used. Its position does not change, and no worker starts.
@@ -200,8 +201,9 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
 
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
-    """The recipe's steps in an epoch, then the seed and the number of samples."""
-    return [*steps(loader.augment, epoch), f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
+    """The recipe's steps in an epoch, what patch masks look like, then the seed and the number of samples."""
+    masks = [] if loader.patch_masks is None else ["gray: masked patches; colored: targets of I-JEPA"]
+    return [*steps(loader.augment, epoch), *masks, f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
 
 
 def indices_of(given: Any) -> list[int] | None:

@@ -1,0 +1,213 @@
+// The loops of patch_masks.py. tests/augment/test_patch_masks.py has the same laws in plain Python.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+using namespace philox;
+
+namespace {
+
+// The samples of one copy of a view, and their masks; the layout is that of `_Rows` in patch_masks.py.
+struct Rows {
+    const uint32_t* key;
+    const int64_t *indices, *repeats;  // [batch]
+    int64_t batch, epoch, height, width, planes;
+    uint8_t* out;      // [batch, planes, height, width]
+    int64_t* counts;   // [batch, planes], patches that are 1
+};
+
+// Uniforms in [0, 1) of one sample, four per Philox block from block 1 on; patch_masks.py uses block 0.
+class Uniforms {
+  public:
+    Uniforms(const Rows& rows, int64_t sample) : rows_(rows), index_(rows.indices[sample]), repeat_(rows.repeats[sample]) {}
+
+    const double* four() {
+        if (++lane_ >= LANES) refill();
+        for (int k = 0; k < 4; ++k) values_[k] = (words_[k][lane_] >> 8) * 0x1p-24;
+        return values_;
+    }
+
+    int64_t below(int64_t count) {  // a whole number from 0 to count - 1
+        if (place_ == 0) four();
+        const double u = values_[place_];
+        place_ = (place_ + 1) % 4;
+        return static_cast<int64_t>(u * count);
+    }
+
+  private:
+    void refill() {
+        uint32_t k0[LANES], k1[LANES];
+        for (int lane = 0; lane < LANES; ++lane) {
+            words_[0][lane] = static_cast<uint32_t>(index_);
+            words_[1][lane] = static_cast<uint32_t>(static_cast<uint64_t>(index_) >> 32);
+            words_[2][lane] = static_cast<uint32_t>(rows_.epoch);
+            words_[3][lane] = (block_ + lane) | static_cast<uint32_t>(repeat_) << 16;
+            k0[lane] = rows_.key[0];
+            k1[lane] = rows_.key[1];
+        }
+        rounds(words_[0], words_[1], words_[2], words_[3], k0, k1);
+        block_ += LANES;
+        lane_ = 0;
+    }
+
+    const Rows& rows_;
+    const int64_t index_, repeat_;
+    uint32_t block_ = 1;
+    int lane_ = LANES, place_ = 0;
+    uint32_t words_[4][LANES];
+    double values_[4];
+};
+
+// Moves a random choice of `count` of the `size` numbers to the front.
+void choose(uint16_t* numbers, int64_t size, int64_t count, Uniforms& uniforms) {
+    for (int64_t k = 0; k < count; ++k) std::swap(numbers[k], numbers[k + uniforms.below(size - k)]);
+}
+
+// Writes the numbers of all patches with `value`, and returns how many there are.
+int64_t list(const uint8_t* mask, int64_t size, uint8_t value, uint16_t* numbers) {
+    int64_t count = 0;
+    for (int64_t k = 0; k < size; ++k) {
+        numbers[count] = static_cast<uint16_t>(k);
+        count += mask[k] == value;
+    }
+    return count;
+}
+
+void paint(uint8_t* mask, int64_t width, int64_t top, int64_t left, int64_t h, int64_t w, uint8_t value) {
+    for (int64_t y = top; y < top + h; ++y) std::memset(mask + y * width + left, value, w);
+}
+
+// Number of patches of a rectangle that are 1. Reads eight patches at a time, so up to seven behind the last row.
+int64_t count_ones(const uint8_t* mask, int64_t width, int64_t top, int64_t left, int64_t h, int64_t w) {
+    int64_t count = 0;
+    for (int64_t y = top; y < top + h; ++y)
+        for (int64_t x = 0; x < w; x += 8) {
+            uint64_t eight;
+            std::memcpy(&eight, mask + y * width + left + x, 8);
+            if (w - x < 8) eight &= (uint64_t{1} << 8 * (w - x)) - 1;  // little-endian
+            count += __builtin_popcountll(eight);
+        }
+    return count;
+}
+
+}  // namespace
+
+// Rectangles until `wanted[sample]` patches are masked, or ten attempts in a row fail.
+//
+// wanted: float64 [batch]; smallest: area; cap: largest number of patches that a rectangle adds; low, high: range of the
+// logarithm of height / width; fill: mask single patches until there are `wanted`; shift: roll the mask at random.
+extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, double smallest, double cap, double low,
+                                   double high, int64_t fill, int64_t shift) {
+    const int64_t height = rows->height, width = rows->width, size = height * width;
+    std::vector<uint16_t> free(size);
+    std::vector<uint8_t> padded(size + 8);  // for `count_ones`
+    uint8_t* mask = padded.data();
+    for (int64_t sample = 0; sample < rows->batch; ++sample) {
+        uint8_t* out = rows->out + sample * size;
+        std::memset(mask, 0, size);
+        int64_t masked = 0, down = 0, right = 0;
+        if (wanted[sample] > 0) {
+            Uniforms uniforms(*rows, sample);
+            int attempts = 0;
+            while (masked + 1 <= wanted[sample] && attempts < 10) {  // less than one patch can be missing: iBOT
+                const double most = std::min(wanted[sample] - masked, cap), *u = uniforms.four();
+                const double area = smallest + u[0] * (most - smallest), ratio = std::exp(low + u[1] * (high - low));
+                const int64_t h = std::nearbyint(std::sqrt(area * ratio)), w = std::nearbyint(std::sqrt(area / ratio));
+                ++attempts;
+                if (h >= height || w >= width) continue;
+                const int64_t top = u[2] * (height - h + 1), left = u[3] * (width - w + 1);
+                const int64_t added = h * w - count_ones(mask, width, top, left, h, w);
+                if (added < 1 || added > most) continue;
+                paint(mask, width, top, left, h, w, 1);
+                masked += added;
+                attempts = 0;
+            }
+            const int64_t missing = fill ? static_cast<int64_t>(wanted[sample]) - masked : 0;
+            if (missing > 0) {
+                choose(free.data(), list(mask, size, 0, free.data()), missing, uniforms);
+                for (int64_t k = 0; k < missing; ++k) mask[free[k]] = 1;
+                masked += missing;
+            }
+            if (shift) {
+                const double* u = uniforms.four();
+                down = u[0] * height, right = u[1] * width;
+            }
+        }
+        for (int64_t y = 0; y < height; ++y)
+            std::rotate_copy(mask + y * width, mask + (y + 1) * width - right, mask + (y + 1) * width,
+                             out + (y + down) % height * width);
+        rows->counts[sample] = masked;
+    }
+}
+
+// Target blocks, and a context block without them, for each sample. Planes: mask, context (not written), targets.
+//
+// sizes: int64 [batch, 4], height and width of a target and of the context block; edge: 1: positions include the last
+// row and column; keep: the context must have more patches.
+extern "C" void gpuaug_multi_block_masks(const Rows* rows, const int64_t* sizes, int64_t edge, int64_t keep) {
+    const int64_t height = rows->height, width = rows->width, size = height * width, targets = rows->planes - 2;
+    std::vector<uint8_t> taken(size + 8);  // the patches of targets, padded for `count_ones`
+    std::vector<int64_t> corners(2 * targets);
+    for (int64_t sample = 0; sample < rows->batch; ++sample, sizes += 4) {
+        Uniforms uniforms(*rows, sample);
+        const int64_t h = sizes[0], w = sizes[1], context_h = sizes[2], context_w = sizes[3];
+        uint8_t* planes = rows->out + sample * rows->planes * size;
+        int64_t* counts = rows->counts + sample * rows->planes;
+        std::memset(planes + 2 * size, 0, targets * size);
+        for (int64_t target = 0; target < targets; ++target) {
+            int64_t *top = &corners[2 * target], *left = top + 1;
+            *top = uniforms.below(height - h + edge), *left = uniforms.below(width - w + edge);
+            paint(planes + (2 + target) * size, width, *top, *left, h, w, 1);
+            counts[2 + target] = h * w;
+        }
+        int64_t top, left, kept, failures = 0;
+        do {
+            if (failures % 20 == 0) {  // after 20 failures, one target fewer
+                std::fill(taken.begin(), taken.end(), 0);
+                for (int64_t target = 0; target < targets - failures / 20; ++target)
+                    paint(taken.data(), width, corners[2 * target], corners[2 * target + 1], h, w, 1);
+            }
+            top = uniforms.below(height - context_h + edge), left = uniforms.below(width - context_w + edge);
+            kept = context_h * context_w - count_ones(taken.data(), width, top, left, context_h, context_w);
+            ++failures;
+        } while (kept <= keep);
+        std::memset(planes, 1, size);
+        for (int64_t y = top; y < top + context_h; ++y)
+            std::memcpy(planes + y * width + left, taken.data() + y * width + left, context_w);
+        counts[0] = size - kept;
+    }
+}
+
+// Plane 1: `count` of the patches that plane 0 does not mask, the first in row-major order, or at random.
+extern "C" void gpuaug_cut_context(const Rows* rows, int64_t count, int64_t random) {
+    const int64_t size = rows->height * rows->width;
+    std::vector<uint16_t> visible(size);
+    for (int64_t sample = 0; sample < rows->batch; ++sample) {
+        uint8_t* planes = rows->out + sample * rows->planes * size;
+        const int64_t all = list(planes, size, 0, visible.data());
+        if (random) {
+            Uniforms uniforms(*rows, sample);
+            choose(visible.data(), all, count, uniforms);
+        }
+        std::memset(planes + size, 0, size);
+        for (int64_t k = 0; k < count; ++k) planes[size + visible[k]] = 1;
+        rows->counts[sample * rows->planes + 1] = count;
+    }
+}
+
+// Masks all but `visible` cells of cell x cell patches, chosen at random.
+extern "C" void gpuaug_random_masks(const Rows* rows, int64_t cell, int64_t visible) {
+    const int64_t width = rows->width, across = width / cell, size = rows->height * width, cells = size / (cell * cell);
+    std::vector<uint16_t> numbers(cells);
+    for (int64_t sample = 0; sample < rows->batch; ++sample) {
+        Uniforms uniforms(*rows, sample);
+        uint8_t* mask = rows->out + sample * size;
+        for (int64_t k = 0; k < cells; ++k) numbers[k] = static_cast<uint16_t>(k);
+        choose(numbers.data(), cells, visible, uniforms);
+        std::memset(mask, 1, size);
+        for (int64_t k = 0; k < visible; ++k)
+            paint(mask, width, numbers[k] / across * cell, numbers[k] % across * cell, cell, cell, 0);
+        rows->counts[sample] = size - visible * cell * cell;
+    }
+}
