@@ -594,8 +594,8 @@ int64_t border_index(int64_t i, int64_t size, int border) {
     }
 }
 
-// Weighted sums of `taps` rows. The accumulators stay in registers over all taps. Always inlined: a call of `row` for
-// every tap makes blurs a seventh slower.
+// Weighted sums of `taps` rows. The accumulators stay in registers over all taps. Always inlined: else
+// `row` is called for every tap.
 template <typename Row>
 inline __attribute__((always_inline)) void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) {
     int64_t x = 0;
@@ -769,8 +769,8 @@ struct Worker {
 
     // The operation for the channels of a group: its noise begins further on.
     Op of_group(Op op, int64_t group) const {
-        if (op.table && op.code == NOISE) op.table += 3 * group * pixels;
-        if (op.table && op.code == ERASE_NOISE)
+        if (group && op.table && op.code == NOISE) op.table += 3 * group * pixels;
+        if (group && op.table && op.code == ERASE_NOISE)
             op.table += 3 * group * static_cast<int64_t>(op.a[2]) * static_cast<int64_t>(op.a[3]);
         return op;
     }
@@ -785,7 +785,8 @@ struct Worker {
         }
     }
 
-    void blur(const Op& op, const float* in, float* out) {
+    // A function of its own, as `warp`: inlined into a larger one, it is a seventh slower.
+    __attribute__((noinline)) void blur(const Op& op, const float* in, float* out) {
         const int kx = static_cast<int>(op.a[0]), ky = static_cast<int>(op.a[1]), border = static_cast<int>(op.a[3]);
         extra.resize(pixels + W);
         row.resize(W + kx);
@@ -998,7 +999,7 @@ struct Worker {
 #endif
 
     // Bilinear or nearest warp by a matrix from output to input positions in -1..1. Padding: 0 zeros, 1 border, 2 reflection.
-    void warp(const Op& op, const float* in, float* out) {
+    __attribute__((noinline)) void warp(const Op& op, const float* in, float* out) {
         const int64_t stride = W + 3;  // one zero before each row and two after, so taps need no bounds check
         extra.resize(((H + 3) * stride + 1) * 4 + 4);
         Pixel* image = reinterpret_cast<Pixel*>((reinterpret_cast<uintptr_t>(extra.data()) + 15) & ~static_cast<uintptr_t>(15));
@@ -1279,9 +1280,7 @@ struct Worker {
                             for (float* p : planes) clamp_block(p, n);
                             end_outside = false;
                         }
-                        const auto run = [&](const Op& own) { pointwise(own, stats[group], planes, n, at, pixels, W, op < jump, some); };
-                        if (group) run(of_group(*op, group));
-                        else run(*op);
+                        pointwise(of_group(*op, group), stats[group], planes, n, at, pixels, W, op < jump, some);
                         end_outside = may_leave_unit(*op, end_outside);
                     }
                     if (wanted) {
