@@ -1302,7 +1302,7 @@ struct Worker {
             std::swap(stats, stats_next);
         }
     }
-    void load(int64_t sample, int64_t group, const Block& at, bool mirror, bool upside, float* const* planes) {
+    __attribute__((always_inline)) void load(int64_t sample, int64_t group, const Block& at, bool mirror, bool upside, float* const* planes) {
         const bool bytes = job.from.type == 3 && C == 3 && job.from.white == 255.0f && job.from.apart[1] == 1 && job.from.apart[3] == 3;
         for (int64_t row_in = 0; row_in < at.rows; ++row_in) {
             const int64_t y = upside ? H - 1 - (at.y + row_in) : at.y + row_in;
