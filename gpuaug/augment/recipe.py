@@ -321,12 +321,6 @@ class RecipeBase(ReadOnly):
         back = partial(same_type, dtype=images.dtype, white=white) if same else None
         output = {name: checks.torch_constant(name, v) for name, v in output.items() if name != "dtype" or not same}
         frames = 1 if clip is None else clip
-        # cpu.cpp looks for values that are not finite while it reads them
-        compiled = images.device.type == "cpu" and library() is not None
-        if refuses and not (compiled and all(view.augment.backend == "fused" for view in self.views)):
-            if not is_finite(images):
-                raise not_finite(images, frames)
-            refuses = False
         samples = len(images) // frames
         checks.whole_number("seed", int(seed) if isinstance(seed, np.integer) else seed, None, optional=True)
         if indices is None:
@@ -358,7 +352,11 @@ class RecipeBase(ReadOnly):
             chosen = self.choose(drawn, [each.size for each in windows])
         made: Any = []
         for view, each, choices in zip(self.views, windows, chosen, strict=True):
-            by_kernel = compiled and view.augment.backend == "fused"
+            by_kernel = images.device.type == "cpu" and view.augment.backend == "fused" and library() is not None
+            if refuses and not by_kernel:  # cpu.cpp looks for such values while it reads
+                if not is_finite(images):
+                    raise not_finite(images, frames)
+                refuses = False
             x, top, crop = cut(images, each, white, later=by_kernel)
             more = {"crop": crop, "refuses": refuses} if by_kernel else {}
             try:

@@ -36,8 +36,6 @@ log = logging.getLogger("gpuaug")
 
 Backend = Literal["auto", "dali", "pillow"]
 
-# DALI's initial size of nvJPEG's buffers in bytes; each thread has two pinned buffers
-DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 # nvImageCodec loads the codecs in these folders, separated by colons; empty: in its own. The variable exists from the
 # import on, because to add or remove one is not safe while other threads read the environment (glibc before 2.41).
 _CODEC_FOLDERS = "NVIMGCODEC_EXTENSIONS_PATH"

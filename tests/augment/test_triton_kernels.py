@@ -350,7 +350,7 @@ def test_kernels_of_any_type_and_channels_compile(capability: int, dtype: torch.
     (part,) = fused.FusedBackend(prepared)._parts_of_any_channel
     with compilers(capability, made):
         for white in (None, 4095.0):
-            part.run(x, chosen, triton_kernels, ((1.0,), (0.0,), torch.bfloat16, False), white)
+            part.run(x, chosen, triton_kernels, ((1.0,), (0.0,), torch.bfloat16, False), fused.Reading(white))
     assert {key[0] for key in made} == {"_mean_kernel", "_points_kernel", "_blur_kernel"}
     assert {constant for key in made for constant in key if constant in (("KIND", 0), ("CHANNELS", 4))}
     check(made)

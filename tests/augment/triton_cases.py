@@ -302,7 +302,7 @@ def test_images_of_any_type_and_channels(channels: int, dtype: torch.dtype) -> N
     for white, channels_last in ((None, False), (200.0, True)):
         given = images.contiguous() if channels_last else images  # pixels or planes
         output = (*backend._affine, torch.float32, channels_last)
-        found = backend._run(given.to(DEVICE), part, chosen, cuda, output, white).cpu()
+        found = backend._run(given.to(DEVICE), part, chosen, cuda, output, fused.Reading(white)).cpu()
         expected = ReferenceBackend(prepared, normalize)(images, chosen, white=white)
         # behind jumps, rounding that is not Kornia's to the bit can change single pixels
         assert far(found, expected, SPACE) <= 2e-3, white

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property, lru_cache
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -48,6 +48,23 @@ _ANY_CHANNEL = frozenset(
 )  # fmt: skip
 
 
+class Reading(NamedTuple):
+    """How the first kernel reads the images. Between kernels, images are floats in 0..1 of their final size.
+
+    Attributes:
+        white: the value that becomes 1; None: that of the images' type.
+        crop: windows that cpu.cpp cuts out first, one image at a time; None: no crop.
+        refuses: whether cpu.cpp raises NotFiniteError if values are NaN or infinite.
+    """
+
+    white: float | None = None
+    crop: CropWindows | None = None
+    refuses: bool = False
+
+
+_PLAIN = Reading()
+
+
 class FusedBackend:
     """Runs prepared operations in order, then ``normalize``, a module with ``mean`` and ``std``."""
 
@@ -69,9 +86,7 @@ class FusedBackend:
     ) -> Tensor:
         """Map [B, H, W, C] of a type in :data:`~gpuaug.augment.reference.WHITE` to [B, C, H, W], in new memory.
 
-        Only the final float32 result is cast. ``white``: value of the images that becomes 1; None: that of their type.
-        For cpu.cpp only: ``crop`` are windows that are cut out first, one image at a time; ``refuses``: raise
-        NotFiniteError if values are NaN or infinite.
+        Only the final float32 result is cast. ``white``, ``crop``, ``refuses``: see :class:`Reading`.
         """
         reference.size_of(images)
         compiled = (library() if images.device.type == "cpu" else None) or _triton_kernels(images.device)
@@ -83,16 +98,16 @@ class FusedBackend:
                 parts = self._parts_of_any_channel
             try:
                 with torch.no_grad(), torch.autocast(images.device.type, enabled=False), device:
-                    x = images
+                    x, reading = images, Reading(white, crop, refuses)
                     if (crop or refuses) and (parts[0].columns is None or parts[0].chains):
-                        x = _run_on_cpu(compiled, x, white, *_no_steps(len(x)), _BETWEEN, crop, refuses)
-                        x, crop, refuses = x.permute(0, 2, 3, 1), None, False
+                        x = _run_on_cpu(compiled, x, *_no_steps(len(x)), _BETWEEN, reading).permute(0, 2, 3, 1)
+                        reading = _PLAIN
                     for part in parts:
                         output = last if part is parts[-1] else _BETWEEN
                         if output == _BETWEEN and not part.numbers and x is not images:
                             break  # no operation, normalization or cast is left
-                        x = self._run(x, part, chosen, compiled, output, white if x is images else 1.0, crop, refuses)
-                        x, crop, refuses = x.permute(0, 2, 3, 1), None, False
+                        x = self._run(x, part, chosen, compiled, output, reading).permute(0, 2, 3, 1)
+                        reading = _PLAIN
                     return x.permute(0, 3, 1, 2)
             except CannotRunError as error:
                 _without_triton(str(error))
@@ -109,16 +124,14 @@ class FusedBackend:
         chosen: Sequence[Chosen],
         compiled: Any,
         output: _Output,
-        white: float | None = None,
-        crop: CropWindows | None = None,
-        refuses: bool = False,
+        reading: Reading = _PLAIN,
     ) -> Tensor:
         """Run a part on [B, H, W, C]. Returns [B, C, H, W]."""
         own = [chosen[number] for number in part.numbers]
         if part.columns is not None and not part.chains:
-            return part.run(x, own, compiled, output, white, crop, refuses)
+            return part.run(x, own, compiled, output, reading)
         op = self._reference.ops[part.numbers[0]]
-        y = reference.unit(x, white)
+        y = reference.unit(x, reading.white)
         if part.columns is None:
             return reference.apply(y, op, own[0])
         return mixed(y, op, own[0], lambda y, chain: part.run(y.permute(0, 2, 3, 1), [chain], compiled, _BETWEEN))
@@ -156,21 +169,18 @@ class Part:
                 start, self.width = self.width, self.width + codes.shape[1]
                 self.columns.append((op, slot, alternatives, slice(start, self.width), codes))
 
-    def run(
-        self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output, white: float | None = None,
-        crop: CropWindows | None = None, refuses: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def run(self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output, reading: Reading = _PLAIN) -> Tensor:
         """Run the program on [B, H, W, C]. ``compiled``: cpu.cpp or Triton's kernels."""
-        size, channels = reference.size_of(x) if crop is None else crop.size, x.shape[3]
+        size, channels = reference.size_of(x) if reading.crop is None else reading.crop.size, x.shape[3]
         code, args = self.program(chosen, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
         if isinstance(compiled, ctypes.CDLL):
             tables = self.tables(chosen, size, x.device, channels=channels) + _weights(code, args)
-            return _run_on_cpu(compiled, x, white, code, args, tables, ramps, output, crop, refuses)
+            return _run_on_cpu(compiled, x, code, args, tables, ramps, output, reading)
         scale, shift, dtype, channels_last = output
         tables = self.tables(chosen, size, x.device, compiled.normal_field, channels)
         program = upload(code, args, ramps, scale, shift, x.device, channels)
-        more = {"tables": tables, "formulas": self.formulas, "white": white}
+        more = {"tables": tables, "formulas": self.formulas, "white": reading.white}
         return compiled.launch(x, program, dtype=dtype, channels_last=channels_last, **more)
 
     def program(self, chosen: list[Chosen], size: Size, batch: int) -> tuple[NDArray[np.int32], Float]:
@@ -335,10 +345,10 @@ def _no_steps(batch: int) -> tuple[NDArray[np.int32], Float, list[Table], Float]
 
 
 def _run_on_cpu(
-    library: ctypes.CDLL, images: Tensor, white: float | None, code: NDArray[np.int32], args: Float,
-    tables: list[Table], ramps: Float, output: _Output, crop: CropWindows | None = None, refuses: bool = False,
+    library: ctypes.CDLL, images: Tensor, code: NDArray[np.int32], args: Float, tables: list[Table], ramps: Float,
+    output: _Output, reading: Reading,
 ) -> Tensor:  # fmt: skip
-    scale, shift, dtype, channels_last = output
+    (scale, shift, dtype, channels_last), (white, crop, refuses) = output, reading
     batch, height, width, channels = images.shape
     white = reference.WHITE[images.dtype] if white is None else white
     image, row, pixel, channel = images.stride()

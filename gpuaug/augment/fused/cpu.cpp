@@ -594,8 +594,8 @@ int64_t border_index(int64_t i, int64_t size, int border) {
     }
 }
 
-// Weighted sums of `taps` rows. The accumulators stay in registers over all taps. Always inlined: else
-// `row` is called for every tap.
+// Weighted sums of `taps` rows. The accumulators stay in registers over all taps. Always inlined, because compilers may
+// otherwise call `row` for every tap.
 template <typename Row>
 inline __attribute__((always_inline)) void weigh(const float* k, int taps, Row row, float* __restrict out, int64_t n) {
     int64_t x = 0;

@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 
 from gpuaug import checks, machine
 from gpuaug.batch import EncodedBatch
-from gpuaug.decode.dali import DEVICE_PADDING, PINNED_PADDING
 from gpuaug.errors import GpuaugError
 from gpuaug.files import format_bytes
 from gpuaug.loader.batch import Batch
@@ -38,6 +37,8 @@ from gpuaug.tools.request import Keys, Request, count_batches
 Place = Literal["host", "device"]
 Left = dict[Place, tuple[int, str]]  # bytes left in each known place, and what limits them
 PLACES: tuple[Place, ...] = ("host", "device")
+# DALI's initial size of nvJPEG's buffers in bytes; each thread has two pinned buffers
+DEVICE_PADDING, PINNED_PADDING = 16 << 20, 8 << 20
 # for `python -c`: with `python -m`, spawned workers would run this file again
 CODE = "from gpuaug.tools.plan.command import rehearsal; rehearsal()"
 

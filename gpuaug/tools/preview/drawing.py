@@ -202,7 +202,9 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
     """The recipe's steps in an epoch, what patch masks look like, then the seed and the number of samples."""
-    masks = [] if loader.patch_masks is None else ["gray: masked patches; colored: targets of I-JEPA"]
+    masks = [] if loader.patch_masks is None else ["gray: masked patches"]
+    if hasattr(loader.patch_masks, "targets"):
+        masks = ["gray: masked patches; colored: targets of I-JEPA"]
     return [*steps(loader.augment, epoch), *masks, f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
 
 
