@@ -1,9 +1,6 @@
-"""Crops and resizes images of any type, for recipes that are called with a batch of tensors."""
+"""Crops of batches of tensors: which are needed, and how torch does them where no kernel runs."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -11,58 +8,62 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpuaug.augment.crop import LARGEST_VIEW
-from gpuaug.augment.reference import unit
+from gpuaug.augment.images import unit
 from gpuaug.batch import CropWindows
 from gpuaug.decode import resize
 from gpuaug.errors import ConfigError, shown_size
-from gpuaug.native.buffers import outputs, to_device
+from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Float
 
 CHUNK_BYTES = 256 << 20  # largest float32 copy of images; `resample` has up to three at a time
 
 
-def cut(
-    images: Tensor, windows: CropWindows, white: float, *, later: bool = False
-) -> tuple[Tensor, float, CropWindows | None]:
-    """Crop and resize images [B, H, W, C]. Returns [B, h, w, C], its value that is white, and None.
+def crop_of(images: Tensor, windows: CropWindows) -> CropWindows | None:
+    """Return ``windows``; None if they leave images [B, H, W, C] as they are.
 
-    RGB images of uint8 stay uint8, as the decoder makes them on the CPU. Others become float32, where 1 is white;
-    with ``later`` they are returned as they are, with the windows that the caller then has to cut.
+    Raises ConfigError for images that would become too large: :func:`resample` resizes whole windows.
     """
     H, W = windows.size
     placed = np.hstack([windows.window, windows.resized, windows.offset])
     if images.shape[1:3] == (H, W) and (placed == (0, 0, H, W, H, W, 0, 0)).all():
-        return images, white, None
+        return None
     pixels = windows.resized.prod(axis=1, dtype=np.int64)
-    if pixels.max(initial=0) > LARGEST_VIEW:  # torch resizes the whole window before it is cut
+    if pixels.max(initial=0) > LARGEST_VIEW:
         height, width = windows.resized[pixels.argmax()].tolist()
         raise ConfigError(
             f"`augment.crop` must resize images to at most {LARGEST_VIEW} pixels. Found: image {pixels.argmax()} of "
             f"{shown_size(*images.shape[1:3])} becomes {shown_size(height, width)}. Leave out thin images or change "
             "the crop."
         )
-    levels = (
-        images.dtype == torch.uint8 and images.shape[3] == 3 and white == 255 and windows.interpolation != "nearest"
-    )
-    if levels and images.device.type != "cpu":
-        return resample(images, windows), white, None
-    if not levels:
-        if later and len(images):
-            return images, white, windows
-        fill = np.resize(np.asarray(windows.fill, dtype=np.float32) / np.float32(255), images.shape[3])
-        return resample(unit(images, white).permute(0, 2, 3, 1), windows, fill), 1.0, None
-    out = outputs.take((len(images), H, W, 3), torch.uint8, channels_last=False)
+    return windows
+
+
+def keeps_levels(images: Tensor, windows: CropWindows, white: float | None) -> bool:
+    """Whether images stay uint8, as the decoder crops them: RGB, unless the nearest pixels are taken."""
+    rgb = images.dtype == torch.uint8 and images.shape[3] == 3 and white in (None, 255)
+    return rgb and windows.interpolation != "nearest"
+
+
+def fill_of(windows: CropWindows, channels: int) -> Float:
+    """The fill of each channel, float32 [C] in 0..1."""
+    return np.resize(np.asarray(windows.fill, dtype=np.float32) / np.float32(255), channels)
+
+
+def cut(images: Tensor, windows: CropWindows, white: float | None) -> tuple[Tensor, float]:
+    """Crop and resize images [B, H, W, C] without the kernels that do this before they augment.
+
+    Returns [B, h, w, C] and its value that is white: uint8 if :func:`keeps_levels`, else float32, where 1 is white.
+    """
+    if not keeps_levels(images, windows, white):
+        fill = fill_of(windows, images.shape[3])
+        return resample(unit(images, white).permute(0, 2, 3, 1), windows, fill), 1.0
+    if images.device.type != "cpu":
+        return resample(images, windows), 255.0
+    out = torch.empty((len(images), *windows.size, 3), dtype=torch.uint8)
     boxes = zip(images.numpy(), windows.window.tolist(), strict=True)
     parts = [image[top : top + height, left : left + width] for image, (top, left, height, width) in boxes]
-    # a thread costs about 50 us, so one thread is faster below 100,000 pixels
-    threads = torch.get_num_threads() if len(images) * H * W >= 100_000 else 1
-
-    def each(rows: Sequence[int], work: resize.Work) -> None:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, rows))  # raises the first error
-
-    resize.views(parts, windows, out.numpy(), np.arange(len(images)), threads=threads, each=each)
-    return out, white, None
+    resize.views(parts, windows, out.numpy(), np.arange(len(images)), threads=torch.get_num_threads())
+    return out, 255.0
 
 
 def resample(images: Tensor, windows: CropWindows, fill: Float | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpuaug import checks
-from gpuaug.augment.reference import WHITE
+from gpuaug.augment.images import WHITE
 from gpuaug.errors import ConfigError
 
 LAYOUTS = ("channels_first", "channels_last")
@@ -52,13 +52,6 @@ def _is_channels_last(images: Tensor, layout: str | None) -> bool:
             "channels_last."
         )
     return images.dtype == torch.uint8 and last and not first
-
-
-def is_finite(images: Tensor) -> bool:
-    """Whether no value is NaN or infinite. On CUDA, this waits for the device."""
-    stored = images.permute(sorted(range(images.dim()), key=images.stride, reverse=True))  # else torch would copy it
-    limits = torch.stack(stored.aminmax()) if images.numel() else images.new_zeros(2)  # NaN if a value is NaN
-    return bool(limits.isfinite().all())
 
 
 def not_finite(images: Tensor, frames: int) -> ConfigError:

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 
 from gpuaug import checks
 from gpuaug.augment.crop import CROPS, Window
-from gpuaug.augment.cut import cut
+from gpuaug.augment.cut import crop_of
 from gpuaug.augment.domains import check as check_domains
 from gpuaug.augment.fingerprint import differences, settings
-from gpuaug.augment.fused.backend import FusedBackend, library
-from gpuaug.augment.inputs import is_finite, not_finite, pixels, same_type
+from gpuaug.augment.fused.backend import FusedBackend
+from gpuaug.augment.images import NotFiniteError
+from gpuaug.augment.inputs import not_finite, pixels, same_type
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.erasing import check_place
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import prepare_all
-from gpuaug.augment.reference import NotFiniteError, ReferenceBackend
+from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.augment.sharing import IMAGES, Draws, Rows, Same, by_camera, check_cameras, check_frames, fold
 from gpuaug.batch import CropWindows, Objects
 from gpuaug.errors import ConfigError, ReadOnlyError
@@ -352,17 +353,12 @@ class RecipeBase(ReadOnly):
             chosen = self.choose(drawn, [each.size for each in windows])
         made: Any = []
         for view, each, choices in zip(self.views, windows, chosen, strict=True):
-            by_kernel = images.device.type == "cpu" and view.augment.backend == "fused" and library() is not None
-            if refuses and not by_kernel:  # cpu.cpp looks for such values while it reads
-                if not is_finite(images):
-                    raise not_finite(images, frames)
-                refuses = False
-            x, top, crop = cut(images, each, white, later=by_kernel)
-            more = {"crop": crop, "refuses": refuses} if by_kernel else {}
             try:
-                made.append(view.augment.run(x, choices, white=top, **more, **output))
+                crop = crop_of(images, each)
+                made.append(view.augment.run(images, choices, white=white, crop=crop, refuses=refuses, **output))
             except NotFiniteError:
                 raise not_finite(images, frames) from None
+            refuses = False  # the first view has looked at all values
         if back is not None:
             made = [back(view) for view in made]
         if clip is not None:
@@ -498,9 +494,10 @@ class Augment(RecipeBase):
         return ",\n".join([f"crop={self.crop!r}", *ops, *same, f"copies={self.copies}", f"backend={self.backend!r}"])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
-        """Augment cropped ``images`` [B, H, W, C] of one view. Returns [B, C, H, W].
+        """Augment ``images`` [B, H, W, C] of one view. Returns [B, C, H, W].
 
-        ``chosen`` holds the choices of every operation; ``output`` holds ``white``, ``dtype`` and ``memory_format``.
+        ``chosen`` holds the choices of every operation; ``output``: the options of
+        :class:`~gpuaug.augment.reference.ReferenceBackend`.
         """
         if images.is_cuda and self.cuda_is_wrong is None:
             self.cuda_is_wrong = verdict("fused_cuda") is False

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpuaug.augment.chains import mixed, one_chain
+from gpuaug.augment.cut import cut
+from gpuaug.augment.images import NotFiniteError, is_finite, unit
 from gpuaug.augment.ops.kornia_private import forget
-from gpuaug.augment.parameters import Chosen, Params, Prepared, Size, tensors
+from gpuaug.augment.parameters import Chosen, Params, Prepared, tensors
 from gpuaug.augment.policy import entry_of, fields
-from gpuaug.batch import WHITES
+from gpuaug.batch import CropWindows
 from gpuaug.errors import ConfigError, shown_size
 from gpuaug.native.buffers import to_device
 from gpuaug.random.generators import restore_generators
 from gpuaug.random.keyed import Int
 
 logger = logging.getLogger("gpuaug")
-
-WHITE = {getattr(torch, name): white for name, white in WHITES.items()}
 
 
 class ReferenceBackend:
@@ -48,11 +48,24 @@ class ReferenceBackend:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
         white: float | None = None,
+        crop: CropWindows | None = None,
+        refuses: bool = False,
     ) -> Tensor:
-        """Map [B, H, W, C] of a type in :data:`WHITE` to [B, C, H, W], in new memory.
+        """Map [B, H, W, C] of a type in :data:`~gpuaug.augment.images.WHITE` to [B, C, H, W], in new memory.
 
-        ``chosen``: the choices of each operation; ``white``: value that becomes 1; None: that of the type.
+        Args:
+            images: the images.
+            chosen: the choices of each operation.
+            dtype: of the result.
+            memory_format: of the result.
+            white: the value that becomes 1; None: that of the type.
+            crop: windows that are cut out and resized first; None: no crop.
+            refuses: whether values that are NaN or infinite raise NotFiniteError.
         """
+        if refuses and not is_finite(images):
+            raise NotFiniteError
+        if crop is not None:
+            images, white = cut(images, crop, white)
         # the caller's autocast would run matrix products and convolutions in half precision
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             x = unit(images, white)
@@ -62,25 +75,6 @@ class ReferenceBackend:
             if self.normalize is not None:
                 x = self.normalize(x)
             return x.to(dtype=dtype, memory_format=memory_format)
-
-
-class NotFiniteError(ValueError):
-    """Images have values that are NaN or infinite."""
-
-
-def size_of(x: Tensor) -> Size:
-    """(H, W) of [B, H, W, C]. Raises TypeError for other types and shapes, because kernels would misread them."""
-    if x.dtype not in WHITE or x.dim() != 4:
-        raise TypeError(f"expected [B, H, W, C] of {', '.join(map(str, WHITE))}, but got {x.dtype} {list(x.shape)}")
-    return x.shape[1], x.shape[2]
-
-
-def unit(images: Tensor, white: float | None = None) -> Tensor:
-    """Copy [B, H, W, C] to a new, contiguous float32 tensor [B, C, H, W], where ``white`` (None: the type's) is 1."""
-    shape = len(images), images.shape[3], *images.shape[1:3]
-    x = torch.empty(shape, dtype=torch.float32, device=images.device).copy_(images.permute(0, 3, 1, 2))
-    white = WHITE[images.dtype] if white is None else white
-    return x if white == 1 else x.div_(white)
 
 
 def apply(x: Tensor, op: Prepared, chosen: Chosen) -> Tensor:

@@ -1,7 +1,7 @@
-"""Resizes regions of uint8 images onto canvases: with resize.cpp if the CPU has AVX-512 VBMI, else with torch.
+"""Resizes regions of uint8 images onto canvases: with resize.cpp, or without a C++ compiler with torch.
 
-Both give the same bits as ``F.interpolate(antialias=True)`` on uint8, and as Pillow's resize. Other types are
-resized in float32 by torch, and rounded.
+On processors with AVX2, both give the same bits, which are those of Pillow's resize; on others, torch's own are up to
+20 levels away from Pillow's. Other types are resized in float32 by torch, and rounded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.decode.request import Pixels
@@ -37,12 +38,10 @@ def one_by_one(rows: Sequence[int], work: Work) -> None:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled resize.cpp, or None if it cannot be built or the CPU lacks AVX-512 VBMI."""
-    built = build.load("decode/resize.cpp", name="resize", without="is torch's, half as fast")
-    if built is None or not built.gpuaug_resize_fast():
-        return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    built.gpuaug_resize.argtypes = [pointer, number, ctypes.c_int32]
+    """The compiled resize.cpp, or None if it cannot be built."""
+    built = build.load("decode/resize.cpp", name="resize", without="is torch's, which is slower")
+    if built is not None:
+        built.gpuaug_resize.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
     return built
 
 
@@ -72,18 +71,33 @@ def views(
     if not len(parts):
         return
     H, W = windows.size
-    tasks = np.zeros(len(parts), dtype=_TASK)
+    tasks = _tasks(windows)
     interfaces = [part.__array_interface__ for part in parts]
     tasks["src"] = [x["data"][0] for x in interfaces]
     tasks["row"], tasks["column"], tasks["channel"] = np.array([part.strides for part in parts]).T
     tasks["height"], tasks["width"] = np.array([part.shape[:2] for part in parts]).T
     tasks["canvas"] = canvases.ctypes.data + np.asarray(rows) * (H * W * 3)
-    tasks["to_height"], tasks["to_width"] = windows.resized.T
-    tasks["top"], tasks["left"] = windows.offset.T
-    tasks["H"], tasks["W"], tasks["cubic"] = H, W, windows.interpolation == "bicubic"
-    tasks["fill"] = np.broadcast_to(windows.fill, 3) @ (1, 1 << 8, 1 << 16)
     if compiled.gpuaug_resize(tasks.ctypes.data, len(tasks), threads):  # releases the GIL
         raise MemoryError(f"out of memory while resizing {len(parts)} images")
+
+
+def tasks_of(images: torch.Tensor, windows: CropWindows) -> NDArray[np.void]:
+    """What resize.cpp has to do for uint8 images [B, H, W, 3] on the CPU, with any strides: a ``Task`` each."""
+    tasks = _tasks(windows)
+    top, left, tasks["height"], tasks["width"] = windows.window.T.astype(np.int64)
+    each, tasks["row"], tasks["column"], tasks["channel"] = images.stride()
+    tasks["src"] = images.data_ptr() + np.arange(len(images)) * each + top * tasks["row"] + left * tasks["column"]
+    return tasks
+
+
+def _tasks(windows: CropWindows) -> NDArray[np.void]:
+    """The parts of tasks that ``windows`` decide."""
+    tasks = np.zeros(len(windows), dtype=_TASK)
+    tasks["to_height"], tasks["to_width"] = windows.resized.T
+    tasks["top"], tasks["left"] = windows.offset.T
+    (tasks["H"], tasks["W"]), tasks["cubic"] = windows.size, windows.interpolation == "bicubic"
+    tasks["fill"] = np.broadcast_to(windows.fill, 3) @ (1, 1 << 8, 1 << 16)
+    return tasks
 
 
 def _place(canvas: Pixels, part: Pixels, windows: CropWindows, k: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpuaug.augment import cut as cuts
+from gpuaug.augment.fused.backend import FusedBackend, library
+from gpuaug.augment.policy import prepare
 from gpuaug.batch import CropWindows
 from gpuaug.decode import resize
 
@@ -78,18 +81,24 @@ def cases(layout: str) -> list[tuple[Tensor, CropWindows]]:
     return made
 
 
-@pytest.mark.parametrize("way", ["compiled", "torch"])
+@pytest.mark.parametrize("way", ["with the operations", "alone", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_is_cut_to_the_bits_of_its_images_one_by_one(
     layout: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert library() is not None
     if way == "torch":
         monkeypatch.setattr(resize, "library", lambda: None)
-    elif resize.library() is None:
-        pytest.skip("no compiler, or no AVX-512 VBMI")
+    flip, invert = (prepare("op", op) for op in (K.RandomVerticalFlip(p=1.0), K.RandomInvert(p=1.0)))
     for images, windows in cases(layout):
-        before = images.clone()
-        assert torch.equal(cuts.cut(images, windows, 255.0)[0], one_by_one(images, windows)), (images.shape, windows)
+        before, want = images.clone(), one_by_one(images, windows)
+        if way == "with the operations":
+            ops = (flip, invert)
+            chosen = [op.draw(np.zeros((len(images), op.count), dtype=np.float32), windows.size) for op in ops]
+            made = FusedBackend(ops)(images, chosen, crop=windows, white=255.0).permute(0, 2, 3, 1)
+            assert torch.equal(made, 1 - want.flip(1).float() / 255), (images.shape, windows)
+        else:
+            assert torch.equal(cuts.cut(images, windows, 255.0)[0], want), (images.shape, windows)
         assert torch.equal(images, before)
 
 

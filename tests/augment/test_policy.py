@@ -16,9 +16,10 @@ from test_reference import images
 
 import gpuaug
 from gpuaug.augment.fused.backend import FusedBackend
+from gpuaug.augment.images import unit
 from gpuaug.augment.parameters import Prepared, tensors
 from gpuaug.augment.policy import OneOf, SomeOf, prepare
-from gpuaug.augment.reference import ReferenceBackend, unit
+from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.errors import ConfigError
 
 SIZE = (40, 28)

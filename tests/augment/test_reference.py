@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpuaug
 from gpuaug.augment import reference
+from gpuaug.augment.images import unit
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.parameters import tensors
 from gpuaug.augment.policy import OneOf, SomeOf, fields, prepare
 from gpuaug.augment.recipe import Augment
-from gpuaug.augment.reference import ReferenceBackend, unit
+from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.errors import ConfigError
 
 SOME = {"a": K.ColorJitter(0.4, 0.4, 0.4, 0.1), "b": K.RandomGaussianNoise(p=0.7), "c": K.RandomJPEG()}

@@ -25,12 +25,15 @@ from torch import Tensor, nn
 
 from gpuaug.augment import reference
 from gpuaug.augment.chains import mixed, one_chain
+from gpuaug.augment.cut import cut, fill_of, keeps_levels
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Table, groups, upload
+from gpuaug.augment.images import WHITE, NotFiniteError, is_finite, size_of, unit
 from gpuaug.augment.ops.codes import ARGS, Code, as_cpp
 from gpuaug.augment.ops.geometry import finish_warps, warp_ramps
 from gpuaug.augment.parameters import Chosen, Normal, Prepared, Size, Steps, tensors
 from gpuaug.augment.policy import entry_of, fields
 from gpuaug.batch import CropWindows, Interpolation
+from gpuaug.decode import resize
 from gpuaug.errors import shown_size
 from gpuaug.native import build
 from gpuaug.native.buffers import outputs, to_device
@@ -53,7 +56,7 @@ class Reading(NamedTuple):
 
     Attributes:
         white: the value that becomes 1; None: that of the images' type.
-        crop: windows that cpu.cpp cuts out first, one image at a time; None: no crop.
+        crop: windows that cpu.cpp cuts out and resizes first, one image at a time; None: no crop.
         refuses: whether cpu.cpp raises NotFiniteError if values are NaN or infinite.
     """
 
@@ -84,11 +87,8 @@ class FusedBackend:
         crop: CropWindows | None = None,
         refuses: bool = False,
     ) -> Tensor:
-        """Map [B, H, W, C] of a type in :data:`~gpuaug.augment.reference.WHITE` to [B, C, H, W], in new memory.
-
-        Only the final float32 result is cast. ``white``, ``crop``, ``refuses``: see :class:`Reading`.
-        """
-        reference.size_of(images)
+        """Do what :class:`~gpuaug.augment.reference.ReferenceBackend` does. Only the final float32 result is cast."""
+        size_of(images)
         compiled = (library() if images.device.type == "cpu" else None) or _triton_kernels(images.device)
         if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
@@ -99,7 +99,12 @@ class FusedBackend:
             try:
                 with torch.no_grad(), torch.autocast(images.device.type, enabled=False), device:
                     x, reading = images, Reading(white, crop, refuses)
-                    if (crop or refuses) and (parts[0].columns is None or parts[0].chains):
+                    if images.is_cuda:
+                        if refuses and not is_finite(images):
+                            raise NotFiniteError
+                        x, white = (x, white) if crop is None else cut(x, crop, white)
+                        reading = Reading(white)
+                    elif (crop or refuses) and (parts[0].columns is None or parts[0].chains):
                         x = _run_on_cpu(compiled, x, *_no_steps(len(x)), _BETWEEN, reading).permute(0, 2, 3, 1)
                         reading = _PLAIN
                     for part in parts:
@@ -111,7 +116,8 @@ class FusedBackend:
                     return x.permute(0, 3, 1, 2)
             except CannotRunError as error:
                 _without_triton(str(error))
-        return self._reference(images, chosen, dtype=dtype, memory_format=memory_format, white=white)
+        wanted: dict[str, Any] = {"dtype": dtype, "memory_format": memory_format}
+        return self._reference(images, chosen, white=white, crop=crop, refuses=refuses, **wanted)
 
     @cached_property
     def _parts_of_any_channel(self) -> list[Part]:
@@ -131,7 +137,7 @@ class FusedBackend:
         if part.columns is not None and not part.chains:
             return part.run(x, own, compiled, output, reading)
         op = self._reference.ops[part.numbers[0]]
-        y = reference.unit(x, reading.white)
+        y = unit(x, reading.white)
         if part.columns is None:
             return reference.apply(y, op, own[0])
         return mixed(y, op, own[0], lambda y, chain: part.run(y.permute(0, 2, 3, 1), [chain], compiled, _BETWEEN))
@@ -171,7 +177,7 @@ class Part:
 
     def run(self, x: Tensor, chosen: list[Chosen], compiled: Any, output: _Output, reading: Reading = _PLAIN) -> Tensor:
         """Run the program on [B, H, W, C]. ``compiled``: cpu.cpp or Triton's kernels."""
-        size, channels = reference.size_of(x) if reading.crop is None else reading.crop.size, x.shape[3]
+        size, channels = size_of(x) if reading.crop is None else reading.crop.size, x.shape[3]
         code, args = self.program(chosen, size, len(x))
         ramps = warp_ramps(size) if (code == Code.WARP).any() else np.zeros(1, dtype=np.float32)
         if isinstance(compiled, ctypes.CDLL):
@@ -302,11 +308,12 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled cpu.cpp, or None if it cannot be compiled."""
-    return build.load(
+    """The compiled cpu.cpp, or None if it cannot be compiled, or resize.cpp, which it calls."""
+    built = build.load(
         "augment/fused/cpu.cpp", name="augment", flags=_FLAGS, definitions=as_cpp(),
         without="runs uncompiled, many times slower",
     )  # fmt: skip
+    return None if built is None or resize.library() is None else built
 
 
 class _Images(ctypes.Structure):
@@ -323,7 +330,7 @@ class _Crop(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("window", "resized", "offset", "fill")),
-        ("interpolation", ctypes.c_int32),
+        *(("interpolation", ctypes.c_int32), ("tasks", ctypes.c_void_p), ("resize", ctypes.c_void_p)),
     )
 
 
@@ -350,17 +357,23 @@ def _run_on_cpu(
 ) -> Tensor:  # fmt: skip
     (scale, shift, dtype, channels_last), (white, crop, refuses) = output, reading
     batch, height, width, channels = images.shape
-    white = reference.WHITE[images.dtype] if white is None else white
+    white = WHITE[images.dtype] if white is None else white
     image, row, pixel, channel = images.stride()
     apart = (ctypes.c_int64 * 4)(image, channel, row, pixel)
     source = _Images(images.data_ptr(), height, width, apart, white, _DTYPES[images.dtype])
-    cut = None
+    windows = None
     if crop is not None:
         height, width = crop.size
-        arrays = [np.ascontiguousarray(v, dtype=np.int32) for v in (crop.window, crop.resized, crop.offset)]
-        arrays.append(np.resize(np.asarray(crop.fill, dtype=np.float32) / np.float32(255), channels))
-        interpolation = get_args(Interpolation).index(crop.interpolation)
-        cut = ctypes.pointer(_Crop(*(array.ctypes.data for array in arrays), interpolation))
+        arrays: list[NDArray[Any]] = [
+            np.ascontiguousarray(v, dtype=np.int32) for v in (crop.window, crop.resized, crop.offset)
+        ]
+        arrays.append(fill_of(crop, channels))
+        place = _Crop(*(array.ctypes.data for array in arrays), get_args(Interpolation).index(crop.interpolation))
+        if keeps_levels(images, crop, white) and (resizing := resize.library()) is not None:
+            arrays.append(resize.tasks_of(images, crop))
+            place.tasks = arrays[-1].ctypes.data
+            place.resize = ctypes.cast(resizing.gpuaug_resize_one, ctypes.c_void_p)
+        windows = ctypes.pointer(place)
     out = outputs.take((batch, channels, height, width), dtype, channels_last)
     pointers = np.zeros(code.shape, dtype=np.int64)
     for rows, column, values in tables:
@@ -374,11 +387,11 @@ def _run_on_cpu(
         *(source, out.data_ptr(), code.ctypes.data, args.ctypes.data),
         *(pointers.ctypes.data if tables else None, ramps.ctypes.data, affine[0].ctypes.data, affine[1].ctypes.data),
         *(batch, channels, height, width, code.shape[1]),
-        *(_DTYPES[dtype], channels_last, threads, refuses and images.is_floating_point(), cut),
+        *(_DTYPES[dtype], channels_last, threads, refuses and images.is_floating_point(), windows),
     )
     failed = library.gpuaug_augment(ctypes.byref(job))  # ctypes releases the GIL
     if failed == 2:
-        raise reference.NotFiniteError
+        raise NotFiniteError
     if failed:
         raise MemoryError(
             f"Out of memory while augmenting images of {shown_size(height, width)}. Free memory or use smaller images."

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <tuple>
 #include <vector>
 #if defined(__SSE2__)
@@ -626,11 +627,13 @@ inline __attribute__((always_inline)) void weigh(const float* k, int taps, Row r
     }
 }
 
-// The windows of a batch, which become floats of one size.
+// The windows of a batch.
 struct Crop {
     const int32_t *window, *resized, *offset;  // of CropWindows: [B, 4], [B, 2], [B, 2]
     const float* fill;       // [C]
     int32_t interpolation;   // 0 nearest, 1 bilinear, 2 bicubic
+    const void* tasks;       // of resize.cpp, for RGB images that stay levels; null: images become floats
+    int (*resize)(const void* tasks, int64_t number, uint8_t* canvas);  // gpuaug_resize_one
 };
 
 float cubic_weight(float x) {  // with a = -0.5, as Pillow's
@@ -753,6 +756,7 @@ void cut_image(const Job& job, int64_t sample, float* dst, int64_t apart, std::v
 // Augments images, one after the other, in the same memory.
 struct Worker {
     std::vector<float> first, second, extra, row;
+    std::vector<uint8_t> levels;  // of the image, cropped
     std::vector<int32_t> index;
     std::vector<uint32_t> packed;
     std::vector<double> fractions;
@@ -761,10 +765,11 @@ struct Worker {
     std::vector<Op> program;
     const Op* jump = nullptr;  // the last discontinuous operation; all earlier ones must be bit-identical to Kornia
     const Job& job;
+    Images from;  // where `load` finds the image `sample`
     const int64_t C, groups, H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
 
     explicit Worker(const Job& given)
-        : stats((given.channels + 2) / 3), stats_next(stats.size()), job(given), C(job.channels), groups((C + 2) / 3),
+        : stats((given.channels + 2) / 3), stats_next(stats.size()), job(given), from(job.from), C(job.channels), groups((C + 2) / 3),
           H(job.height), W(job.width), pixels(H * W), apart((pixels / LANES + 22) * LANES) {}
 
     // The operation for the channels of a group: its noise begins further on.
@@ -1303,21 +1308,21 @@ struct Worker {
         }
     }
     __attribute__((always_inline)) void load(int64_t sample, int64_t group, const Block& at, bool mirror, bool upside, float* const* planes) {
-        const bool bytes = job.from.type == 3 && C == 3 && job.from.white == 255.0f && job.from.apart[1] == 1 && job.from.apart[3] == 3;
+        const bool bytes = from.type == 3 && C == 3 && from.white == 255.0f && from.apart[1] == 1 && from.apart[3] == 3;
         for (int64_t row_in = 0; row_in < at.rows; ++row_in) {
             const int64_t y = upside ? H - 1 - (at.y + row_in) : at.y + row_in;
-            const int64_t o = row_in * at.width, line = sample * job.from.apart[0] + y * job.from.apart[2];
+            const int64_t o = row_in * at.width, line = sample * from.apart[0] + y * from.apart[2];
             const int n = static_cast<int>(at.width);
             if (bytes) {
-                const uint8_t* s = static_cast<const uint8_t*>(job.from.data) + line;
+                const uint8_t* s = static_cast<const uint8_t*>(from.data) + line;
                 if (mirror) load_bytes<true>(s + (W - at.x - n) * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
                 else load_bytes<false>(s + at.x * 3, planes[0] + o, planes[1] + o, planes[2] + o, n);
                 continue;
             }
-            const int64_t column = mirror ? W - 1 - at.x : at.x, step = mirror ? -job.from.apart[3] : job.from.apart[3];
+            const int64_t column = mirror ? W - 1 - at.x : at.x, step = mirror ? -from.apart[3] : from.apart[3];
             for (int c = 0; c < 3; ++c) {  // a channel that is missing in the last group is the last one again
                 const int64_t channel = std::min(3 * group + c, C - 1);
-                load_values(job.from.data, job.from.type, line + channel * job.from.apart[1] + column * job.from.apart[3], step, job.from.white, planes[c] + o, n);
+                load_values(from.data, from.type, line + channel * from.apart[1] + column * from.apart[3], step, from.white, planes[c] + o, n);
             }
         }
     }
@@ -1340,7 +1345,14 @@ struct Worker {
         for (const Op& op : program)
             if (has(op.code, IS_JUMPS) || op.pillow) jump = &op;
         const bool whole = job.from.white == (job.from.type == 3 ? 255.0f : 65535.0f);
-        bool buffered = job.crop, outside = job.crop || job.from.type < 3 || !whole, ready = false;
+        const bool resized = job.crop && job.crop->tasks;
+        bool buffered = job.crop && !resized, outside = buffered || job.from.type < 3 || !whole, ready = false;
+        if (resized) {
+            levels.resize(3 * pixels + 64);
+            if (job.crop->resize(job.crop->tasks, sample, levels.data())) throw std::bad_alloc();
+            from.data = levels.data();
+            from.apart[0] = 0, from.apart[1] = 1, from.apart[2] = 3 * W, from.apart[3] = 3;
+        }
         if (buffered) {
             first.resize(3 * groups * apart);
             cut_image(job, sample, first.data(), apart, extra, row);

@@ -25,8 +25,8 @@ from triton.errors import TritonError
 from gpuaug.augment.fused.cuda_kernels import _blur_kernel, _mean_kernel, _normal_kernel, _points_kernel
 from gpuaug.augment.fused.cuda_pillow import _levels_kernel, _pillow_kernel
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, samples_of, table_of
+from gpuaug.augment.images import WHITE, size_of
 from gpuaug.augment.ops.codes import Code
-from gpuaug.augment.reference import WHITE, size_of
 from gpuaug.random.keyed import Int
 
 BLOCK = 512  # pixels per Triton program: 224 x 224 take 98 programs, 96 x 96 take 18
@@ -86,7 +86,7 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """Queue the program's kernels on the current device. Maps [B, H, W, C] to [B, C, H, W].
 
-    ``x``: of a type in :data:`~gpuaug.augment.reference.WHITE`; kernels read it where it lies if its planes, or the
+    ``x``: of a type in :data:`~gpuaug.augment.images.WHITE`; kernels read it where it lies if its planes, or the
     pixels of an RGB image, are dense. ``white``: its value that becomes 1; None: that of its type. For other numbers of
     channels than 3, three channels of an image are a sample of the kernels.
     """
