@@ -64,7 +64,7 @@ def work(case: str, photographs: str, pictures: str) -> Callable[[], object]:
     from target_contestants import loader as with_targets
     from target_contestants import recipe
 
-    kinds = {"det": ("boxes",), "seg": ("masks",), "warp": ("masks", "boxes", "keypoints")}[name]
+    kinds = ("boxes",) if name == "det" else ("masks",)
     own = with_targets(Spec("", TARGETS[name], pictures, 32, 0, 1, "cpu", "float32"), kinds, recipe(TARGETS[name]))
     loader = own.__enter__()
     return lambda: sum(len(batch.images) for batch in loader)

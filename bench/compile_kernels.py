@@ -37,7 +37,10 @@ LIMITS = {
 }  # fmt: skip
 OCCUPANCY = {75: 0.6, 80: 0.25, 86: 0.4, 89: 0.4, 90: 0.25, 100: 0.3, 120: 0.3}  # the least that a kernel may have
 RECIPES = ("flip", "standard", "simclr", "randaugment_torchvision", "timm")
-KERNELS = ("_mean_kernel", "_points_kernel", "_blur_kernel", "_levels_kernel", "_pillow_kernel", "_normal_kernel")
+KERNELS = (
+    "_mean_kernel", "_points_kernel", "_blur_kernel", "_levels_kernel", "_pillow_kernel", "_normal_kernel",
+    "_axis_kernel", "_crop_kernel",
+)  # fmt: skip
 TYPES = {
     torch.uint8: "*u8", torch.uint16: "*u16", torch.int32: "*i32", torch.int64: "*i64",
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
@@ -132,6 +135,18 @@ def compiled(
     return made, sum(kernel.launches for kernel in kernels)
 
 
+def crop(x: torch.Tensor, interpolation: str = "bilinear") -> None:
+    """Crop images [B, H, W, C], halved, with the kernels."""
+    from gpuaug.augment.fused import cuda
+    from gpuaug.augment.images import WHITE
+    from gpuaug.batch import CropWindows
+
+    (batch, height, width), zero = x.shape[:3], np.zeros((len(x), 2), dtype=np.int32)
+    half = np.full((batch, 2), (height // 2, width // 2), dtype=np.int32)
+    windows = CropWindows(np.hstack([zero, 2 * half]), half, zero, (height // 2, width // 2), interpolation)  # type: ignore[arg-type]
+    cuda.crop(x, windows, WHITE[x.dtype])
+
+
 def examine(kernel: Any, key: Any) -> dict[str, Any]:
     """What the machine code of a compiled kernel uses; its SASS under ``code``. ``key``: as in ``Compiler.made``."""
     import triton
@@ -186,6 +201,9 @@ def rows() -> list[dict[str, Any]]:
         made: dict[Any, Any] = {}
         with compilers(capability, made):
             cuda.normal_field(torch.zeros((2, 2), dtype=torch.int64), 3 * 224 * 224)
+            for dtype in (torch.uint8, torch.float32):
+                for interpolation in ("bilinear", "bicubic"):
+                    crop(torch.zeros((2, 448, 448, 3), dtype=dtype), interpolation)
         for recipe in RECIPES:
             made |= compiled(recipe, capability)[0]
         for key, kernel in made.items():

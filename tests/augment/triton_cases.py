@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import kornia.augmentation as K
 import numpy as np
 import pytest
+import test_cut
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,7 @@ from test_fused import (
 from test_pillow import FILL, MAGNITUDES, drawn, pictures, pillows, to_levels
 
 import gpuaug
+from gpuaug.augment import cut as cuts
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda, cuda_kernels, cuda_pillow, cuda_steps
 from gpuaug.augment.normalize import Normalize
@@ -298,7 +301,7 @@ def test_images_of_any_type_and_channels(channels: int, dtype: torch.dtype) -> N
     normalize = Normalize([0.1 * k for k in range(channels)], [0.2 + 0.1 * k for k in range(channels)])
     backend = fused.FusedBackend(prepared, normalize)
     chosen = [draw(p, 3, (10, 16), seed, extreme=False) for seed, p in enumerate(prepared)]
-    (part,) = backend._parts_of_any_channel
+    (part,) = backend._parts
     for white, channels_last in ((None, False), (200.0, True)):
         given = images.contiguous() if channels_last else images  # pixels or planes
         output = (*backend._affine, torch.float32, channels_last)
@@ -310,10 +313,33 @@ def test_images_of_any_type_and_channels(channels: int, dtype: torch.dtype) -> N
         assert found.is_contiguous(memory_format=memory_format)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "planes", "sliced"])
+@pytest.mark.parametrize("kind", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("sides", [(1, 20), (24, 31)])
+def test_crops_are_those_of_the_cpu(sides: tuple[int, int], kind: str, layout: str) -> None:
+    """RGB bytes to the bit, floats and other channels to the rounding of sums."""
+    rng = np.random.default_rng(len(layout + kind))
+    images = test_cut.LAYOUTS[layout](test_cut.some(rng, (3, *sides, 3)))
+    windows = test_cut.random_windows(rng, sides, 3, kind)
+    while DEVICE.type == "cpu" and ((windows.window[:, 2:] > 4 * windows.resized).any() or max(windows.size) > 40):
+        windows = test_cut.random_windows(rng, sides, 3, kind)  # the interpreter takes seconds
+    if kind != "nearest":
+        made, white = cuda.crop(images.to(DEVICE), windows, 255.0)
+        assert (made.dtype, white) == (torch.uint8, 255.0)
+        assert torch.equal(made.cpu(), test_cut.one_by_one(images, windows)), windows
+    windows = replace(windows.take(np.arange(2)), fill=(9, 200, 70, 30))
+    four = torch.cat([images, images[..., :1] // 2], dim=3)[:2]
+    for white, given in ((255.0, four), (1.0, four / 255), (300.0, four.to(torch.uint16))):
+        made, unit = cuda.crop(given.to(DEVICE), windows, white)
+        assert unit == 1.0
+        assert (made.cpu() - cuts.cut(given, windows, white)[0]).abs().max() <= 1e-6
+
+
 @pytest.mark.parametrize("channels", [3, 4])
 def test_frames_share_a_row_of_a_table(channels: int) -> None:
     ops = {"noise": K.RandomGaussianNoise(std=0.2, p=0.7), "erase": gpuaug.RandomErasing(0.9, std=0.3)}
-    ops = ops if channels == 3 else {"noise": ops["noise"]}
+    if channels == 4:
+        ops["erase"] = gpuaug.RandomErasing(0.9, mean=0.4, std=0.3)
     for same in (True, "field", False):
         recipe = gpuaug.Augment(ops=ops, same_on_frame=dict.fromkeys(ops, same))
         images = of_any_type(torch.float32, channels)[[0, 1, 2, 0]].permute(0, 3, 1, 2).unflatten(0, (2, 2))
@@ -321,7 +347,7 @@ def test_frames_share_a_row_of_a_table(channels: int) -> None:
         drawn = recipe.draw(seed=3, epoch=0, indices=np.arange(2), rows=Rows(frames=2))
         ((*chosen,),) = recipe.choose(drawn, [(10, 16)])
         backend = fused.FusedBackend(recipe.prepared)
-        (part,) = backend._parts if channels == 3 else backend._parts_of_any_channel
+        (part,) = backend._parts
         given = images.flatten(0, 1).permute(0, 2, 3, 1).to(DEVICE)
         found = backend._run(given, part, chosen, cuda, (*backend._affine, torch.float32, False)).cpu()
         assert far(found, expected.flatten(0, 1), SPACE) == 0, same

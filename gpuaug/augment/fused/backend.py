@@ -15,7 +15,7 @@ import logging
 import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gpuaug.augment import reference
 from gpuaug.augment.chains import mixed, one_chain
-from gpuaug.augment.cut import cut, fill_of, keeps_levels
+from gpuaug.augment.cut import fill_of, keeps_levels
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Table, groups, upload
 from gpuaug.augment.images import WHITE, NotFiniteError, is_finite, size_of, unit
 from gpuaug.augment.ops.codes import ARGS, Code, as_cpp
@@ -43,12 +43,6 @@ logger = logging.getLogger("gpuaug")
 
 _Output = tuple[Any, Any, torch.dtype, bool]  # scale, shift (per channel: x * scale + shift), dtype, channels last
 _BETWEEN: _Output = (1.0,), (0.0,), torch.float32, False
-# With other numbers of channels than three, the Triton kernels run only these steps. They treat all channels alike.
-_ANY_CHANNEL = frozenset(
-    (Code.NONE, Code.HFLIP, Code.VFLIP, Code.MULTIPLY, Code.ADD, Code.CONTRAST, Code.SOLARIZE, Code.POSTERIZE,
-     Code.INVERT, Code.GAMMA, Code.ERASE, Code.NOISE, Code.AUTOCONTRAST, Code.EQUALIZE, Code.SHARPNESS, Code.BLUR,
-     Code.WARP)
-)  # fmt: skip
 
 
 class Reading(NamedTuple):
@@ -93,22 +87,20 @@ class FusedBackend:
         if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
             device = torch.cuda.device(images.device) if images.is_cuda else nullcontext()
-            parts = self._parts
-            if images.is_cuda and images.shape[3] != 3:
-                parts = self._parts_of_any_channel
             try:
                 with torch.no_grad(), torch.autocast(images.device.type, enabled=False), device:
                     x, reading = images, Reading(white, crop, refuses)
                     if images.is_cuda:
                         if refuses and not is_finite(images):
                             raise NotFiniteError
-                        x, white = (x, white) if crop is None else cut(x, crop, white)
+                        if crop is not None:
+                            x, white = compiled.crop(x, crop, WHITE[x.dtype] if white is None else white)
                         reading = Reading(white)
-                    elif (crop or refuses) and (parts[0].columns is None or parts[0].chains):
+                    elif (crop or refuses) and (self._parts[0].columns is None or self._parts[0].chains):
                         x = _run_on_cpu(compiled, x, *_no_steps(len(x)), _BETWEEN, reading).permute(0, 2, 3, 1)
                         reading = _PLAIN
-                    for part in parts:
-                        output = last if part is parts[-1] else _BETWEEN
+                    for part in self._parts:
+                        output = last if part is self._parts[-1] else _BETWEEN
                         if output == _BETWEEN and not part.numbers and x is not images:
                             break  # no operation, normalization or cast is left
                         x = self._run(x, part, chosen, compiled, output, reading).permute(0, 2, 3, 1)
@@ -118,10 +110,6 @@ class FusedBackend:
                 _without_triton(str(error))
         wanted: dict[str, Any] = {"dtype": dtype, "memory_format": memory_format}
         return self._reference(images, chosen, white=white, crop=crop, refuses=refuses, **wanted)
-
-    @cached_property
-    def _parts_of_any_channel(self) -> list[Part]:
-        return _parts(self._reference.ops, _ANY_CHANNEL)
 
     def _run(
         self,
@@ -232,12 +220,9 @@ class Part:
         return tables
 
 
-def _parts(ops: tuple[Prepared, ...], codes: frozenset[Code] = frozenset(Code)) -> list[Part]:
-    """Split the operations into parts. The last part is always a fused one, because it also normalises and casts.
-
-    ``codes``: the steps that can run.
-    """
-    slots = [_slots(one_chain(op) if op.chains else op, codes) for op in ops]
+def _parts(ops: tuple[Prepared, ...]) -> list[Part]:
+    """Split the operations into parts. The last part is always a fused one, because it also normalises and casts."""
+    slots = [_slots(one_chain(op) if op.chains else op) for op in ops]
     parts, first = [], 0
     for number in range(len(ops) + 1):
         end = number == len(ops)
@@ -251,7 +236,7 @@ def _parts(ops: tuple[Prepared, ...], codes: frozenset[Code] = frozenset(Code)) 
     return parts
 
 
-def _slots(op: Prepared, codes: frozenset[Code]) -> list[tuple[Steps, ...]] | None:
+def _slots(op: Prepared) -> list[tuple[Steps, ...]] | None:
     """The steps of each slot's alternatives; None if the operation has no fused form, which is logged."""
     slots = []
     why = op.seeded
@@ -260,9 +245,6 @@ def _slots(op: Prepared, codes: frozenset[Code]) -> list[tuple[Steps, ...]] | No
         steps = [entry and entry.steps(module) for entry, module in zip(entries, modules, strict=True)]
         if None in steps:
             why = f"no fused form of {type(modules[steps.index(None)]).__name__} with these settings"
-            break
-        if why is None and not codes.issuperset(code for s in steps if s for code in s.codes):
-            why = "CUDA kernels run it on RGB images only"
             break
         slots.append(tuple(s for s in steps if s))
     if why is not None:

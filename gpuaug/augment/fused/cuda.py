@@ -1,4 +1,4 @@
-"""Runs the fused program on CUDA with Triton kernels (cuda_kernels.py, cuda_pillow.py).
+"""Runs the fused program on CUDA with Triton kernels (cuda_crop.py, cuda_kernels.py, cuda_pillow.py).
 
 One kernel runs a stretch of consecutive colour steps. Before it, another kernel computes the mean gray for contrast
 steps. A blur takes one more kernel, and Pillow's operations that move pixels, sharpen or need a histogram take one or
@@ -10,10 +10,11 @@ bytes than the kernels of `standard`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from subprocess import SubprocessError
 from traceback import walk_tb
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,11 +23,14 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from gpuaug.augment.cut import CHUNK_BYTES, cut, fill_of, keeps_levels
+from gpuaug.augment.fused.cuda_crop import _axis_kernel, _crop_kernel
 from gpuaug.augment.fused.cuda_kernels import _blur_kernel, _mean_kernel, _normal_kernel, _points_kernel
 from gpuaug.augment.fused.cuda_pillow import _levels_kernel, _pillow_kernel
-from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, run_step, samples_of, table_of
+from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, pack, run_step, samples_of, table_of
 from gpuaug.augment.images import WHITE, size_of
 from gpuaug.augment.ops.codes import Code
+from gpuaug.batch import CropWindows, Interpolation
 from gpuaug.random.keyed import Int
 
 BLOCK = 512  # pixels per Triton program: 224 x 224 take 98 programs, 96 x 96 take 18
@@ -35,6 +39,8 @@ WARPS = 2
 TILE = (64, 32, 16)  # rows and columns per Triton program of a blur, step of its products (32: 128 registers)
 BLUR_WARPS = 4
 NORMAL_WARPS = LEVELS_WARPS = 8
+AXIS_BLOCK, AXIS_WARPS = 128, 4
+CROP_BLOCK, CROP_WARPS = 256, 4
 PILLOW_WARPS = (8, 8, 16)  # by interpolation: 2 pixels per thread, 1 if cubic (2 take up to 113 registers)
 LEVELS_BLOCK = 2048
 
@@ -43,10 +49,15 @@ LEVELS_BLOCK = 2048
 _TRITONS = (TritonError, AssertionError, ImportError, OSError, RuntimeError, SubprocessError)
 
 
-def _queue(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
-    """Launch a kernel. Errors of Triton, its C compiler, its folders or libcuda become CannotRunError."""
+def _queue(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, fuses: bool = True, **constants: Any
+) -> None:
+    """Launch a kernel. Errors of Triton, its C compiler, its folders or libcuda become CannotRunError.
+
+    ``fuses``: whether the compiler may merge a product and a sum, which are then rounded once.
+    """
     try:
-        kernel[grid](*args, enable_fp_fusion=True, **constants)
+        kernel[grid](*args, enable_fp_fusion=fuses, **constants)
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise
     except _TRITONS as error:
@@ -65,6 +76,41 @@ def normal_field(keys: Tensor, count: int) -> Tensor:
     grid = (triton.cdiv(half, BLOCK) * len(keys),)
     _queue(_normal_kernel, grid, keys.device, keys, values, count, half, N=BLOCK, num_warps=NORMAL_WARPS)
     return values
+
+
+def crop(images: Tensor, windows: CropWindows, white: float) -> tuple[Tensor, float]:
+    """Do what :func:`~gpuaug.augment.cut.cut` does, in two kernels for the whole batch."""
+    batch, height, width, channels = images.shape
+    image, row, pixel, channel = images.stride()
+    levels, (H, W) = keeps_levels(images, windows, white), windows.size
+    kind = get_args(Interpolation).index(windows.interpolation)
+    scale = (windows.window[:, 2:] / windows.resized).max(initial=1)
+    taps, most = (2 * math.ceil(max(kind, 1) * scale) + 1) if kind else 1, max(H, W)
+    step = max(1, CHUNK_BYTES // (8 * taps * most))
+    if (height - 1) * row + (width - 1) * pixel + (channels - 1) * channel >= 2**31 or taps * most * step >= 2**31:
+        return cut(images, windows, white)  # the kernel counts in 32 bits
+    fill = fill_of(windows, channels) * np.float32(255 if levels else 1)
+    table = np.hstack([windows.window, windows.resized, windows.offset]).astype(np.int32)
+    table_, fill_ = pack([table, fill], images.device)
+    shape, dtype = ((batch, H, W, 3), torch.uint8) if levels else ((batch, channels, H, W), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=images.device)
+    for start in range(0, batch, step):
+        part, own, device = images[start : start + step], table_[start : start + step], images.device
+        count = len(part)
+        starts = torch.empty((2, count, most), dtype=torch.int32, device=device)
+        weights = torch.empty((2, count, taps, most), dtype=torch.int32 if levels else torch.float32, device=device)
+        counts, shifts = (torch.empty((2, count), dtype=torch.int32, device=device) for _ in range(2))
+        tables, size = (own, starts, weights, counts, shifts), (count, H, W, taps, most)
+        _queue(
+            _axis_kernel, (2 * count,), device, *tables, *size, INTERPOLATION=kind, LEVELS=levels, N=AXIS_BLOCK,
+            num_warps=AXIS_WARPS, fuses=False,
+        )  # fmt: skip
+        grid = (count * -(-channels // 3) * triton.cdiv(H * W, CROP_BLOCK),)
+        _queue(
+            _crop_kernel, grid, device, part, out[start : start + step], *tables, fill_, image, row, pixel, channel,
+            *size, float(white), channels, LEVELS=levels, N=CROP_BLOCK, num_warps=CROP_WARPS,
+        )  # fmt: skip
+    return (out, 255.0) if levels else (out.permute(0, 2, 3, 1), 1.0)
 
 
 def _cached(x: Tensor, batch: int) -> int:
@@ -126,7 +172,7 @@ def launch(
             short = stretch.kernel == "blur" and stretch.bounded and not loose and y.dtype.itemsize == 2
             mid = planes(len(groups[0]), torch.uint16 if short else torch.float32)
         samples = _cached(x, batch) // parts * parts if stretch.contrast else batch
-        reading = {"KIND": kind, "DIVIDES": divides, "LOOSE": loose, "CHANNELS": channels}
+        reading: dict[str, Any] = {"KIND": kind, "DIVIDES": divides, "LOOSE": loose, "CHANNELS": channels}
         for start in range(0, batch, samples):
             grid = (triton.cdiv(height * width, BLOCK) * min(samples, batch - start),)
             if stretch.contrast:
@@ -167,7 +213,8 @@ def launch(
             column = stretch.last - 1
             for group, rows in zip(stretch.rest, groups, strict=True):
                 table, a = table_of(group, column, tables), program.args[:, column]
-                x = run_step(group, x, a, rows, table=table, ramps=program.ramps, formulas=formulas)
+                more: dict[str, Any] = {"ramps": program.ramps, "formulas": formulas, "channels": channels}
+                x = run_step(group, x, a, rows, table=table, **more)
     if channels != 3:
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         x = x.view(-1, 3 * parts, height, width)[:, :channels].contiguous(memory_format=memory_format)
@@ -180,5 +227,5 @@ def _rows_of(rows: Int, parts: int) -> Int:
 
 
 def _padded(values: Tensor, parts: int) -> Tensor:
-    """The table of a step, which has values for each pixel [n, C, H, W], with channels for all samples of an image."""
-    return F.pad(values, (0, 0, 0, 0, 0, 3 * parts - values.shape[1]))
+    """The table of a step. If it has values for each pixel [n, C, H, W]: with channels for all samples of an image."""
+    return F.pad(values, (0, 0, 0, 0, 0, 3 * parts - values.shape[1])) if values.dim() == 4 else values

@@ -209,9 +209,13 @@ def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[
 
 
 def run_step(
-    group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Any, ramps: Tensor, formulas: Any = None
-) -> Tensor:
-    """Run a group's step on ``x``, float32 [B, 3, H, W], which may be overwritten. ``a``: arguments of the column."""
+    group: Group, x: Tensor, a: Tensor, rows: Tensor, *, table: Any, ramps: Tensor, formulas: Any = None,
+    channels: int = 3,
+) -> Tensor:  # fmt: skip
+    """Run a group's step on ``x``, float32 [B, 3, H, W], which may be overwritten.
+
+    ``a``: arguments of the column; ``channels``: of the images that the samples belong to.
+    """
     from kornia.enhance import jpeg_codec_differentiable
 
     whole = len(group.rows) == len(x)
@@ -219,7 +223,7 @@ def run_step(
     if group.code is Code.NOISE:  # a row of the table can be for several rows of `y`
         y = (y.view(len(table), -1, *table.shape[1:]) + table[:, None]).view_as(y)
     elif group.code is Code.ERASE_NOISE:
-        y = _erase(y, own, table)
+        y = _erase(y, own, table, rows % samples_of(channels) * 3, channels)
     elif group.code is Code.JPEG:  # waits for the device, because Kornia checks the quality
         with exact_products(y.device):
             y = jpeg_codec_differentiable(y.clamp(0, 1), own[:, 0])
@@ -240,15 +244,18 @@ def run_step(
     return y.contiguous() if whole else x.index_copy_(0, rows.long(), y)
 
 
-def _erase(x: Tensor, a: Tensor, table: Tensor | None) -> Tensor:
-    """Fill each box with colour + std * noise. A row of ``table`` begins with the noise of its box."""
+def _erase(x: Tensor, a: Tensor, table: Tensor | None, first: Tensor, channels: int) -> Tensor:
+    """Fill each box with colour + std * noise. A row of ``table`` begins with the noise of its box.
+
+    ``first``: [B], the channel of its image that a sample begins with.
+    """
     left, top, width, height = (a[:, k, None, None] for k in range(4))
     right = torch.arange(x.shape[3], device=x.device)[None, None, :] - left
     down = torch.arange(x.shape[2], device=x.device)[None, :, None] - top
     inside = (right >= 0) & (right < width) & (down >= 0) & (down < height)
     value = a[:, 4:7, None, None]
     if table is not None:
-        channel = torch.arange(3, device=x.device)[None, :, None, None]
+        channel = (first[:, None] + torch.arange(3, device=x.device)).clamp(max=channels - 1)[:, :, None, None]
         at = ((channel * height[:, None] + down[:, None]) * width[:, None] + right[:, None]).long()
         at = torch.where(inside[:, None], at, 0).flatten(1)
         value = value + a[:, 7:10, None, None] * table.gather(1, at.view(len(table), -1)).view_as(x)
