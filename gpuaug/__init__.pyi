@@ -31,7 +31,7 @@ from gpuaug.source.remote.storage import Remote as Remote
 
 # recipes
 from gpuaug.augment.recipe import Augment as Augment
-from gpuaug.augment.recipe import MultiView as MultiView
+from gpuaug.augment.multi_view import MultiView as MultiView
 from gpuaug.augment.cameras import Cameras as Cameras
 from gpuaug.augment.progressive import Progressive as Progressive
 from gpuaug.augment.crop import RandomResizedCrop as RandomResizedCrop
@@ -47,6 +47,7 @@ from gpuaug.augment.patch_masks import BlockMasks as BlockMasks
 from gpuaug.augment.patch_masks import MultiBlockMasks as MultiBlockMasks
 from gpuaug.augment.patch_masks import RandomMasks as RandomMasks
 from gpuaug.augment.patch_masks import PatchMasks as PatchMasks
+from gpuaug.augment.positions import match_patches as match_patches
 
 # operations
 from gpuaug.augment.auto import RandAugment as RandAugment

@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from gpuaug import checks
-from gpuaug.augment.recipe import BACKENDS, Augment, MultiView, ReadOnly, View
+from gpuaug.augment.multi_view import MultiView
+from gpuaug.augment.recipe import BACKENDS, Augment, ReadOnly, View
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import EPOCHS
 
@@ -56,10 +57,8 @@ class Progressive(ReadOnly):
             checks.instance(f"augment.schedule.{key}", recipe, Augment, MultiView)
             if first in given:
                 raise ConfigError(f"`augment.schedule` must have one recipe per epoch. Found: two for {first}.")
-            if backend is not None and isinstance(recipe, Augment):
+            if (backend is not None and isinstance(recipe, Augment)) or backend is not None:
                 recipe = recipe.replace(backend=backend)
-            elif backend is not None:
-                recipe = MultiView(views={view.name: view.augment for view in recipe.views}, backend=backend)
             given[first] = recipe
         if 0 not in given:
             raise ConfigError(f"`augment.schedule` must have a recipe for epoch 0. Found: {sorted(given) or 'none'}.")

@@ -49,6 +49,9 @@ _READ_ONCE = (
 LARGEST_COPIES = 1000  # maximum of `copies`; each copy is cropped and augmented separately
 
 
+ViewCopy = tuple[str, int]  # name of a view, number of the copy
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """One of the views that a recipe makes of each sample."""
@@ -56,15 +59,18 @@ class View:
     name: str  # name of the view in a MultiView; "" in an Augment
     copy: int  # 0 .. `copies` - 1
     augment: Augment
+    # pairs of an operation, or `crop`, and the (view, copy) whose random numbers it uses; others use their own
+    sources: tuple[tuple[str, ViewCopy], ...] = ()
+    outer: int | None = None  # position of the view whose crop window contains that of this view
 
     def draws(self) -> list[Draws]:
         """What the crop and the operations draw, in this order."""
-        augment = self.augment
+        augment, of = self.augment, dict(self.sources)
         own = [("crop", getattr(augment.crop, "count", 0), False)]
         own += [(op.name, op.count, op.keyed) for op in augment.prepared]
         frames, cameras = augment.same_on_frame, augment.shared_by_cameras
         return [
-            Draws(self.name, self.copy, name, count, keyed, frames.get(name, True), name in cameras)
+            Draws(self.name, self.copy, name, count, keyed, frames.get(name, True), name in cameras, of.get(name))
             for name, count, keyed in own
         ]
 
@@ -195,6 +201,12 @@ class RecipeBase(ReadOnly):
                 continue
             u = drawn.uniforms[view.name, view.copy, "crop"]
             redraw = partial(drawn.again, view=view)
+            if view.outer is not None:
+                top, left, *sides = windows[view.outer].window.T
+                made = crop.windows(u, *(side.astype(np.int64) for side in sides), redraw=redraw)
+                window = made.window + np.stack([top, left, top * 0, left * 0], axis=1)
+                windows.append(replace(made, window=window))
+                continue
             windows.append(crop.windows(u, heights, widths, objects=objects, masks=masks, redraw=redraw))
         return windows
 
@@ -511,53 +523,6 @@ class Augment(RecipeBase):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_executor": None}  # a copied recipe makes its own
-
-
-class MultiView(RecipeBase):
-    """Applies several recipes to each image, which is decoded once.
-
-    The results have the order of ``views``, and the copies of one view are adjacent.
-
-    Args:
-        views: mapping of names to :class:`Augment`; None skips an entry. A view's random numbers depend on its name.
-        backend: ``fused`` or ``kornia`` for all views; None: each view keeps its own backend.
-
-    >>> import gpuaug
-    >>> large, small = (gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size), copies=2) for size in (224, 96))
-    >>> len(gpuaug.MultiView(views={"global": large, "local": small}).views)
-    4
-    """
-
-    _read_once = ("views", "augments", "backend", "crop", "ops", "normalize", "copies")
-
-    def __init__(self, *, views: Mapping[str, Augment | None], backend: str | None = None) -> None:
-        super().__init__()
-        if backend is not None:
-            checks.one_of("augment.backend", backend, BACKENDS)
-        if not isinstance(views, Mapping):
-            raise ConfigError(
-                "`augment.views` must be a mapping of names to gpuaug.Augment, such as {'global': Augment(copies=2)}. "
-                f"Found: a {type(views).__name__}."
-            )
-        self.augments = nn.ModuleList()
-        self.views: list[View] = []
-        for name, augment in views.items():
-            if augment is None:
-                continue
-            if not isinstance(name, str) or not name or "\0" in name:
-                raise ConfigError(f"`augment.views` must have non-empty strings as names. Found: {name!r}.")
-            checks.instance(f"augment.views.{name}", augment, Augment)
-            if backend not in (None, augment.backend):
-                augment = augment.replace(backend=backend)  # the caller's object is unchanged
-            self.augments.append(augment)
-            self.views += [View(name, copy, augment) for copy in range(augment.copies)]
-        if not self.views:
-            raise ConfigError("`augment.views` must have at least one view. Found: none.")
-        self._made = True
-
-    def fingerprint(self) -> dict[str, Any]:
-        """All settings that decide random numbers and pixels, as JSON."""
-        return {"views": [{"name": v.name, **v.augment.fingerprint()} for v in self.views if v.copy == 0]}
 
 
 def _whole_images(heights: Int, widths: Int, empty: Size) -> CropWindows:

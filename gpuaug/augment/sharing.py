@@ -34,6 +34,7 @@ class Draws:
     keyed: bool  # whether each sample also gets a key, for fields such as noise
     frames: Same  # whether the frames share it
     cameras: bool = False  # whether the cameras share it
+    of: tuple[str, int] | None = None  # (view, copy) whose random numbers it uses; None: its own
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -54,8 +55,9 @@ class Rows:
         # no operation and no view has these names: a null character is not allowed in names
         again, own = f"\0{round}" if round else "", f"\0frame{frame}" if frame else ""
         shared = draws.cameras if self.shared is None else draws.name in self.shared
-        view = draws.view if shared or not self.camera else f"{draws.view}\0camera{self.camera}"
-        return Stream(view, draws.copy, f"{draws.name}{again}{own}", draws.count)
+        view, copy = draws.of or (draws.view, draws.copy)
+        view = view if shared or not self.camera else f"{view}\0camera{self.camera}"
+        return Stream(view, copy, f"{draws.name}{again}{own}", draws.count)
 
     def draw(
         self, everything: tuple[Draws, ...], *, seed: int, epoch: int, indices: Int, repeats: Int | None

@@ -6,8 +6,9 @@ import logging
 from typing import Any
 
 from gpuaug.augment.crop import side_by_side
+from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.progressive import Progressive, Recipe
-from gpuaug.augment.recipe import Augment, MultiView
+from gpuaug.augment.recipe import Augment
 from gpuaug.errors import ConfigError
 from gpuaug.loader.state import compare, plain
 from gpuaug.random import keyed as draw
@@ -18,7 +19,7 @@ log = logging.getLogger("gpuaug")
 def before_normalization(recipe: Augment | MultiView) -> Augment | MultiView:
     """The same recipe without normalization."""
     if isinstance(recipe, MultiView):
-        return MultiView(views={view.name: view.augment.replace(normalize=None) for view in recipe.views})
+        return recipe.replace(views={view.name: view.augment.replace(normalize=None) for view in recipe.views})
     return recipe.replace(normalize=None)
 
 

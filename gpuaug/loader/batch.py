@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpuaug.batch import Images
+from gpuaug.errors import ConfigError
 
 if TYPE_CHECKING:  # workers do not need Pillow
     from PIL.Image import Image
@@ -38,6 +39,7 @@ class Batch:
         extra: a list of B values, such as captions, as the source gave them. A value is None if its sample has no
             extra or could not be read. ``mix`` does not mix the values.
         patch_masks: a :class:`~gpuaug.PatchMasks`; None if the loader draws no patch masks.
+        positions: computes :attr:`matrices`; None: this batch has none.
         look: normalization and names for ``show``. None: ``show`` takes the pixels as values from 0 to 1.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
@@ -56,6 +58,7 @@ class Batch:
     targets: Any = None
     extra: list[Any] = field(default_factory=list)
     patch_masks: Any = None
+    positions: Callable[[], list[Tensor]] | None = field(default=None, repr=False, compare=False)
     look: Any = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Any]:
@@ -74,6 +77,22 @@ class Batch:
     def keys(self) -> list[str]:
         """Relative paths or names of the samples."""
         return [self.key_of(i) for i in self.indices.tolist()]
+
+    @property
+    def matrices(self) -> Images:
+        """float64 ``[B, 3, 3]``, CPU, or a list of them as ``images``: from positions in the image to those in a view.
+
+        Positions are in pixels, (x, y, 1), and pixel i covers i..i+1. The image is as displayed, after EXIF
+        orientation. ``b @ a.inverse()`` leads from view a to view b. See :func:`~gpuaug.match_patches`. They are
+        computed at each access.
+
+        Raises:
+            ConfigError: an operation moves pixels, but not by a matrix, or the batch is not from a loader.
+        """
+        if self.positions is None:
+            raise ConfigError("`matrices` needs a batch from a gpuaug.Loader. Found: another batch.")
+        made = self.positions()
+        return made if isinstance(self.images, list) else made[0]
 
     def show(
         self,
@@ -109,6 +128,11 @@ class Batch:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.key_of is not str:
             values["key_of"] = partial(getitem, dict(zip(self.indices.tolist(), self.keys, strict=True)))
+        if self.positions is not None:
+            try:
+                values["positions"] = partial(list, self.positions())  # without the recipe
+            except ConfigError:
+                values["positions"] = None
         return partial(Batch, **values), ()
 
     def _repr_png_(self) -> bytes | None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from gpuaug import checks, machine
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
+from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.progressive import Progressive, Recipe, views_of
-from gpuaug.augment.recipe import Augment, MultiView
+from gpuaug.augment.recipe import Augment
 from gpuaug.decode.decoder import Decode
 from gpuaug.display.annotations import Style
 from gpuaug.display.batches import Appearance

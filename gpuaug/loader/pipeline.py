@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -247,6 +247,7 @@ class Pipeline:
                 targets=_one(targets),
                 extra=extra,
                 patch_masks=masks,
+                positions=partial(_positions, self.recipe.at(epoch), decoded.drawn, decoded.windows, keep),
                 look=replace(self.appearance_at(epoch), bad=frozenset(bad if keep is None else ())),
             )
             return batch, None if stream is None else stream.record_event()
@@ -296,6 +297,12 @@ class Pipeline:
             self.stop()
             self.reader.close()
             self.lazy_decoder.close()
+
+
+def _positions(*given: Any) -> list[Tensor]:
+    from gpuaug.augment.positions import matrices  # other runs do not need it
+
+    return matrices(*given)
 
 
 def _one(views: list[Any] | None) -> Any:

@@ -20,9 +20,10 @@ from torch import Tensor
 from gpuaug import machine
 from gpuaug.augment import reference
 from gpuaug.augment.fused import backend as fused
+from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.ops.codes import PILLOW_FLAG, Code, Trait, having
 from gpuaug.augment.parameters import Chosen, Size
-from gpuaug.augment.recipe import Augment, MultiView
+from gpuaug.augment.recipe import Augment
 from gpuaug.batch import CropWindows, Int64
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.request import Route

@@ -18,6 +18,10 @@ SHAPES = {
     "dinov2": [224] * 2 + [96] * 8,
     "dinov2_patch14": [224] * 2 + [98] * 8,
     "dinov3": [256] * 2 + [112] * 8,
+    "dinov3_gram": [256] * 2 + [112] * 8 + [512] * 2,
+    "dinov3_highres": [768] * 2 + [168] * 8 + [1152] * 2,
+    "data2vec": [224] * 2,
+    "beit_tokenizer": [224, 112],
     "efficientnetv2": [171],  # in epoch 0
 }
 INTERPOLATION = {
@@ -27,6 +31,7 @@ INTERPOLATION = {
     "clip": "bicubic", "swav": "bilinear", "convnext": "bicubic", "efficientnetv2": "bilinear",
     "randaugment_torchvision": "bilinear", "trivialaugment_torchvision": "bilinear", "autoaugment": "bilinear",
     "augmix": "bilinear", "timm": "bicubic", "dinov3": "bicubic", "dinov2_patch14": "bicubic", "ibot": "bicubic",
+    "dinov3_gram": "bicubic", "dinov3_highres": "bicubic", "data2vec": "bicubic", "beit_tokenizer": "bicubic",
     "beit": "bicubic", "ijepa": "bilinear", "simmim": "bilinear", "lerobot": None,  # without a crop
 }  # fmt: skip
 

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from gpuaug import checks, files
-from gpuaug.augment.recipe import Augment, MultiView
+from gpuaug.augment.multi_view import MultiView
+from gpuaug.augment.recipe import Augment
 from gpuaug.batch import Fault
 from gpuaug.decode.dali import choose_backend
 from gpuaug.decode.decoder import Decode

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from gpuaug import checks, files
 from gpuaug.augment.fingerprint import differences
-from gpuaug.augment.recipe import Augment, MultiView
+from gpuaug.augment.multi_view import MultiView
+from gpuaug.augment.recipe import Augment
 from gpuaug.batch import Interpolation, Target
 from gpuaug.decode.decoder import Decode
 from gpuaug.errors import ConfigError, GpuaugError, SourceError

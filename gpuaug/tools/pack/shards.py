@@ -25,7 +25,8 @@ from torch import Tensor
 
 from gpuaug import files, machine
 from gpuaug.augment.crop import ResizeCenterCrop, side_by_side
-from gpuaug.augment.recipe import Augment, MultiView
+from gpuaug.augment.multi_view import MultiView
+from gpuaug.augment.recipe import Augment
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
 from gpuaug.decode import header
 from gpuaug.decode.request import HeaderInfo

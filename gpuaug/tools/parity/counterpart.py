@@ -15,11 +15,12 @@ import torch
 
 from gpuaug.augment.auto import FACTORS, Policy
 from gpuaug.augment.auto_timm import TimmAugment
+from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import by_class
-from gpuaug.augment.recipe import Augment, MultiView, View
+from gpuaug.augment.recipe import Augment, View
 from gpuaug.batch import CropWindows
 from gpuaug.loader.loader import Loader
 from gpuaug.random.generators import restore_generators
