@@ -23,19 +23,23 @@ class Uniforms {
     Uniforms(const Rows& rows, int64_t sample) : rows_(rows), index_(rows.indices[sample]), repeat_(rows.repeats[sample]) {}
 
     const double* four() {
-        if (++lane_ >= LANES) refill();
+        advance();
         for (int k = 0; k < 4; ++k) values_[k] = (words_[k][lane_] >> 8) * 0x1p-24;
         return values_;
     }
 
-    int64_t below(int64_t count) {  // a whole number from 0 to count - 1
-        if (place_ == 0) four();
-        const double u = values_[place_];
+    int64_t below(int64_t count) {  // a whole number from 0 to count - 1: count times a uniform, rounded down
+        if (place_ == 0) advance();
+        const int64_t u = words_[place_][lane_] >> 8;
         place_ = (place_ + 1) % 4;
-        return static_cast<int64_t>(u * count);
+        return u * count >> 24;
     }
 
   private:
+    void advance() {
+        if (++lane_ >= LANES) refill();
+    }
+
     void refill() {
         uint32_t k0[LANES], k1[LANES];
         for (int lane = 0; lane < LANES; ++lane) {
@@ -64,18 +68,34 @@ void choose(uint16_t* numbers, int64_t size, int64_t count, Uniforms& uniforms) 
     for (int64_t k = 0; k < count; ++k) std::swap(numbers[k], numbers[k + uniforms.below(size - k)]);
 }
 
-// Writes the numbers of all patches with `value`, and returns how many there are.
+// Writes the numbers of all patches with `value`, 0 or 1, and returns how many there are. Takes eight at a time.
 int64_t list(const uint8_t* mask, int64_t size, uint8_t value, uint16_t* numbers) {
     int64_t count = 0;
-    for (int64_t k = 0; k < size; ++k) {
-        numbers[count] = static_cast<uint16_t>(k);
-        count += mask[k] == value;
+    for (int64_t k = 0; k < size; k += 8) {
+        uint64_t eight = 0, all = 0x0101010101010101u;
+        if (size - k < 8) all &= (uint64_t{1} << 8 * (size - k)) - 1;  // little-endian
+        std::memcpy(&eight, mask + k, std::min<int64_t>(size - k, 8));
+        for (eight = value ? eight : eight ^ all; eight; eight &= eight - 1)
+            numbers[count++] = static_cast<uint16_t>(k + __builtin_ctzll(eight) / 8);
     }
     return count;
 }
 
-void paint(uint8_t* mask, int64_t width, int64_t top, int64_t left, int64_t h, int64_t w, uint8_t value) {
-    for (int64_t y = top; y < top + h; ++y) std::memset(mask + y * width + left, value, w);
+// Sets the patches of a rectangle to 1. Changes eight at a time, as far as they are before `end`: rows are short.
+void paint(uint8_t* mask, const uint8_t* end, int64_t width, int64_t top, int64_t left, int64_t h, int64_t w) {
+    for (int64_t y = top; y < top + h; ++y)
+        for (int64_t x = 0; x < w; x += 8) {
+            uint8_t* const at = mask + y * width + left + x;
+            if (end - at < 8) {
+                std::memset(at, 1, std::min<int64_t>(w - x, 8));
+                continue;
+            }
+            uint64_t eight, ones = 0x0101010101010101u;
+            if (w - x < 8) ones &= (uint64_t{1} << 8 * (w - x)) - 1;  // little-endian
+            std::memcpy(&eight, at, 8);
+            eight |= ones;
+            std::memcpy(at, &eight, 8);
+        }
 }
 
 // Number of patches of a rectangle that are 1. Reads eight patches at a time, so up to seven behind the last row.
@@ -119,7 +139,7 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
                 const int64_t top = u[2] * (height - h + 1), left = u[3] * (width - w + 1);
                 const int64_t added = h * w - count_ones(mask, width, top, left, h, w);
                 if (added < 1 || added > most) continue;
-                paint(mask, width, top, left, h, w, 1);
+                paint(mask, mask + size + 8, width, top, left, h, w);
                 masked += added;
                 attempts = 0;
             }
@@ -134,7 +154,8 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
                 down = u[0] * height, right = u[1] * width;
             }
         }
-        for (int64_t y = 0; y < height; ++y)
+        if (!shift) std::memcpy(out, mask, size);
+        for (int64_t y = 0; shift && y < height; ++y)
             std::rotate_copy(mask + y * width, mask + (y + 1) * width - right, mask + (y + 1) * width,
                              out + (y + down) % height * width);
         rows->counts[sample] = masked;
@@ -149,6 +170,7 @@ extern "C" void gpuaug_multi_block_masks(const Rows* rows, const int64_t* sizes,
     const int64_t height = rows->height, width = rows->width, size = height * width, targets = rows->planes - 2;
     std::vector<uint8_t> taken(size + 8);  // the patches of targets, padded for `count_ones`
     std::vector<int64_t> corners(2 * targets);
+    const uint8_t* const end = rows->out + rows->batch * rows->planes * size;
     for (int64_t sample = 0; sample < rows->batch; ++sample, sizes += 4) {
         Uniforms uniforms(*rows, sample);
         const int64_t h = sizes[0], w = sizes[1], context_h = sizes[2], context_w = sizes[3];
@@ -158,7 +180,7 @@ extern "C" void gpuaug_multi_block_masks(const Rows* rows, const int64_t* sizes,
         for (int64_t target = 0; target < targets; ++target) {
             int64_t *top = &corners[2 * target], *left = top + 1;
             *top = uniforms.below(height - h + edge), *left = uniforms.below(width - w + edge);
-            paint(planes + (2 + target) * size, width, *top, *left, h, w, 1);
+            paint(planes + (2 + target) * size, end, width, *top, *left, h, w);
             counts[2 + target] = h * w;
         }
         int64_t top, left, kept, failures = 0;
@@ -166,7 +188,7 @@ extern "C" void gpuaug_multi_block_masks(const Rows* rows, const int64_t* sizes,
             if (failures % 20 == 0) {  // after 20 failures, one target fewer
                 std::fill(taken.begin(), taken.end(), 0);
                 for (int64_t target = 0; target < targets - failures / 20; ++target)
-                    paint(taken.data(), width, corners[2 * target], corners[2 * target + 1], h, w, 1);
+                    paint(taken.data(), taken.data() + taken.size(), width, corners[2 * target], corners[2 * target + 1], h, w);
             }
             top = uniforms.below(height - context_h + edge), left = uniforms.below(width - context_w + edge);
             kept = context_h * context_w - count_ones(taken.data(), width, top, left, context_h, context_w);
@@ -206,8 +228,11 @@ extern "C" void gpuaug_random_masks(const Rows* rows, int64_t cell, int64_t visi
         for (int64_t k = 0; k < cells; ++k) numbers[k] = static_cast<uint16_t>(k);
         choose(numbers.data(), cells, visible, uniforms);
         std::memset(mask, 1, size);
-        for (int64_t k = 0; k < visible; ++k)
-            paint(mask, width, numbers[k] / across * cell, numbers[k] % across * cell, cell, cell, 0);
+        for (int64_t k = 0; k < visible && cell == 1; ++k) mask[numbers[k]] = 0;
+        for (int64_t k = 0; k < visible && cell > 1; ++k) {
+            uint8_t* const corner = mask + (numbers[k] / across * width + numbers[k] % across) * cell;
+            for (int64_t y = 0; y < cell; ++y) std::memset(corner + y * width, 0, cell);
+        }
         rows->counts[sample] = size - visible * cell * cell;
     }
 }

@@ -154,6 +154,14 @@ class PatchMasks:
         restore = torch.where(flat, keep.shape[1] - 1 + masked, place - masked)
         return {"ids_keep": keep, "ids_restore": restore, "mask": flat.float()}
 
+    def as_tube(self, frames: int) -> Tensor:
+        """The same mask for all frames of a clip, bool ``[R, n]`` with n = frames * N, frame by frame: VideoMAE's tubes.
+
+        Args:
+            frames: number of frames, or of groups of frames if the patches of the model span several.
+        """
+        return self.flat.repeat(1, checks.whole_number("frames", frames, 1))
+
     def _listed(self, plane: Tensor, counts: Tensor, name: str, remedy: str) -> Tensor:
         """The patches that are True in ``plane`` [V, B, H, W], int64 [R, n]. ``counts``: [V, B] of the plane."""
         least, most = map(int, counts.aminmax())
@@ -323,6 +331,7 @@ class BlockMasks(Generator):
             less often than those in the middle.
         strata: the ratio is one of so many equally likely values, the upper ends of equal parts of ``ratio``. DINOv3:
             half of the global views of a batch. None: uniform.
+        start_epoch: the first epoch with masks, iBOT's ``pred_start_epoch``.
         per: ``sample``: each view of a sample draws for itself. ``batch``: as in the authors' code, exactly the share
             ``p`` of the batch's views gets masks, and their ratios are evenly spread, so that the number of masked
             patches varies little. Then a mask depends on the batch, its size and its first sample, as in ``mix``.
@@ -340,6 +349,7 @@ class BlockMasks(Generator):
     fill: bool = False
     shift: bool = False
     strata: int | None = None
+    start_epoch: int = 0
     per: Per = "sample"
 
     def __post_init__(self) -> None:
@@ -352,6 +362,7 @@ class BlockMasks(Generator):
         for name in ("fill", "shift"):
             checks.flag(name, getattr(self, name))
         checks.whole_number("strata", self.strata, 1, 10**6, optional=True)
+        checks.whole_number("start_epoch", self.start_epoch, 0)
         checks.one_of("per", self.per, get_args(Per))
 
     def _draw(self, samples: _Samples, made: PatchMasks, height: int, width: int) -> None:
@@ -366,6 +377,8 @@ class BlockMasks(Generator):
     def _ratios(self, samples: _Samples) -> Ratios:
         """The wanted share of masked patches, [V, B]; 0: no mask."""
         (low, high), rows = self.ratio, len(samples.views) * len(samples.indices)
+        if samples.epoch < self.start_epoch:
+            return np.zeros((len(samples.views), len(samples.indices)))
         if self.per == "sample":
             is_masked, part = np.moveaxis(samples.draw(2, per="sample"), -1, 0)
             if self.strata is not None:

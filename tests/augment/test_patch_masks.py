@@ -694,3 +694,22 @@ assert cfg.patch_masks == {}
 assert "gpuaug.augment.patch_masks" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tubes_have_one_mask_for_all_frames() -> None:
+    made = RandomMasks(ratio=0.9)([3, 4], size=224, seed=1)
+    tubes = made.as_tube(8)
+    assert tubes.shape == (2, 8 * 196)
+    assert all(torch.equal(frame, made.flat) for frame in tubes.chunk(8, dim=1))
+    assert tubes.sum(1).tolist() == [8 * 177] * 2  # 176.4, rounded up
+    with pytest.raises(ConfigError, match="`frames` must be a whole number >= 1"):
+        made.as_tube(0)
+
+
+@pytest.mark.parametrize("per", ["sample", "batch"])
+def test_masks_begin_with_an_epoch(per: str) -> None:
+    late, plain = (BlockMasks(p=1.0, per=per, start_epoch=first) for first in (3, 0))
+    for epoch in range(5):
+        made, usual = (each(range(9), size=224, epoch=epoch) for each in (late, plain))
+        assert torch.equal(made.masks, usual.masks) == (epoch >= 3)
+        assert made.masks.any().item() == (epoch >= 3)
