@@ -155,7 +155,7 @@ class PatchMasks:
         return {"ids_keep": keep, "ids_restore": restore, "mask": flat.float()}
 
     def as_tube(self, frames: int) -> Tensor:
-        """The same mask for all frames of a clip, bool ``[R, n]`` with n = frames * N, frame by frame: VideoMAE's tubes.
+        """The same mask for all frames of a clip, bool ``[R, n]`` with n = frames * N, as VideoMAE's tubes.
 
         Args:
             frames: number of frames, or of groups of frames if the patches of the model span several.

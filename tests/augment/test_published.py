@@ -86,6 +86,10 @@ AUTHORS = {
     "dinov2_patch14": dinov2(224, 98),
     # facebookresearch/dinov3: the settings of dinov3_vit7b16_pretrain.yaml
     "dinov3": dinov2(256, 112, flip=0.0),
+    # the settings of dinov3_vit7b16_gram_anchor.yaml: gram crops are global crops at 512, with normalization alone
+    "dinov3_gram": [*dinov2(256, 112, flip=0.0), *[view(1, 512, [0.32, 1.0], "bicubic", {"flip": {"p": 0.0}})] * 2],
+    # the third size of dinov3_vit7b16_high_res_adapt.yaml
+    "dinov3_highres": [*dinov2(768, 168, flip=0.0), *[view(1, 1152, [0.32, 1.0], "bicubic", {"flip": {"p": 0.0}})] * 2],
     # bytedance/ibot: main_ibot.py, DataAugmentationiBOT; README.md, ViT-S/16
     "ibot": [
         view(1, 224, [0.25, 1.0], "bicubic", {**COLORS, "blur": blur(1.0, PILLOW)}),
@@ -101,6 +105,16 @@ AUTHORS = {
         view(1, 224, [0.08, 1.0], "bicubic", {"jitter": {**jitter(0.4, 0.4, 0.4, 0.0), "p": 1.0}, "flip": FLIP},
              ([0.5] * 3, [0.5] * 3)),
     ],
+    # the same, with second_size 112; map_pixels of DALL-E is 0.8 x + 0.1
+    "beit_tokenizer": [
+        view(1, size, [0.08, 1.0], "bicubic", {"jitter": {**jitter(0.4, 0.4, 0.4, 0.0), "p": 1.0}, "flip": FLIP},
+             ([-mean / scale] * 3, [1 / scale] * 3))
+        for size, scale, mean in ((224, 2.0, -1.0), (112, 0.8, 0.1))
+    ],
+    # facebookresearch/fairseq: examples/data2vec/data/mae_image_dataset.py, MaeImageDataset with target_transform
+    "data2vec": [
+        view(1, 224, [0.2, 1.0], "bicubic", {"flip": FLIP, "jitter": {**jitter(0.4, 0.4, 0.4, 0.0), "p": 1.0}})
+    ] * 2,
     # facebookresearch/mae: main_pretrain.py, transform_train
     "mae": [view(1, 224, [0.2, 1.0], "bicubic", {"flip": FLIP})],
     # facebookresearch/barlowtwins: main.py, Transform
