@@ -684,6 +684,76 @@ struct Axis {
     }
 };
 
+// Computes `rows` rows of the result, at most ROWS: `line` has their pixels before the columns are weighed.
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+constexpr int64_t ROWS = 8;
+
+inline void transpose(const float* from, int64_t apart, float* to, int64_t to_apart) {  // 8 x 8
+    __m256 a[8], b[8];
+    for (int k = 0; k < 8; ++k) a[k] = _mm256_loadu_ps(from + k * apart);
+    for (int k = 0; k < 8; k += 2) b[k] = _mm256_unpacklo_ps(a[k], a[k + 1]), b[k + 1] = _mm256_unpackhi_ps(a[k], a[k + 1]);
+    for (int k = 0; k < 8; k += 4)
+        for (int j = 0; j < 2; ++j) {
+            a[k + 2 * j] = _mm256_shuffle_ps(b[k + j], b[k + j + 2], 0x44);
+            a[k + 2 * j + 1] = _mm256_shuffle_ps(b[k + j], b[k + j + 2], 0xee);
+        }
+    for (int k = 0; k < 4; ++k) {
+        _mm256_storeu_ps(to + k * to_apart, _mm256_permute2f128_ps(a[k], a[k + 4], 0x20));
+        _mm256_storeu_ps(to + (k + 4) * to_apart, _mm256_permute2f128_ps(a[k], a[k + 4], 0x31));
+    }
+}
+
+// A register has the same column of eight rows, because gathers of eight columns take ten times as long.
+void weigh_columns(const Axis& columns, const std::vector<int32_t>&, const std::vector<float>&, std::vector<float>& line, int64_t stride, int64_t rows, float* to, int64_t width) {
+    const int64_t count = columns.last - columns.first;
+    line.resize(2 * ROWS * stride + ROWS * (count + 8));
+    float* const turned = line.data() + ROWS * stride;
+    float* const made = turned + ROWS * stride;
+    for (int64_t x = 0; x < columns.most - columns.least; x += 8) transpose(line.data() + x, stride, turned + 8 * x, 8);
+    for (int64_t x = 0; x < count; ++x) {
+        const float* const k = columns.weights.data() + (columns.first + x) * columns.taps;
+        const float* const s = turned + 8 * (columns.from[columns.first + x] - columns.least);
+        __m256 sum = _mm256_setzero_ps();
+        for (int t = 0; t < columns.taps; ++t) sum = _mm256_fmadd_ps(_mm256_set1_ps(k[t]), _mm256_loadu_ps(s + 8 * t), sum);
+        _mm256_storeu_ps(made + 8 * x, sum);
+    }
+    to += columns.first;
+    int64_t x = 0;
+    for (; rows == ROWS && x + 8 <= count; x += 8) transpose(made + 8 * x, 8, to + x, width);
+    for (; x < count; ++x)
+        for (int64_t r = 0; r < rows; ++r) to[r * width + x] = made[8 * x + r];
+}
+#else
+constexpr int64_t ROWS = 1;
+
+void weigh_columns(const Axis& columns, const std::vector<int32_t>& index, const std::vector<float>& weight, std::vector<float>& line, int64_t, int64_t, float* __restrict to, int64_t count) {
+    const float* __restrict from = line.data();
+    const int32_t* const at = index.data();
+    const float* const k = weight.data();
+    int64_t x = columns.first;
+#if defined(__AVX512F__)
+    for (; x + 16 <= columns.last; x += 16) {
+        __m512 sum = _mm512_setzero_ps();
+        const bool close = at[(columns.taps - 1) * count + x + 15] - at[x] < 32;  // then two registers hold all that is taken
+        const __m512 near = _mm512_loadu_ps(from + at[x]), far = _mm512_loadu_ps(from + at[x] + 16);
+        const __m512i start = _mm512_set1_epi32(at[x]);
+        for (int64_t t = x; t < columns.taps * count + x; t += count) {
+            const __m512i places = _mm512_loadu_si512(at + t);
+            const __m512 taken = close ? _mm512_permutex2var_ps(near, _mm512_sub_epi32(places, start), far)
+                                       : _mm512_i32gather_ps(places, from, 4);
+            sum = _mm512_fmadd_ps(_mm512_loadu_ps(k + t), taken, sum);
+        }
+        _mm512_storeu_ps(to + x, sum);
+    }
+#endif
+    for (; x < columns.last; ++x) {
+        float sum = 0.0f;
+        for (int64_t t = x; t < columns.taps * count + x; t += count) sum = fma(k[t], from[at[t]], sum);
+        to[x] = sum;
+    }
+}
+#endif
+
 // `dst`: planes that lie `apart` floats apart
 void cut_image(const Job& job, int64_t sample, float* dst, int64_t apart, std::vector<float>& plane, std::vector<float>& line) {
     const Images& source = job.from;
@@ -692,15 +762,17 @@ void cut_image(const Job& job, int64_t sample, float* dst, int64_t apart, std::v
     const Axis rows(job.height, box[2], resized[0], offset[0], crop.interpolation);
     const Axis columns(job.width, box[3], resized[1], offset[1], crop.interpolation);
     const int64_t wide = columns.most - columns.least, count = job.width;
-    std::vector<int32_t> index(columns.taps * count);  // [taps, count], for loops that compilers vectorise
-    std::vector<float> weight(columns.taps * count);
-    for (int t = 0; t < columns.taps; ++t)
+    const int64_t listed = ROWS == 1 ? columns.taps * count : 0;
+    std::vector<int32_t> index(listed);  // [taps, count], for loops over columns
+    std::vector<float> weight(listed);
+    for (int t = 0; ROWS == 1 && t < columns.taps; ++t)
         for (int64_t x = columns.first; x < columns.last; ++x) {
             index[t * count + x] = columns.from[x] + t - static_cast<int32_t>(columns.least);
             weight[t * count + x] = columns.weights[x * columns.taps + t];
         }
     const bool empty = rows.first == rows.last || columns.first == columns.last;
-    if (!empty) plane.resize((rows.most - rows.least) * wide), line.resize(wide + 32);  // a vector may be read at its end
+    const int64_t stride = wide + 32;  // a vector may be read at the end of a row
+    if (!empty) plane.resize((rows.most - rows.least) * wide), line.resize(ROWS * stride);
     for (int64_t c = 0; c < job.channels; ++c) {
         float* out = dst + c * apart;
         if (empty || rows.last - rows.first < job.height || columns.last - columns.first < job.width)
@@ -712,43 +784,13 @@ void cut_image(const Job& job, int64_t sample, float* dst, int64_t apart, std::v
         const int64_t below = floats ? source.apart[2] : wide;
         for (int64_t y = rows.least; y < rows.most && !floats; ++y)
             load_values(source.data, source.type, at + (y - rows.least) * source.apart[2], source.apart[3], source.white, plane.data() + (y - rows.least) * wide, wide);
-        for (int64_t y = rows.first; y < rows.last; ++y) {
-            const float* top = pixels + (rows.from[y] - rows.least) * below;
-            weigh(rows.weights.data() + y * rows.taps, rows.taps, [=](int t) { return top + t * below; }, line.data(), wide);
-            float* __restrict to = out + y * job.width;
-            const float* __restrict from = line.data();
-            const int32_t* const at = index.data();
-            const float* const k = weight.data();
-            int64_t x = columns.first;
-#if defined(__AVX512F__)
-            for (; x + 16 <= columns.last; x += 16) {
-                __m512 sum = _mm512_setzero_ps();
-                const bool close = at[(columns.taps - 1) * count + x + 15] - at[x] < 32;  // then two registers hold all that is taken
-                const __m512 near = _mm512_loadu_ps(from + at[x]), far = _mm512_loadu_ps(from + at[x] + 16);
-                const __m512i start = _mm512_set1_epi32(at[x]);
-                for (int64_t t = x; t < columns.taps * count + x; t += count) {
-                    const __m512i places = _mm512_loadu_si512(at + t);
-                    const __m512 taken = close ? _mm512_permutex2var_ps(near, _mm512_sub_epi32(places, start), far)
-                                               : _mm512_i32gather_ps(places, from, 4);
-                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(k + t), taken, sum);
-                }
-                _mm512_storeu_ps(to + x, sum);
+        for (int64_t y = rows.first; y < rows.last; y += ROWS) {
+            const int64_t some = std::min(ROWS, rows.last - y);
+            for (int64_t r = 0; r < some; ++r) {
+                const float* top = pixels + (rows.from[y + r] - rows.least) * below;
+                weigh(rows.weights.data() + (y + r) * rows.taps, rows.taps, [=](int t) { return top + t * below; }, line.data() + r * stride, wide);
             }
-#elif defined(__AVX2__) && defined(__FMA__)
-            for (; x + 8 <= columns.last; x += 8) {
-                __m256 sum = _mm256_setzero_ps();
-                for (int64_t t = x; t < columns.taps * count + x; t += count) {
-                    const __m256i places = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + t));
-                    sum = _mm256_fmadd_ps(_mm256_loadu_ps(k + t), _mm256_i32gather_ps(from, places, 4), sum);
-                }
-                _mm256_storeu_ps(to + x, sum);
-            }
-#endif
-            for (; x < columns.last; ++x) {
-                float sum = 0.0f;
-                for (int64_t t = x; t < columns.taps * count + x; t += count) sum = fma(k[t], from[at[t]], sum);
-                to[x] = sum;
-            }
+            weigh_columns(columns, index, weight, line, stride, some, out + y * job.width, job.width);
         }
     }
 }
@@ -1028,6 +1070,15 @@ struct Worker {
                     _mm512_storeu_ps(flat + 4 * x + 16 * k, _mm512_mask_permutexvar_ps(out, 0x4444, from, blue));
                 }
             }
+#elif defined(__SSE2__)
+            for (; x + 4 <= W; x += 4) {
+                __m128 p0 = _mm_loadu_ps(r + y * W + x), p1 = _mm_loadu_ps(g + y * W + x), p2 = _mm_loadu_ps(b + y * W + x), p3 = _mm_setzero_ps();
+                _MM_TRANSPOSE4_PS(p0, p1, p2, p3);
+                _mm_storeu_ps(flat + 4 * x, p0);
+                _mm_storeu_ps(flat + 4 * x + 4, p1);
+                _mm_storeu_ps(flat + 4 * x + 8, p2);
+                _mm_storeu_ps(flat + 4 * x + 12, p3);
+            }
 #endif
             for (; x < W; ++x) {
                 flat[4 * x] = r[y * W + x];
@@ -1092,6 +1143,21 @@ struct Worker {
                 _mm512_storeu_ps(dr + x, _mm512_shuffle_ps(rg01, rg23, 0x44));
                 _mm512_storeu_ps(dg + x, _mm512_shuffle_ps(rg01, rg23, 0xee));
                 _mm512_storeu_ps(db + x, _mm512_shuffle_ps(b01, b23, 0x44));
+            }
+#elif defined(__FMA__)
+            for (; x + 4 <= W; x += 4) {
+                __m128 p[4];
+                for (int j = 0; j < 4; ++j) {
+                    const float* const s = reinterpret_cast<const float*>(image + offset[x + j]);
+                    p[j] = _mm_mul_ps(_mm_load_ps(s), _mm_broadcast_ss(w0 + x + j));
+                    p[j] = _mm_fmadd_ps(_mm_load_ps(s + 4), _mm_broadcast_ss(w1 + x + j), p[j]);
+                    p[j] = _mm_fmadd_ps(_mm_load_ps(s + 4 * stride), _mm_broadcast_ss(w2 + x + j), p[j]);
+                    p[j] = _mm_fmadd_ps(_mm_load_ps(s + 4 * stride + 4), _mm_broadcast_ss(w3 + x + j), p[j]);
+                }
+                _MM_TRANSPOSE4_PS(p[0], p[1], p[2], p[3]);
+                _mm_storeu_ps(dr + x, p[0]);
+                _mm_storeu_ps(dg + x, p[1]);
+                _mm_storeu_ps(db + x, p[2]);
             }
 #endif
             for (; x < W; ++x) {
