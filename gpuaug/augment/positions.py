@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpuaug import checks
 from gpuaug.augment.crop import pair
 from gpuaug.augment.moves import check_carried, moves
 from gpuaug.augment.recipe import Drawn, RecipeBase
@@ -59,19 +60,29 @@ def match_patches(
         ``places``, float64 [B, h, w, 2], (x, y) of the centre of each patch of ``a`` in view ``b``, in patches: 0 is
         the left or top edge. ``inside``, bool [B, h, w], whether this is inside view ``b``.
 
+    Raises:
+        ConfigError: the matrices or sizes do not fit.
+
     >>> same = torch.eye(3)[None]
     >>> half = torch.tensor([[[2.0, 0, 0], [0, 2, 0], [0, 0, 1]]])  # the top left quarter, enlarged
     >>> places, inside = match_patches(same, half, size=64, other=64, patch=16)
     >>> inside[0].int().tolist()
     [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     """
+    for name, matrix in (("a", a), ("b", b)):
+        if not isinstance(matrix, Tensor) or matrix.shape[1:] != (3, 3) or matrix.is_complex():
+            given = list(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
+            raise ConfigError(f"`{name}` must be matrices [B, 3, 3] of a view, as in batch.matrices. Found: {given}.")
+    if len(a) != len(b):
+        raise ConfigError(f"`a` and `b` must be of the same samples. Found: {len(a)} and {len(b)} matrices.")
     (height, width), (H, W) = pair("size", size), pair("other", other)
+    checks.whole_number("patch", patch, 1)
     if any(side % patch for side in (height, width, H, W)):
         raise ConfigError(f"`patch` must divide the sides of both views. Found: {patch}, {size} and {other}.")
     a, b = a.double(), b.double()
     y, x = (torch.arange(side // patch, device=a.device, dtype=torch.float64) + 0.5 for side in (height, width))
     centres = torch.stack([*torch.meshgrid(x * patch, y * patch, indexing="xy"), torch.ones(len(y), len(x)).to(x)], -1)
-    moved = torch.einsum("bij,hwj->bhwi", b @ torch.linalg.inv(a), centres)
+    moved = torch.einsum("bij,hwj->bhwi", b @ torch.linalg.inv_ex(a).inverse, centres)
     places = moved[..., :2] / moved[..., 2:] / patch
     limits = torch.tensor([W, H], device=a.device, dtype=torch.float64) / patch
     return places, ((places >= 0) & (places < limits)).all(-1) & (moved[..., 2] > 0)

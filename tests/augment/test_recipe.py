@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 import gpuaug
 from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
+from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.policy import OneOf, SomeOf
-from gpuaug.augment.recipe import Augment, MultiView
+from gpuaug.augment.recipe import Augment
 from gpuaug.errors import ConfigError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

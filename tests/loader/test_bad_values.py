@@ -142,6 +142,10 @@ MADE: dict[str, Attack] = {
         lambda p: {"views": {"a": gpuaug.Augment(crop=gpuaug.Resize(8))}},
         lambda p, made: one_batch(p, augment=made),
     ),
+    "match_patches": (
+        lambda p: {"a": torch.eye(3)[None], "b": torch.eye(3)[None], "size": 16, "other": 32, "patch": 8},
+        lambda p, made: made,
+    ),
     "Normalize": (
         lambda p: {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
         lambda p, made: augmented(p, normalize=made),
