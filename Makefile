@@ -63,6 +63,6 @@ $(READY): $(PACKAGE)
 	$(BIN)/python -m pip install --quiet --progress-bar on --editable '.[dev]'
 	# torchvision 0.26 belongs to torch 2.11, 0.27 to 2.12, 0.28 to 2.13, and 0.29 to 2.14 and 2.15
 	minor=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch").split(".")[1])') && \
-		$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHVISION) 'timm>=1.0.20,<2' \
+		$(BIN)/python -m pip install --quiet --no-deps --target $(TORCHVISION) 'timm>=1.0.20,<2' 'lightly>=1.6,<2' \
 		"torchvision==0.$$((minor > 14 ? 29 : minor + 15)).*"
 	touch $@

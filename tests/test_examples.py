@@ -11,6 +11,7 @@ import sys
 import warnings
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -93,6 +94,48 @@ def test_accelerate(overrides: list[str], consumed: list[int], tmp_path: Path) -
     assert sorted(consumed) == list(range(65))
     loop.train(overrides, epochs=2, checkpoint=tmp_path / "c", cpu=True, mixed_precision="bf16")
     assert sorted(consumed) == sorted([*range(65), *range(65)])
+
+
+def test_self_supervised_training_changes_the_features(overrides: list[str]) -> None:
+    module = example("self_supervised")
+    torch.manual_seed(0)
+    root, start = overrides[0].removeprefix("source.root="), module.ViT()
+    torch.manual_seed(0)
+    trained = module.train(
+        root, ["device=cpu", "num_workers=0", "batch_size=13", "augment.views.local.copies=2"], epochs=1
+    )
+    moved = [(a - b).abs().max().item() for a, b in zip(start.parameters(), trained.parameters(), strict=True)]
+    assert all(0 < change < 1 for change in moved)  # NaN is not
+    known = [module.knn(net, root, root) for net in (None, start, trained)]  # five classes; an image finds itself
+    assert all(0.2 < accuracy <= 1 for accuracy in known)
+
+
+def test_lightly(overrides: list[str], consumed: list[int], v2: Any) -> None:
+    module = example("lightly_views")
+    few = ["augment.crop.size=32", *overrides[2:]]
+    losses = module.train(overrides[0].removeprefix("source.root="), few, epochs=2)
+    assert (len(consumed), len(set(consumed[:64])), len(set(consumed[64:]))) == (128, 64, 64)
+    assert all(0 < loss < 10 for loss in losses)
+    with gpuaug.build(gpuaug.compose("train", [overrides[0], "augment=simclr", *few])) as loader:
+        views, labels, names = next(iter(module.Views(loader)))
+    assert [tuple(view.shape) for view in views] == [(16, 3, 32, 32)] * 2
+    assert (len(labels), len(names), names[0].endswith(".jpg")) == (16, 16, True)
+
+
+def test_solo_learn_gets_indices_crops_and_labels(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """solo-learn needs releases of Lightning and NumPy that cannot be installed beside ours."""
+    methods = ModuleType("solo.methods")
+    methods.BarlowTwins = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "solo", ModuleType("solo"))
+    monkeypatch.setitem(sys.modules, "solo.methods", methods)
+    module = example("solo_learn_views")
+    sizes = [f"augment.views.view{k}.crop.size={n}" for k, n in ((1, 32), (2, 24))]
+    with gpuaug.build(gpuaug.compose("train", [overrides[0], "augment=barlowtwins", *sizes, *overrides[3:]])) as loader:
+        crops = module.Crops(loader)
+        seen = list(crops)
+    assert len(seen) == len(crops) == 5
+    indices, images, labels = seen[0]
+    assert [tuple(x.shape) for x in (indices, *images, labels)] == [(16,), (16, 3, 32, 32), (16, 3, 24, 24), (16,)]
 
 
 def test_hugging_face(overrides: list[str], consumed: list[int], v2: Any, tmp_path: Path) -> None:
