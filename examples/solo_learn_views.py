@@ -15,7 +15,8 @@ import gpuaug
 SETTINGS = {  # of solo-learn's command line
     "encoder": "resnet18", "backbone_args": {"cifar": True, "zero_init_residual": False}, "max_epochs": 2,
     "optimizer": "sgd", "extra_optimizer_args": {"momentum": 0.9}, "lr": 0.01, "classifier_lr": 0.01,
-    "weight_decay": 1e-5, "lars": False, "exclude_bias_n_norm": False, "accumulate_grad_batches": 1, "scheduler": "none", "min_lr": 0.0,
+    "weight_decay": 1e-5, "lars": False,
+    "exclude_bias_n_norm": False, "accumulate_grad_batches": 1, "scheduler": "none", "min_lr": 0.0,
     "warmup_start_lr": 0.0, "warmup_epochs": 0, "num_small_crops": 0, "proj_hidden_dim": 256, "proj_output_dim": 256,
     "lamb": 0.005, "scale_loss": 0.025,
 }  # fmt: skip

@@ -26,7 +26,11 @@ import gpuaug
 from gpuaug.tools.main import main
 
 TEXT = (ROOT / "docs/migrate.md").read_text(encoding="utf-8")
-BASE = {"timm": ["augment=timm"], "solo-learn": ["augment=simclr"]}  # the recipe that the overrides change
+BASE = {
+    "timm": ["augment=timm"],
+    "solo-learn": ["augment=simclr"],
+    "lightly": ["augment=simclr"],
+}  # the recipe that the overrides change
 SMALL = ["batch_size=4", "num_workers=0", "device=cpu"]
 COUNT = 300  # draws of each operation
 
@@ -80,7 +84,9 @@ def here(code: str, data: Path) -> str:
 
 
 def test_the_page_has_all_libraries_and_lines() -> None:
-    assert [*sections()] == ["torchvision", "timm", "Albumentations", "FFCV", "DALI", "solo-learn"]
+    assert [*sections()] == [
+        *("torchvision", "timm", "Albumentations", "FFCV", "DALI", "solo-learn", "lightly", "stable-pretraining")
+    ]
     lines = [line for line in TEXT.splitlines() if line.startswith("| ") and "gpuaug | what differs" not in line]
     assert len(lines) == len(ROWS) > 100
 
