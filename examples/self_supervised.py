@@ -2,7 +2,7 @@
 
 python bench/photographs.py photographs
 python examples/self_supervised.py photographs/train photographs/val
-# three minutes on two cores; pixels 0.00, untrained 0.00, trained 0.00
+# three minutes on two cores; pixels 0.42, untrained 0.58, trained 0.66
 """
 
 import sys
