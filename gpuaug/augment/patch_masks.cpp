@@ -20,7 +20,9 @@ struct Rows {
 // Uniforms in [0, 1) of one sample, four per Philox block from block 1 on; patch_masks.py uses block 0.
 class Uniforms {
   public:
-    Uniforms(const Rows& rows, int64_t sample) : rows_(rows), index_(rows.indices[sample]), repeat_(rows.repeats[sample]) {}
+    // `few`: computes only 4 blocks at first, which is enough for most samples of I-JEPA.
+    Uniforms(const Rows& rows, int64_t sample, bool few = false)
+        : rows_(rows), index_(rows.indices[sample]), repeat_(rows.repeats[sample]), few_(few) {}
 
     const double* four() {
         advance();
@@ -37,12 +39,15 @@ class Uniforms {
 
   private:
     void advance() {
-        if (++lane_ >= LANES) refill();
+        if (++lane_ < filled_) return;
+        if (few_ && block_ == 1) refill<4>();
+        else refill<LANES>();
     }
 
+    template <int COUNT>
     void refill() {
-        uint32_t k0[LANES], k1[LANES];
-        for (int lane = 0; lane < LANES; ++lane) {
+        uint32_t k0[COUNT], k1[COUNT];
+        for (int lane = 0; lane < COUNT; ++lane) {
             words_[0][lane] = static_cast<uint32_t>(index_);
             words_[1][lane] = static_cast<uint32_t>(static_cast<uint64_t>(index_) >> 32);
             words_[2][lane] = static_cast<uint32_t>(rows_.epoch);
@@ -50,15 +55,17 @@ class Uniforms {
             k0[lane] = rows_.key[0];
             k1[lane] = rows_.key[1];
         }
-        rounds(words_[0], words_[1], words_[2], words_[3], k0, k1);
-        block_ += LANES;
+        rounds<COUNT>(words_[0], words_[1], words_[2], words_[3], k0, k1);
+        block_ += COUNT;
+        filled_ = COUNT;
         lane_ = 0;
     }
 
     const Rows& rows_;
     const int64_t index_, repeat_;
+    const bool few_;
     uint32_t block_ = 1;
-    int lane_ = LANES, place_ = 0;
+    int lane_ = 0, filled_ = 0, place_ = 0;
     uint32_t words_[4][LANES];
     double values_[4];
 };
@@ -172,7 +179,7 @@ extern "C" void gpuaug_multi_block_masks(const Rows* rows, const int64_t* sizes,
     std::vector<int64_t> corners(2 * targets);
     const uint8_t* const end = rows->out + rows->batch * rows->planes * size;
     for (int64_t sample = 0; sample < rows->batch; ++sample, sizes += 4) {
-        Uniforms uniforms(*rows, sample);
+        Uniforms uniforms(*rows, sample, true);
         const int64_t h = sizes[0], w = sizes[1], context_h = sizes[2], context_w = sizes[3];
         uint8_t* planes = rows->out + sample * rows->planes * size;
         int64_t* counts = rows->counts + sample * rows->planes;
@@ -195,8 +202,9 @@ extern "C" void gpuaug_multi_block_masks(const Rows* rows, const int64_t* sizes,
             ++failures;
         } while (kept <= keep);
         std::memset(planes, 1, size);
-        for (int64_t y = top; y < top + context_h; ++y)
-            std::memcpy(planes + y * width + left, taken.data() + y * width + left, context_w);
+        std::memcpy(planes + top * width, taken.data() + top * width, context_h * width);
+        for (int64_t y = top; y < top + context_h; ++y)  // beside the context
+            for (int64_t x = context_w; x < width; ++x) planes[y * width + (left + x) % width] = 1;
         counts[0] = size - kept;
     }
 }
