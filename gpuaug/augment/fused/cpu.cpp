@@ -527,13 +527,15 @@ bool is_finite(const T* __restrict s, int64_t step, int64_t n, T exponent) {
         for (int64_t i = 0; i < n; ++i) found |= (s[i * step] & exponent) == exponent;
     return !found;
 }
-bool is_finite(const Job& job, int64_t sample) {
+// Whether the values of a part of an image are finite: rows [top, top + rows) and columns [left, left + wide).
+bool is_finite(const Job& job, int64_t sample, int64_t first, int64_t last, int64_t top, int64_t rows, int64_t left, int64_t wide) {
     const Images& from = job.from;
     const bool mixed = from.apart[1] == 1 && from.apart[3] == job.channels;  // the channels of a row are one run of values
-    for (int64_t c = 0; c < (mixed ? 1 : job.channels); ++c)
-        for (int64_t y = 0; y < from.height; ++y) {
-            const int64_t at = sample * from.apart[0] + c * from.apart[1] + y * from.apart[2];
-            const int64_t n = mixed ? from.width * job.channels : from.width, step = mixed ? 1 : from.apart[3];
+    if (mixed && first > 0) return true;  // checked with the first channels
+    const int64_t n = mixed ? wide * job.channels : wide, step = mixed ? 1 : from.apart[3];
+    for (int64_t c = first; c < (mixed ? 1 : last); ++c)
+        for (int64_t y = top; y < top + rows; ++y) {
+            const int64_t at = sample * from.apart[0] + c * from.apart[1] + y * from.apart[2] + left * from.apart[3];
             const bool finite = from.type == 0 ? is_finite(static_cast<const uint32_t*>(from.data) + at, step, n, uint32_t{0x7f800000})
                                                : is_finite(static_cast<const uint16_t*>(from.data) + at, step, n, static_cast<uint16_t>(from.type == 1 ? 0x7f80 : 0x7c00));
             if (!finite) return false;
@@ -808,6 +810,7 @@ struct Worker {
     const Op* jump = nullptr;  // the last discontinuous operation; all earlier ones must be bit-identical to Kornia
     const Job& job;
     Images from;  // where `load` finds the image `sample`
+    bool checks = false, finite = true;  // whether the sweep looks for values that are not finite; whether none was found
     const int64_t C, groups, H, W, pixels, apart;  // apart: floats from plane to plane; for common sizes no multiple of 4 KB, to avoid aliasing
 
     explicit Worker(const Job& given)
@@ -1344,6 +1347,7 @@ struct Worker {
                     float* planes[3] = {scratch[0], scratch[1], scratch[2]};
                     if (buffered || keep)
                         for (int c = 0; c < 3; ++c) planes[c] = first.data() + (3 * group + c) * apart + y * W + x;  // in place
+                    if (checks) check(sample, group, at, mirror, upside);
                     if (!buffered) load(sample, group, at, mirror, upside, planes);
                     end_outside = outside;
                     for (const Op* op = from; op != to; ++op) {
@@ -1363,6 +1367,7 @@ struct Worker {
                     if (last) store(sample, group, at, planes, n);
                 }
         outside = end_outside;
+        checks = false;  // all values were read
         if (wanted) {
             if (wanted->code == CONTRAST && C != 3) {  // around the mean of all channels
                 double sum = 0.0;
@@ -1372,6 +1377,11 @@ struct Worker {
             for (Statistic& stat : stats_next) finish(*wanted, stat, pixels);
             std::swap(stats, stats_next);
         }
+    }
+    // Looks at what `load` is about to read, so it is read from memory once.
+    __attribute__((noinline)) void check(int64_t sample, int64_t group, const Block& at, bool mirror, bool upside) {
+        const int64_t top = upside ? H - at.y - at.rows : at.y, left = mirror ? W - at.x - at.width : at.x;
+        finite = finite && is_finite(job, sample, 3 * group, std::min(3 * group + 3, C), top, at.rows, left, at.width);
     }
     __attribute__((always_inline)) void load(int64_t sample, int64_t group, const Block& at, bool mirror, bool upside, float* const* planes) {
         const bool bytes = from.type == 3 && C == 3 && from.white == 255.0f && from.apart[1] == 1 && from.apart[3] == 3;
@@ -1393,8 +1403,12 @@ struct Worker {
         }
     }
 
-    void run(int64_t sample) {
+    // Returns whether all values are finite, if the job refuses others.
+    bool run(int64_t sample) {
         program.clear();
+        checks = job.refuses && !job.crop;
+        finite = !job.refuses || !job.crop || is_finite(job, sample, 0, C, 0, job.from.height, 0, job.from.width);
+        if (!finite) return false;
         bool mirror = false, upside = false, commutes = true;
         for (int64_t i = 0; i < job.steps; ++i) {
             const int64_t k = sample * job.steps + i;
@@ -1433,7 +1447,7 @@ struct Worker {
             const Op* ops = program.data();
             if (end == program.size()) {
                 sweep(sample, buffered, mirror, upside, ops + pos, ops + end, nullptr, outside, false, true);
-                return;
+                return finite;
             }
             const Op& next = program[end];
             const bool statistic = has(next.code, IS_STATISTIC);
@@ -1497,10 +1511,6 @@ int each_image(int64_t batch, int64_t threads, Make make) {
 
 extern "C" int gpuaug_augment(const Job* job) {
     return each_image(job->batch, job->threads, [job] {
-        return [job, worker = Worker(*job)](int64_t i) mutable {
-            const bool finite = !job->refuses || is_finite(*job, i);  // right before the image is read again
-            if (finite) worker.run(i);
-            return finite;
-        };
+        return [worker = Worker(*job)](int64_t i) mutable { return worker.run(i); };
     });
 }
