@@ -1,62 +1,84 @@
-"""solo-learn: train one of its methods on views from a gpuaug.Loader, in place of its own datasets.
+"""solo-learn: train one of its methods on views that gpuaug makes. For version 1.0.6, which PyPI does not have.
 
-python bench/photographs.py photographs
-python examples/solo_learn_views.py photographs/train batch_size=32
+git clone https://github.com/vturrisi/solo-learn
+PYTHONPATH=solo-learn python examples/solo_learn_views.py /data/train
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from solo.methods import BarlowTwins
+import lightning
+import torch
+from omegaconf import OmegaConf
+from solo.methods import METHODS
 
 import gpuaug
 
-SETTINGS = {  # of solo-learn's command line
-    "encoder": "resnet18", "backbone_args": {"cifar": True, "zero_init_residual": False}, "max_epochs": 2,
-    "optimizer": "sgd", "extra_optimizer_args": {"momentum": 0.9}, "lr": 0.01, "classifier_lr": 0.01,
-    "weight_decay": 1e-5, "lars": False,
-    "exclude_bias_n_norm": False, "accumulate_grad_batches": 1, "scheduler": "none", "min_lr": 0.0,
-    "warmup_start_lr": 0.0, "warmup_epochs": 0, "num_small_crops": 0, "proj_hidden_dim": 256, "proj_output_dim": 256,
-    "lamb": 0.005, "scale_loss": 0.025,
-}  # fmt: skip
 
+class Views(lightning.LightningDataModule):
+    """Replaces solo-learn's training loader; give the trainer ``use_distributed_sampler=False``.
 
-class Crops:
-    """The batches of a loader as solo-learn's methods take them: (indices, list of crops, labels).
+    Images are decoded and augmented on the trainer's device. Lightning's checkpoints include the loader's state. So a
+    run that was stopped inside an epoch continues with the next sample.
 
-    Large crops are first, as in ``augment=dino``. Each pass is the next epoch. Lightning must not add a sampler:
-    ``replace_sampler_ddp=False``, because the loader deals the samples to the ranks.
+    Args:
+        overrides: of gpuaug's configuration ``train``.
+        val: batches of ``(images, labels)``, such as solo-learn's own validation loader.
     """
 
-    def __init__(self, loader: gpuaug.Loader) -> None:
-        self.loader = loader
+    def __init__(self, overrides: list[str], val: Iterable[Any] | None = None) -> None:
+        super().__init__()
+        self.overrides, self.val = overrides, val
+        self.loader: gpuaug.Loader | None = None
 
-    def __len__(self) -> int:
-        return len(self.loader)
+    def setup(self, stage: str) -> None:
+        """Build the loader, once the trainer knows its device."""
+        # solo-learn drops the last batch, too: some losses need the same number of samples in every batch
+        overrides = [*self.overrides, "drop_last=true", f"device={self.trainer.strategy.root_device}"]
+        self.loader = self.loader or gpuaug.build(gpuaug.compose("train", overrides))
 
-    def __iter__(self) -> Iterator[tuple[Any, list[Any], Any]]:
-        for batch in self.loader:
-            images = batch.images if isinstance(batch.images, list) else [batch.images]
-            yield batch.indices, images, batch.labels
+    def train_dataloader(self) -> Any:
+        """Batches of gpuaug, which ``on_before_batch_transfer`` converts."""
+        return self.loader
+
+    def val_dataloader(self) -> Any:
+        """The batches of ``val``."""
+        return [] if self.val is None else self.val
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """``(indices, [view1, view2, ...], labels)``. Without labels all are -1, which solo-learn leaves out."""
+        if not isinstance(batch, gpuaug.Batch):  # of `val`
+            return batch
+        labels = torch.full_like(batch.indices, -1) if batch.labels is None else batch.labels
+        return batch.indices, batch.images, labels
+
+    def teardown(self, stage: str) -> None:
+        """End the workers."""
+        if self.loader is not None:
+            self.loader.close()
+        self.loader = None
 
 
-def train(root: str, overrides: list[str], **settings: Any) -> Any:
-    """Train Barlow Twins. ``settings``: other values than those above."""
-    import pytorch_lightning
-
-    config = gpuaug.compose("train", [f"source.root={root}", "augment=barlowtwins", "device=auto", *overrides])
-    with gpuaug.build(config) as loader:
-        views = loader.augment.views
-        given = {"num_classes": len(loader.source.classes), "batch_size": loader.batch_size, **SETTINGS, **settings}
-        method = BarlowTwins(num_large_crops=len(views) - given["num_small_crops"], **given)
-        trainer = pytorch_lightning.Trainer(
-            max_epochs=given["max_epochs"], accelerator=loader.device.type, devices=1, logger=False,
-            enable_checkpointing=False, replace_sampler_ddp=False,
-        )  # fmt: skip
-        trainer.fit(method, Crops(loader))
-        return trainer.callback_metrics
+def train(overrides: list[str], changes: dict[str, Any], **trainer: Any) -> lightning.LightningModule:
+    """Barlow Twins with solo-learn's classes. ``changes`` are to the configuration of its ``main_pretrain.py``."""
+    classes = gpuaug.build(gpuaug.compose("train", overrides).source).num_classes
+    settings = {
+        "method": "barlow_twins",
+        "method_kwargs": {"proj_hidden_dim": 512, "proj_output_dim": 512, "scale_loss": 0.1},
+        "backbone": {"name": "resnet18"},
+        # `num_large_crops` and `num_small_crops`: how many views the recipe makes of each size
+        "data": {"dataset": "custom", "num_classes": classes or 1, "num_large_crops": 2, "num_small_crops": 0},
+        "optimizer": {"name": "adamw", "batch_size": 64, "lr": 5e-4, "weight_decay": 1e-4, "classifier_lr": 1e-3},
+        "scheduler": {"name": "warmup_cosine", "warmup_epochs": 1},
+        "max_epochs": 10,
+    }
+    cfg = OmegaConf.merge(settings, changes)
+    model = METHODS[cfg.method](cfg)
+    data = Views([f"batch_size={cfg.optimizer.batch_size}", *overrides])
+    lightning.Trainer(max_epochs=cfg.max_epochs, use_distributed_sampler=False, **trainer).fit(model, data)
+    return model
 
 
 if __name__ == "__main__":
-    print(train(sys.argv[1], sys.argv[2:]))
+    train([f"source.root={sys.argv[1]}", "augment=barlowtwins"], {})

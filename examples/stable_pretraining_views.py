@@ -1,24 +1,69 @@
-"""stable-pretraining: make the views of a batch on the device, as the dataset's ``gpu_transform``.
+"""stable-pretraining: train one of its methods on views that gpuaug makes. For stable-pretraining 0.1.8.
 
-python examples/stable_pretraining_views.py
+python examples/stable_pretraining_views.py /data/train /data/val
 """
 
+import sys
 from typing import Any
 
-import torch
-from stable_pretraining.data import FromTorchDataset
+import lightning
+import stable_pretraining as spt
+from stable_pretraining.forward import simclr
 from torch import nn
 
 import gpuaug
 
 
-class Views(nn.Module):
-    """Makes a view for each view of ``recipe``, as stable-pretraining's ``StackedMultiView`` and ``MultiView`` do.
+def as_dict(images: Any, labels: Any = None, names: list[str] | None = None) -> dict[str, Any]:
+    """``{"image": ..., "label": ...}``; of a list of views ``{"views": ...}``, a list or a dictionary by ``names``."""
+    label = {} if labels is None else {"label": labels}
+    if not isinstance(images, list):
+        return {"image": images, **label}
+    views = [{"image": view, **label} for view in images]
+    # `dino` and `dinov2` of stable-pretraining need names that begin with `global` or `local`
+    return {"views": views if names is None else dict(zip(names, views, strict=True))}
 
-    ``batch["image"]`` becomes ``batch["views"]``, a list of dictionaries with ``image`` and ``label``. The random
-    numbers depend on ``sample_idx``, which the datasets add, and on the number of the batch. ``current_epoch`` is not
-    used: only stable-pretraining's ``DataModule`` sets it, and persistent workers send 0 in every epoch. A resumed run
-    needs another ``seed``, or it repeats the random numbers of the first batches.
+
+class Images(lightning.LightningDataModule):
+    """Replaces ``spt.data.DataModule``: files are decoded and augmented on the trainer's device.
+
+    Give the trainer ``use_distributed_sampler=False``. A run that was stopped inside an epoch continues with the next
+    sample, because Lightning's checkpoints include the loader's state.
+    """
+
+    def __init__(self, train: list[str], val: list[str], *, names: list[str] | None = None) -> None:
+        super().__init__()
+        self.overrides, self.names = {"train": train, "eval": val}, names
+        self.loaders: dict[str, gpuaug.Loader] = {}
+
+    def setup(self, stage: str) -> None:
+        """Build the loaders, once the trainer knows its device."""
+        device = f"device={self.trainer.strategy.root_device}"
+        for name in self.overrides.keys() - self.loaders.keys():
+            self.loaders[name] = gpuaug.build(gpuaug.compose(name, [*self.overrides[name], device]))
+
+    def train_dataloader(self) -> Any:
+        """Batches of gpuaug, which ``on_before_batch_transfer`` converts."""
+        return self.loaders["train"]
+
+    def val_dataloader(self) -> Any:
+        return self.loaders["eval"]
+
+    def on_before_batch_transfer(self, batch: gpuaug.Batch, dataloader_idx: int) -> dict[str, Any]:
+        """A dictionary, which ``spt.Module`` needs."""
+        return {**as_dict(batch.images, batch.labels, self.names), "sample_idx": batch.indices}
+
+    def teardown(self, stage: str) -> None:
+        for loader in self.loaders.values():
+            loader.close()
+        self.loaders.clear()
+
+
+class Views(nn.Module):
+    """Only the augmentation: the ``gpu_transform`` of your dataset, instead of ``StackedMultiView`` or ``MultiView``.
+
+    Random numbers depend on ``sample_idx``, which the datasets add, and on the number of the batch: persistent workers
+    send ``current_epoch`` 0 in every epoch. A resumed run needs another ``seed``, or it repeats random numbers.
     """
 
     def __init__(self, recipe: gpuaug.Augment | gpuaug.MultiView, *, seed: int = 0) -> None:
@@ -29,17 +74,17 @@ class Views(nn.Module):
         """Takes images [B, C, H, W] on the device: uint8, or floats in 0..1."""
         made = self.recipe(batch.pop("image"), seed=self.seed, epoch=self.batches, indices=batch["sample_idx"])
         self.batches += 1
-        views = made if isinstance(made, list) else [made]
-        return {**batch, "views": [{"image": view, "label": batch.get("label")} for view in views]}
+        return {**batch, **as_dict(made, batch.get("label"))}
+
+
+def train(data: Images, **trainer: Any) -> spt.Module:
+    """SimCLR, on a net of one convolution and a linear layer."""
+    backbone = nn.Sequential(nn.Conv2d(3, 64, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    parts = {"backbone": backbone, "projector": nn.Linear(256, 128), "simclr_loss": spt.losses.NTXEntLoss(0.5)}
+    module = spt.Module(forward=simclr, **parts, optim={"optimizer": {"type": "AdamW", "lr": 1e-3}})
+    lightning.Trainer(**{"max_epochs": 10, "use_distributed_sampler": False, **trainer}).fit(module, data)
+    return module
 
 
 if __name__ == "__main__":
-    recipe = gpuaug.build(gpuaug.compose("train", ["source.root=unused", "augment=barlowtwins"]).augment)
-    images, labels = torch.randint(0, 256, (16, 3, 256, 256), dtype=torch.uint8), torch.arange(16)
-    data = FromTorchDataset(
-        torch.utils.data.TensorDataset(images, labels), names=["image", "label"], gpu_transform=Views(recipe)
-    )
-    # stable_pretraining.Module finds `gpu_transform`, and calls it after Lightning has moved the batch
-    batch = next(iter(torch.utils.data.DataLoader(data, batch_size=8)))
-    made = data.gpu_transform(batch)
-    print([tuple(view["image"].shape) for view in made["views"]], made["views"][0]["label"].tolist())
+    train(Images([f"source.root={sys.argv[1]}", "augment=simclr", "drop_last=true"], [f"source.root={sys.argv[2]}"]))

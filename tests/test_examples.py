@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -108,34 +109,6 @@ def test_self_supervised_training_changes_the_features(overrides: list[str]) -> 
     assert all(0 < change < 1 for change in moved)  # NaN is not
     known = [module.knn(net, root, root) for net in (None, start, trained)]  # five classes; an image finds itself
     assert all(0.2 < accuracy <= 1 for accuracy in known)
-
-
-def test_lightly(overrides: list[str], consumed: list[int], v2: Any) -> None:
-    module = example("lightly_views")
-    few = ["augment.crop.size=32", *overrides[2:]]
-    losses = module.train(overrides[0].removeprefix("source.root="), few, epochs=2)
-    assert (len(consumed), len(set(consumed[:64])), len(set(consumed[64:]))) == (128, 64, 64)
-    assert all(0 < loss < 10 for loss in losses)
-    with gpuaug.build(gpuaug.compose("train", [overrides[0], "augment=simclr", *few])) as loader:
-        views, labels, names = next(iter(module.Views(loader)))
-    assert [tuple(view.shape) for view in views] == [(16, 3, 32, 32)] * 2
-    assert (len(labels), len(names), names[0].endswith(".jpg")) == (16, 16, True)
-
-
-def test_solo_learn_gets_indices_crops_and_labels(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """solo-learn needs releases of Lightning and NumPy that cannot be installed beside ours."""
-    methods = ModuleType("solo.methods")
-    methods.BarlowTwins = object  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "solo", ModuleType("solo"))
-    monkeypatch.setitem(sys.modules, "solo.methods", methods)
-    module = example("solo_learn_views")
-    sizes = [f"augment.views.view{k}.crop.size={n}" for k, n in ((1, 32), (2, 24))]
-    with gpuaug.build(gpuaug.compose("train", [overrides[0], "augment=barlowtwins", *sizes, *overrides[3:]])) as loader:
-        crops = module.Crops(loader)
-        seen = list(crops)
-    assert len(seen) == len(crops) == 5
-    indices, images, labels = seen[0]
-    assert [tuple(x.shape) for x in (indices, *images, labels)] == [(16,), (16, 3, 32, 32), (16, 3, 24, 24), (16,)]
 
 
 def test_hugging_face(overrides: list[str], consumed: list[int], v2: Any, tmp_path: Path) -> None:
@@ -267,6 +240,147 @@ def test_lightning_augments_after_the_transfer(trainer: Any, photo_batch: torch.
         trainer(max_epochs=2, limit_val_batches=0).fit(net, module.OnDevice(DataLoader(dataset, 4), augment))
     expected = [augment(images, epoch=epoch, indices=range(8)) for epoch in range(2)]
     assert torch.equal(torch.cat(net.images), torch.cat(expected))  # whatever the batches: 2 of 4, or 1 of 8
+
+
+# -- self-supervised training
+
+SELF_SUPERVISED = {  # what each example imports of its library
+    "solo_learn_views": ["solo", "solo.methods"],
+    "lightly_views": ["lightly", "lightly.loss", "lightly.models", "lightly.models.modules"],
+    "stable_pretraining_views": ["stable_pretraining", "stable_pretraining.forward"],
+}
+VIEWS = ["augment=simclr", "augment.crop.size=32"]
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports an example of `SELF_SUPERVISED`, also where its library is not installed."""
+    pytest.importorskip("lightning")
+
+    def imported(name: str) -> Any:
+        for part in SELF_SUPERVISED[name]:
+            monkeypatch.setitem(sys.modules, part, MagicMock())
+        return example(name)
+
+    return imported
+
+
+@pytest.fixture
+def two_views(overrides: list[str]) -> gpuaug.Batch:
+    with gpuaug.build(gpuaug.compose("train", [*overrides, *VIEWS])) as loader:
+        return next(iter(loader))
+
+
+def test_batches_of_solo_learn(without_library: Any, two_views: gpuaug.Batch) -> None:
+    data = without_library("solo_learn_views").Views([])
+    indices, views, labels = data.on_before_batch_transfer(two_views, 0)
+    assert [view.shape for view in views] == [(16, 3, 32, 32)] * 2
+    assert torch.equal(indices, two_views.indices)
+    assert labels is two_views.labels
+    assert data.on_before_batch_transfer(replace(two_views, labels=None), 0)[2].tolist() == [-1] * 16
+    held_out = [torch.zeros(2, 3, 8, 8), torch.zeros(2)]
+    assert data.on_before_batch_transfer(held_out, 0) is held_out
+
+
+def test_batches_of_lightly(without_library: Any, two_views: gpuaug.Batch) -> None:
+    data = without_library("lightly_views").Views([])
+    views, labels, filenames = data.on_before_batch_transfer(two_views, 0)
+    assert [view.shape for view in views] == [(16, 3, 32, 32)] * 2
+    assert labels is two_views.labels
+    assert filenames == two_views.keys
+    assert all(re.fullmatch(r"\w+/\d+\.jpg", name) for name in filenames)
+    one, _, _ = data.on_before_batch_transfer(replace(two_views, images=views[0]), 0)
+    assert one == [views[0]]
+
+
+def test_batches_of_stable_pretraining(without_library: Any, two_views: gpuaug.Batch) -> None:
+    module = without_library("stable_pretraining_views")
+    made = module.Images([], []).on_before_batch_transfer(two_views, 0)
+    assert type(made) is dict
+    assert [view["image"].shape for view in made["views"]] == [(16, 3, 32, 32)] * 2
+    assert all(view["label"] is two_views.labels for view in made["views"])
+    assert torch.equal(made["sample_idx"], two_views.indices)
+    named = module.Images([], [], names=["global_1", "global_2"]).on_before_batch_transfer(two_views, 0)
+    assert [*named["views"]] == ["global_1", "global_2"]
+    assert module.as_dict(two_views.images[0]).keys() == {"image"}
+    assert module.as_dict(two_views.images)["views"][0].keys() == {"image"}
+
+
+def test_views_of_stable_pretraining_are_those_of_the_recipe(without_library: Any, photo_batch: torch.Tensor) -> None:
+    recipe = gpuaug.build(gpuaug.compose("train", ["source.root=unused", *VIEWS]).augment)
+    images = photo_batch.permute(0, 3, 1, 2)
+    gpu_transform = without_library("stable_pretraining_views").Views(recipe, seed=3)
+    for number in range(2):
+        batch = {"image": images, "label": torch.arange(8), "sample_idx": torch.arange(8)}
+        made = gpu_transform(batch)
+        assert made.keys() == {"views", "label", "sample_idx"}
+        expected = recipe(images, seed=3, epoch=number, indices=range(8))
+        assert all(torch.equal(a["image"], b) for a, b in zip(made["views"], expected, strict=True))
+
+
+def test_views_of_lightning_go_on_with_the_next_sample(
+    without_library: Any, overrides: list[str], trainer: Any, tmp_path: Path
+) -> None:
+    module = without_library("solo_learn_views")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Net(type(model())):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if len(self.trained) == self.stop_at:
+                raise KeyError("killed")
+            numbers, views, labels = batch
+            self.trained += numbers.tolist()
+            return sum(self.loss((view, labels)) for view in views)
+
+    first, second = Net(), Net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = ModelCheckpoint(tmp_path, "c", every_n_train_steps=2)
+        first.stop_at = 32
+        with pytest.raises(KeyError, match="killed"):
+            run = trainer(max_epochs=1, callbacks=[saved], enable_checkpointing=True)
+            run.fit(first, module.Views([*overrides, *VIEWS]))
+        data = module.Views([*overrides, *VIEWS])
+        trainer(max_epochs=1).fit(second, data, ckpt_path=tmp_path / "c.ckpt", weights_only=True)
+    assert (len(first.trained), len(second.trained)) == (32, 32)
+    assert len({*first.trained, *second.trained}) == 64  # of 65: the last batch is dropped
+    assert data.loader is None
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> dict[str, Any]:
+    """Arguments of Lightning's trainer."""
+    fixed = {"accelerator": "cpu", "max_epochs": 2, "default_root_dir": tmp_path, "logger": False}
+    return {**fixed, **dict.fromkeys(["enable_progress_bar", "enable_model_summary", "enable_checkpointing"], False)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_solo_learn(v2: Any, overrides: list[str], consumed: list[int], quiet: dict[str, Any]) -> None:
+    pytest.importorskip("solo.methods.base")
+    changes = {"max_epochs": quiet.pop("max_epochs"), "optimizer": {"batch_size": 16}}
+    trained = example("solo_learn_views").train([*overrides, *VIEWS], changes, **quiet)
+    assert len(consumed) == 128  # of 65 images, the last batch is dropped
+    metrics = trained.trainer.callback_metrics
+    assert 0 < float(metrics["train_barlow_loss"]) < 1000
+    assert 0 < float(metrics["train_class_loss"]) < 10
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightly(v2: Any, overrides: list[str], consumed: list[int], quiet: dict[str, Any]) -> None:
+    pytest.importorskip("lightly.loss")
+    trained = example("lightly_views").train([*overrides, *VIEWS], **quiet)
+    assert len(consumed) == 128
+    assert 0 < float(trained.trainer.callback_metrics["train_loss"]) < 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stable_pretraining(v2: Any, overrides: list[str], consumed: list[int], quiet: dict[str, Any]) -> None:
+    pytest.importorskip("stable_pretraining.forward")
+    module = example("stable_pretraining_views")
+    held_out = [overrides[0], "num_workers=0", "batch_size=16", "augment.crop.size=32"]
+    trained = module.train(module.Images([*overrides, *VIEWS, "drop_last=true"], held_out), **quiet)
+    assert len(consumed) == 32 + 2 * (64 + 65)  # two batches before the first epoch, then both sets in each epoch
+    assert 0 < float(trained.trainer.callback_metrics["fit/loss"]) < 4
 
 
 @pytest.fixture(scope="module")

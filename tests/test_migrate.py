@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,15 +92,15 @@ def test_the_page_has_all_libraries_and_lines() -> None:
     assert len(lines) == len(ROWS) > 100
 
 
-@pytest.mark.parametrize("section", ["torchvision", "timm", "Albumentations", "FFCV", "DALI"])
+@pytest.mark.parametrize("section", ["torchvision", "timm", "Albumentations", "FFCV", "DALI", "lightly"])
 def test_programs_of_gpuaug_run(section: str, data: Path) -> None:
     for command in re.findall(r"^```\ngpuaug (.+)\n```$", sections()[section], re.MULTILINE):
         main([*shlex.split(here(command, data)), "num_workers=0"])
     names: dict[str, Any] = {}
     exec(compile(here(blocks(section)["gpuaug"], data), section, "exec"), names)
-    images = names["images"]
-    assert images.shape[1:] == (3, 224, 224)
-    assert images.isfinite().all()
+    for images in names["views"] if section == "lightly" else [names["images"]]:
+        assert images.shape == (len(images), 3, 224, 224)
+        assert images.isfinite().all()
     names["loader"].close()
 
 
@@ -244,6 +245,71 @@ def test_the_recipe_of_solo_learn_has_the_same_settings(tmp_path: Path) -> None:
         for part in ("crop", "ops", "normalize"):
             written = cfg.augment.views[name][part]
             assert without_none(written) == {key: without_none(view[part])[key] for key in written}
+
+
+SHARES = ("gray", "blur", "solarize", "flip", "vflip")  # operations with a probability
+
+
+def settings_of_lightly(transform: Any) -> list[dict[str, Any]]:
+    """Of each view: what the lines of the table change."""
+
+    def parts(part: Any) -> list[Any]:
+        nested = getattr(part, "transforms", None) or getattr(getattr(part, "transform", None), "transforms", None)
+        return [part] if nested is None or hasattr(part, "p") else [each for one in nested for each in parts(one)]
+
+    names = {"RandomGrayscale": "gray", "GaussianBlur": "blur", "RandomSolarization": "solarize"}
+    names |= {"RandomHorizontalFlip": "flip", "RandomVerticalFlip": "vflip"}
+    views = []
+    for view in getattr(transform, "transforms", [transform]):
+        found: dict[str, Any] = {"jitter": None, "sigma": None, **dict.fromkeys(SHARES, 0.0), "normalize": False}
+        for part in parts(view):
+            kind = type(part).__name__
+            if kind == "RandomResizedCrop":
+                found |= {"size": part.size[0], "scale": [*part.scale]}
+            elif kind == "RandomApply":
+                (jitter,) = part.transforms
+                ranges = [getattr(jitter, name) for name in ("brightness", "contrast", "saturation", "hue")]
+                found["jitter"] = [part.p, *((high - low) / 2 for low, high in ranges)]
+            elif kind in names:
+                found[names[kind]] = getattr(part, "prob", getattr(part, "p", None))
+            found |= {"sigma": [*part.sigmas]} if kind == "GaussianBlur" else {}
+            found["normalize"] |= kind == "Normalize"
+        views.append(found)
+    return views
+
+
+def settings_of_gpuaug(cfg: Any) -> list[dict[str, Any]]:
+    views = []
+    for view in cfg.augment.views.values() if "views" in cfg.augment else [cfg.augment]:
+        jitter = view.ops.get("jitter")
+        names = ("p", "brightness", "contrast", "saturation", "hue")
+        found = {
+            "size": view.crop.size,
+            "scale": [*view.crop.scale],
+            "jitter": None if jitter is None else [jitter[name] for name in names],
+            "sigma": [*view.ops.blur.sigma] if "blur" in view.ops else None,
+            "normalize": view.normalize is not None,
+            **{name: view.ops.get(name, {"p": 0.0})["p"] for name in SHARES},
+        }
+        views += [found] * view.copies
+    return views
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [row[:2] for row in rows("lightly") if "rr_" not in row[0][0]], ids=lambda value: str(value[0])
+)
+def test_the_transforms_of_lightly_have_the_same_settings(v2: ModuleType, theirs: list[str], ours: list[str]) -> None:
+    transforms = pytest.importorskip("lightly.transforms")
+    overrides = [shlex.split(code)[0] for code in ours]
+    base = [] if overrides[0].startswith("augment=") else BASE["lightly"]
+    cfg = gpuaug.compose("train", ["source.root=.", *base, *overrides])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = settings_of_lightly(eval(theirs[0], vars(transforms).copy()))
+    for a, b in zip(made, settings_of_gpuaug(cfg), strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            assert b[name] == (None if value is None else pytest.approx(value)), name
 
 
 def without_none(node: Any) -> Any:
