@@ -18,8 +18,8 @@ import gpuaug
 class Views(lightning.LightningDataModule):
     """Replaces ``LightlyDataset`` and its DataLoader; give the trainer ``use_distributed_sampler=False``.
 
-    Images are decoded and augmented on the trainer's device. Lightning's checkpoints include the loader's state. So a
-    run that was stopped inside an epoch continues with the next sample.
+    Images are decoded and augmented on the trainer's device. Checkpoints include the loader's state. So a run that was
+    stopped inside an epoch continues with the next sample.
     """
 
     def __init__(self, overrides: list[str]) -> None:
@@ -41,6 +41,14 @@ class Views(lightning.LightningDataModule):
         views = batch.images if isinstance(batch.images, list) else [batch.images]
         return views, batch.labels, batch.keys
 
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: Lightning drops the loader's own state if the model reads ``estimated_stepping_batches``."""
+        return {} if self.loader is None else self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the saved batch."""
+        self.loader.load_state_dict(state)
+
     def teardown(self, stage: str) -> None:
         """End the workers."""
         if self.loader is not None:
@@ -49,7 +57,7 @@ class Views(lightning.LightningDataModule):
 
 
 class SimCLR(lightning.LightningModule):
-    """SimCLR as in lightly's documentation. ``backbone`` maps images to features ``[B, dim]``."""
+    """SimCLR as in lightly's documentation. ``backbone`` makes features [B, dim] of images [B, 3, H, W]."""
 
     def __init__(self, backbone: nn.Module, dim: int) -> None:
         super().__init__()
@@ -69,17 +77,10 @@ class SimCLR(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def backbone(dim: int = 256) -> nn.Module:
-    """Four convolutions, to show how a batch is used. Replace them by your model."""
-    layers: list[nn.Module] = []
-    for before, after in ((3, 32), (32, 64), (64, 128), (128, dim)):
-        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
 def train(overrides: list[str], **trainer: Any) -> SimCLR:
-    """Train SimCLR. The last batch is dropped: the loss needs other images in the batch."""
-    model = SimCLR(backbone(), 256)
+    """Train a small network. The last batch is dropped, as a single image has no others to compare it with."""
+    first, second = nn.Conv2d(3, 64, 8, stride=8), nn.Conv2d(64, 256, 3, padding=1)
+    model = SimCLR(nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), 256)
     data = Views(["drop_last=true", *overrides])
     lightning.Trainer(**{"max_epochs": 10, "use_distributed_sampler": False, **trainer}).fit(model, data)
     return model

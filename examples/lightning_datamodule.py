@@ -16,8 +16,7 @@ import gpuaug
 class Images(lightning.LightningDataModule):
     """Decoding and augmentation on the trainer's device; give the trainer ``use_distributed_sampler=False``.
 
-    Lightning's checkpoints include the loader's state. So a run that was stopped inside an epoch continues with the
-    next sample.
+    Checkpoints include the loader's state. So a run that was stopped inside an epoch continues with the next sample.
     """
 
     def __init__(self, train: list[str], val: list[str]) -> None:
@@ -39,6 +38,14 @@ class Images(lightning.LightningDataModule):
     def val_dataloader(self) -> Iterable[gpuaug.Batch]:
         """The same for the held-out images."""
         return self.loaders["eval"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: Lightning drops the loader's own state if the model reads ``estimated_stepping_batches``."""
+        return self.loaders["train"].state_dict() if self.loaders else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the saved batch."""
+        self.loaders["train"].load_state_dict(state)
 
     def teardown(self, stage: str) -> None:
         """End the workers."""

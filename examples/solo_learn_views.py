@@ -19,12 +19,9 @@ import gpuaug
 class Views(lightning.LightningDataModule):
     """Replaces solo-learn's training loader; give the trainer ``use_distributed_sampler=False``.
 
-    Images are decoded and augmented on the trainer's device. Lightning's checkpoints include the loader's state. So a
-    run that was stopped inside an epoch continues with the next sample.
-
-    Args:
-        overrides: of gpuaug's configuration ``train``.
-        val: batches of ``(images, labels)``, such as solo-learn's own validation loader.
+    Images are decoded and augmented on the trainer's device. Checkpoints include the loader's state. So a run that was
+    stopped inside an epoch continues with the next sample.
+    ``val``: batches of ``(images, labels)``, such as solo-learn's own validation loader.
     """
 
     def __init__(self, overrides: list[str], val: Iterable[Any] | None = None) -> None:
@@ -52,6 +49,14 @@ class Views(lightning.LightningDataModule):
             return batch
         labels = torch.full_like(batch.indices, -1) if batch.labels is None else batch.labels
         return batch.indices, batch.images, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: Lightning drops the loader's own state if the model reads ``estimated_stepping_batches``."""
+        return {} if self.loader is None else self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the saved batch."""
+        self.loader.load_state_dict(state)
 
     def teardown(self, stage: str) -> None:
         """End the workers."""

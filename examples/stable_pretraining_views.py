@@ -25,11 +25,7 @@ def as_dict(images: Any, labels: Any = None, names: list[str] | None = None) -> 
 
 
 class Images(lightning.LightningDataModule):
-    """Replaces ``spt.data.DataModule``: files are decoded and augmented on the trainer's device.
-
-    Give the trainer ``use_distributed_sampler=False``. A run that was stopped inside an epoch continues with the next
-    sample, because Lightning's checkpoints include the loader's state.
-    """
+    """Replaces ``spt.data.DataModule``; give the trainer ``use_distributed_sampler=False``."""
 
     def __init__(self, train: list[str], val: list[str], *, names: list[str] | None = None) -> None:
         super().__init__()
@@ -43,15 +39,20 @@ class Images(lightning.LightningDataModule):
             self.loaders[name] = gpuaug.build(gpuaug.compose(name, [*self.overrides[name], device]))
 
     def train_dataloader(self) -> Any:
-        """Batches of gpuaug, which ``on_before_batch_transfer`` converts."""
         return self.loaders["train"]
 
     def val_dataloader(self) -> Any:
         return self.loaders["eval"]
 
     def on_before_batch_transfer(self, batch: gpuaug.Batch, dataloader_idx: int) -> dict[str, Any]:
-        """A dictionary, which ``spt.Module`` needs."""
         return {**as_dict(batch.images, batch.labels, self.names), "sample_idx": batch.indices}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: Lightning drops the loader's own state if the model reads ``estimated_stepping_batches``."""
+        return self.loaders["train"].state_dict() if self.loaders else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaders["train"].load_state_dict(state)
 
     def teardown(self, stage: str) -> None:
         for loader in self.loaders.values():
@@ -62,8 +63,8 @@ class Images(lightning.LightningDataModule):
 class Views(nn.Module):
     """Only the augmentation: the ``gpu_transform`` of your dataset, instead of ``StackedMultiView`` or ``MultiView``.
 
-    Random numbers depend on ``sample_idx``, which the datasets add, and on the number of the batch: persistent workers
-    send ``current_epoch`` 0 in every epoch. A resumed run needs another ``seed``, or it repeats random numbers.
+    Random numbers depend on ``sample_idx`` and on the number of the batch, because persistent workers send a wrong
+    ``current_epoch``. A resumed run needs another ``seed``, or it repeats random numbers.
     """
 
     def __init__(self, recipe: gpuaug.Augment | gpuaug.MultiView, *, seed: int = 0) -> None:
@@ -78,7 +79,6 @@ class Views(nn.Module):
 
 
 def train(data: Images, **trainer: Any) -> spt.Module:
-    """SimCLR, on a net of one convolution and a linear layer."""
     backbone = nn.Sequential(nn.Conv2d(3, 64, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
     parts = {"backbone": backbone, "projector": nn.Linear(256, 128), "simclr_loss": spt.losses.NTXEntLoss(0.5)}
     module = spt.Module(forward=simclr, **parts, optim={"optimizer": {"type": "AdamW", "lr": 1e-3}})
