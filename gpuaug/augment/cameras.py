@@ -49,14 +49,21 @@ class Cameras(ReadOnly):
                 f"Found: {found}."
             )
         for name, recipe in cameras.items():
+            if not isinstance(name, str) or not name or "\0" in name:
+                raise ConfigError(f"`augment.cameras` must have non-empty strings as names. Found: {name!r}.")
             checks.instance(f"augment.cameras.{name}", recipe, Augment, optional=True)
         recipes = {name: recipe for name, recipe in cameras.items() if recipe is not None}
         names = {op for recipe in recipes.values() for op in recipe.ops}
         self._shared = check_cameras(same_on_camera, names, key="augment.same_on_camera")
         self._recipes = nn.ModuleList(recipes.values())  # torch's repr shows them
-        self.cameras = MappingProxyType(dict(cameras))
+        self._cameras = dict(cameras)
         self.same_on_camera = dict(same_on_camera or {})
         self._made = True
+
+    @property
+    def cameras(self) -> Mapping[str, Augment | None]:
+        """The recipe of each camera."""
+        return MappingProxyType(self._cameras)
 
     def forward(
         self,
@@ -104,7 +111,7 @@ class Cameras(ReadOnly):
         every: Any = by_camera
         if torch.compiler.is_compiling():  # as in Augment
             every = torch.compiler.disable(every)
-        return every(images, call, given, seed=seed, epoch=epoch, indices=indices, **more)
+        return every(images, call, given, seed=seed, epoch=epoch, indices=indices, known=self.cameras, **more)
 
     def extra_repr(self) -> str:
         """The names, in the order of the recipes."""

@@ -29,6 +29,12 @@ def pixels(
         raise ConfigError(f"{_WANTED}. Found: {given}.{_conversion(images)}")
     if images.is_meta:
         raise ConfigError("`images` must be on a device that stores pixels, such as cpu or cuda. Found: meta.")
+    if not _is_stored(images):
+        raise ConfigError(
+            "`images` must be a tensor whose values lie in memory. Found: one that is sparse, nested, fake or traced, "
+            "as in FakeTensorMode, torch.func and torch.export. Pass a usual tensor, outside of these."
+        )
+    images = images.resolve_neg()  # the kernels read memory, where such values have the other sign
     last = _is_channels_last(images, layout)
     frames = images.shape[1] if images.dim() == 5 else None
     if 0 in images.shape[1:]:
@@ -40,6 +46,15 @@ def pixels(
     x = images if frames is None else images.flatten(0, 1)
     white, refuses = WHITE[x.dtype] if white is None else float(white), images.is_floating_point() and nan == "refuse"
     return x if last else x.permute(0, 2, 3, 1), white, frames, refuses
+
+
+def _is_stored(images: Tensor) -> bool:
+    if images.layout is not torch.strided or images.is_nested or torch._is_functional_tensor(images):
+        return False
+    try:
+        return images.untyped_storage().device == images.device
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def _is_channels_last(images: Tensor, layout: str | None) -> bool:

@@ -168,16 +168,22 @@ def fold(name: str, value: Any, samples: int, frames: int) -> Any:
 def by_camera(
     images: Mapping[str, Any],
     call: Callable[..., Any],
-    given: Mapping[str, Any],
+    given: dict[str, Any],
     *,
     seed: int | None,
     indices: Any,
+    known: Iterable[str] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Call ``call(camera, images, given=..., seed=..., indices=..., **more)`` for each camera.
 
-    The values of ``given`` and ``more`` are mappings from cameras, or the same for all cameras.
+    The values of ``given`` and ``more`` are mappings from cameras, or the same for all cameras. ``known``: the names
+    that they may have; None: those of ``images``.
     """
+    names = list(images if known is None else known)
+    for argument, value in (given | more).items():
+        if isinstance(value, Mapping) and (unknown := [name for name in value if name not in names]):
+            raise ConfigError(f"`{argument}` must have names of cameras: {', '.join(names)}. Found: {unknown[0]!r}.")
     sizes: dict[int, tuple[str, list[int]]] = {}  # by number of dimensions
     for camera, batch in images.items():
         if not isinstance(camera, str) or not camera or "\0" in camera:
@@ -197,7 +203,12 @@ def by_camera(
     def own(values: Mapping[str, Any], camera: str) -> dict[str, Any]:
         return {name: value.get(camera) if isinstance(value, Mapping) else value for name, value in values.items()}
 
-    return {
-        camera: call(camera, batch, given=own(given, camera), seed=seed, indices=indices, **own(more, camera))
-        for camera, batch in images.items()
-    }
+    made = {}
+    for camera, batch in images.items():
+        try:
+            made[camera] = call(
+                camera, batch, given=own(given, camera), seed=seed, indices=indices, **own(more, camera)
+            )
+        except ConfigError as error:
+            raise ConfigError(f"camera {camera!r}: {error}") from error
+    return made

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import kornia.augmentation as K
@@ -300,3 +303,50 @@ def test_without_a_compiler_torch_does_the_same(channels: int, monkeypatch: pyte
     want = augment(images, seed=4)
     monkeypatch.setattr("gpuaug.augment.fused.backend.library", lambda: None)
     assert (augment(images, seed=4) - want).abs().max() <= 1e-5
+
+
+def test_values_with_the_negative_bit_keep_their_sign() -> None:
+    images = batch(torch.float32, 3)
+    negated = torch.complex(torch.zeros_like(images), -images).conj().imag
+    assert negated.is_neg()
+    for augment in (recipe(), recipe(crop=gpuaug.RandomResizedCrop(20))):
+        assert torch.equal(augment(negated, seed=1), augment(images, seed=1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_memory_of_their_own_are_refused() -> None:
+    """Kernels would read address zero."""
+    from torch._subclasses import FakeTensorMode
+
+    augment, images = recipe(), batch(torch.float32, 3)
+    with FakeTensorMode():
+        fake = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    calls: list[Callable[[], Any]] = [
+        lambda: augment(fake, seed=1),
+        lambda: augment(images.to_sparse(), seed=1),
+        lambda: augment(images.to_mkldnn(), seed=1),
+        lambda: augment(torch.nested.nested_tensor([torch.rand(3, 8, 8)] * 2), seed=1),
+        lambda: torch.func.functionalize(lambda x: augment(x, seed=1))(images),
+        lambda: torch.vmap(lambda x: augment(x, seed=1))(images[None]),
+        lambda: torch.func.grad(lambda x: augment(x, seed=1).sum())(images),
+    ]
+    for call in calls:
+        with pytest.raises(gpuaug.ConfigError, match="`images` must be a tensor whose values lie in memory"):
+            call()
+
+
+def test_cameras_are_copied_and_their_names_are_checked() -> None:
+    images = batch(torch.float32, 3)
+    cameras = gpuaug.Cameras(cameras={"top": recipe(), "map": None})
+    inside = copy.deepcopy(torch.nn.Sequential(cameras))[0]
+    for other in (copy.deepcopy(cameras), pickle.loads(pickle.dumps(cameras)), inside):
+        assert torch.equal(other({"top": images}, seed=2)["top"], cameras({"top": images}, seed=2)["top"])
+    cameras({"top": images}, seed=0, white={"map": 1.0})  # a camera that is missing in this batch
+    for call, words in (
+        (lambda: cameras({"top": images}, seed=0, white={"tap": 1.0}), "`white` must have names .*: top, map.*'tap'"),
+        (lambda: recipe()({"top": images}, seed=0, masks={"tip": None}), "`masks` must have names .*: top.*'tip'"),
+        (lambda: cameras({"top": images.long()}, seed=0), "camera 'top': `images` must be uint8"),
+        (lambda: gpuaug.Cameras(cameras={1: None}), "`augment.cameras` must have non-empty strings as names.*1"),
+    ):
+        with pytest.raises(gpuaug.ConfigError, match=words):
+            call()
