@@ -139,7 +139,7 @@ def test_odd_answers_are_errors_of_their_own(kind):
             return plain(head, send)
         said = ANSWERS[name[1]][0]
         send(said if b"\r\n\r\n" in said or not said.startswith(b"HTTP") else
-             said + b"Content-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+             said + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
         return False
 
     with server(answer) as (port, _):
