@@ -79,6 +79,13 @@ def text(name: str, value: Any, *, optional: bool = False) -> Any:
     return _checked(isinstance(value, str) and value, name, value, "text", optional=optional, remedy=quoted)
 
 
+def name_in(mapping: str, name: Any) -> Any:
+    """Check a key of ``mapping``: names go into the random numbers, where a null character separates them."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise ConfigError(f"`{mapping}` must have non-empty strings as names. Found: {name!r}.")
+    return name
+
+
 def instance(name: str, value: Any, *kinds: type, optional: bool = False) -> Any:
     """Check that ``value`` is an object of one of the public classes ``kinds``."""
     named = " or ".join(f"gpuaug.{kind.__name__}" for kind in kinds)

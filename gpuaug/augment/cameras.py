@@ -49,8 +49,7 @@ class Cameras(ReadOnly):
                 f"Found: {found}."
             )
         for name, recipe in cameras.items():
-            if not isinstance(name, str) or not name or "\0" in name:
-                raise ConfigError(f"`augment.cameras` must have non-empty strings as names. Found: {name!r}.")
+            checks.name_in("augment.cameras", name)
             checks.instance(f"augment.cameras.{name}", recipe, Augment, optional=True)
         recipes = {name: recipe for name, recipe in cameras.items() if recipe is not None}
         names = {op for recipe in recipes.values() for op in recipe.ops}

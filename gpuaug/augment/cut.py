@@ -59,7 +59,7 @@ def cut(images: Tensor, windows: CropWindows, white: float | None) -> tuple[Tens
         return resample(unit(images, white).permute(0, 2, 3, 1), windows, fill), 1.0
     if images.device.type != "cpu":
         return resample(images, windows), 255.0
-    out = torch.empty((len(images), *windows.size, 3), dtype=torch.uint8)
+    out = torch.empty((len(images), *windows.size, 3), dtype=torch.uint8, device="cpu")
     boxes = zip(images.numpy(), windows.window.tolist(), strict=True)
     parts = [image[top : top + height, left : left + width] for image, (top, left, height, width) in boxes]
     resize.views(parts, windows, out.numpy(), np.arange(len(images)), threads=torch.get_num_threads())

@@ -60,8 +60,7 @@ class MultiView(RecipeBase):
         for name, augment in views.items():
             if augment is None:
                 continue
-            if not isinstance(name, str) or not name or "\0" in name:
-                raise ConfigError(f"`augment.views` must have non-empty strings as names. Found: {name!r}.")
+            checks.name_in("augment.views", name)
             checks.instance(f"augment.views.{name}", augment, Augment)
             if backend not in (None, augment.backend):
                 augment = augment.replace(backend=backend)  # the caller's object is unchanged
@@ -82,12 +81,12 @@ class MultiView(RecipeBase):
             key = f"augment.like.{name}"
             if other in self.like or own.copies > of.copies:
                 raise ConfigError(
-                    f"`{key}` must name a view with as many copies, which is like no other view. Found: {other!r}, "
-                    f"with {of.copies} copies for {own.copies}."
+                    f"`{key}` must name a view with at least as many copies, which is like no other view. "
+                    f"Found: {other!r}, with {of.copies} copies for {own.copies}."
                 )
             shared = [op for op in _draws(own) if op in _draws(of)]
             for op in shared:
-                _check_equal(f"{key}", op, name, own, other, of)
+                _check_equal(key, op, name, own, other, of)
             for copy in range(own.copies):
                 sources[name, copy] = dict.fromkeys(shared, (other, copy))
         for op, names in self.share.items():

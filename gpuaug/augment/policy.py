@@ -113,8 +113,7 @@ def prepare_all(ops: Mapping[str, Any] | None, *, path: str) -> tuple[Prepared, 
             f"Found: a {type(ops).__name__}. The name selects the operation's random numbers. Overrides use it too."
         )
     for name in ops or {}:
-        if not isinstance(name, str) or not name or "\0" in name:
-            raise ConfigError(f"`{path}` must have non-empty strings as names. Found: {name!r}.")
+        checks.name_in(path, name)
         if name == "crop":
             raise ConfigError(f"`{path}.crop`: the name `crop` is reserved for the recipe's crop. Choose another name.")
     return tuple(prepare(name, op, path=path) for name, op in (ops or {}).items() if op is not None)

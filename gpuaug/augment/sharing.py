@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from gpuaug import checks
 from gpuaug.augment.parameters import Chosen, Params, Prepared
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, Int, Stream, sample_keys, seed_of_call, uniforms
@@ -180,14 +181,14 @@ def by_camera(
     The values of ``given`` and ``more`` are mappings from cameras, or the same for all cameras. ``known``: the names
     that they may have; None: those of ``images``.
     """
+    for camera in images:
+        checks.name_in("images", camera)
     names = list(images if known is None else known)
     for argument, value in (given | more).items():
         if isinstance(value, Mapping) and (unknown := [name for name in value if name not in names]):
             raise ConfigError(f"`{argument}` must have names of cameras: {', '.join(names)}. Found: {unknown[0]!r}.")
     sizes: dict[int, tuple[str, list[int]]] = {}  # by number of dimensions
     for camera, batch in images.items():
-        if not isinstance(camera, str) or not camera or "\0" in camera:
-            raise ConfigError(f"`images` must have non-empty strings as names of cameras. Found: {camera!r}.")
         shape = list(getattr(batch, "shape", ()))
         for other, found in sizes.values():
             same = 2 if len(shape) == len(found) == 5 else 1  # clips have equally many frames, too

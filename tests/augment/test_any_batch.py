@@ -346,6 +346,7 @@ def test_cameras_are_copied_and_their_names_are_checked() -> None:
         (lambda: cameras({"top": images}, seed=0, white={"tap": 1.0}), "`white` must have names .*: top, map.*'tap'"),
         (lambda: recipe()({"top": images}, seed=0, masks={"tip": None}), "`masks` must have names .*: top.*'tip'"),
         (lambda: cameras({"top": images.long()}, seed=0), "camera 'top': `images` must be uint8"),
+        (lambda: recipe()({1: images}, seed=0, white={1: 1.0}), "`images` must have non-empty strings as names.*1"),
         (lambda: gpuaug.Cameras(cameras={1: None}), "`augment.cameras` must have non-empty strings as names.*1"),
     ):
         with pytest.raises(gpuaug.ConfigError, match=words):

@@ -351,7 +351,9 @@ def _run_on_cpu(
         ]
         arrays.append(fill_of(crop, channels))
         place = _Crop(*(array.ctypes.data for array in arrays), get_args(Interpolation).index(crop.interpolation))
-        if keeps_levels(images, crop, white) and (resizing := resize.library()) is not None:
+        if keeps_levels(images, crop, white):
+            resizing = resize.library()
+            assert resizing is not None  # else `library` is None
             arrays.append(resize.tasks_of(images, crop))
             place.tasks = arrays[-1].ctypes.data
             place.resize = ctypes.cast(resizing.gpuaug_resize_one, ctypes.c_void_p)
