@@ -1,4 +1,4 @@
-"""Crops of decoded batches: on the CPU the bits of torch's resize of each image, elsewhere within one level."""
+"""Crops of decoded batches: the bits of torch's resize of each image; without kernels on CUDA, within one level."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_batch_is_cut_to_the_bits_of_its_images_one_by_one(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_runs_on_cuda_differs_by_at_most_one_level(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_calls_for_any_device_differ_by_at_most_one_level(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     differing = []
     for images, windows in cases(layout):
         want = one_by_one(images, windows)
