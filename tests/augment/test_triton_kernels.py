@@ -259,7 +259,7 @@ def test_a_broken_context_is_named_as_such() -> None:
         "except torch.AcceleratorError:\n"
         "    print('the device')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SHARED))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, SHARED), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
@@ -327,7 +327,8 @@ def test_kernels_compile_without_a_device(recipe: str) -> None:
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
 def test_pillows_arithmetic_compiles(capability: int) -> None:
     made: dict[Any, Any] = {}
-    ops = [(PillowOp("contrast"), 0.5, True), (PillowOp("rotate"), 9, [False, True]), (PillowOp("posterize"), 4, True)]
+    rotate = PillowOp("rotate", interpolation="bicubic")
+    ops = [(PillowOp("contrast"), 0.5, True), (rotate, 9, [False, True]), (PillowOp("posterize"), 4, True)]
     prepared, chosen = drawn(ops, 2)
     (part,) = fused._parts(tuple(prepared))
     assert part.columns is not None
@@ -338,6 +339,9 @@ def test_pillows_arithmetic_compiles(capability: int) -> None:
         triton_kernels.launch(x, program, dtype=torch.bfloat16, channels_last=False)
     assert [key[0] for key in made] == ["_mean_kernel", "_points_kernel", "_pillow_kernel", "_points_kernel"]
     check(made)
+    # The loop over four lines carries their values. Triton takes a value for constant that its first turn leaves as it is
+    (text,) = (kernel.asm["ttir"] for key, kernel in made.items() if key[0] == "_pillow_kernel")
+    assert [len(line.split(", ")) for line in re.findall(r"scf\.for .*iter_args\((.*?)\)", text)] == [4, 5, 3, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float16], ids=str)

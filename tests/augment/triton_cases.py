@@ -166,6 +166,7 @@ def test_a_blur_of_any_size(size: tuple[int, int], kernel: tuple[int, int], bord
     assert far(found, expected, POINT) == 0
 
 
+BOXES = {"pixel": (0.02, 0.04), "const": (0.5, 0.6)}
 FIRST = {
     "flip": K.RandomHorizontalFlip(),
     "invert": K.RandomInvert(torch.tensor(3.0), p=0.5),
@@ -191,6 +192,13 @@ def test_what_must_not_share_a_kernel() -> None:
     found, expected, stretches = run(erased, photographs(24))
     assert len(stretches) == 2
     assert far(found, expected, POINT) == 0
+
+
+def test_a_box_without_noise_may_be_larger_than_those_with() -> None:
+    boxes = {mode: gpuaug.RandomErasing(p=1.0, mode=mode, scale=scale) for mode, scale in BOXES.items()}
+    images = photographs(24).repeat(3, 1, 1, 1)
+    found, expected, _ = run({"erase": gpuaug.OneOf(ops=boxes)}, images)
+    assert far(found, expected, SPACE) == 0
 
 
 @pytest.mark.parametrize("name", MAGNITUDES)

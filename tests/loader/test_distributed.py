@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import ddp_worker
@@ -35,7 +38,12 @@ run.main(sys.argv[1:])
 def run(world_size, *args, check=True):
     """The exit status of torchrun, and what it and the ranks wrote to stderr."""
     words = ["--standalone", f"--nproc-per-node={world_size}", ddp_worker.__file__, *args]
-    done = forked.run(forked.code(TORCHRUN, *words), timeout=900)
+    if any(str(word).startswith("cuda") for word in args):  # a forked process cannot use CUDA
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    else:
+        done = forked.run(forked.code(TORCHRUN, *words), timeout=900)
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done.returncode, done.stderr
 

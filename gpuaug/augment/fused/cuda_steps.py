@@ -1,6 +1,6 @@
 """Decides which columns of a program share a Triton kernel, and runs the remaining steps in torch.
 
-A program has a row per sample and a column per step. Only the JPEG step waits for the device.
+A program has a row per sample and a column per step. No step waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gpuaug.augment.ops import pillow
 from gpuaug.augment.ops.codes import PILLOW_FLAG, Code, Trait, having
-from gpuaug.augment.reference import exact_products
 from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Float, Int
 
@@ -216,17 +215,14 @@ def run_step(
 
     ``a``: arguments of the column; ``channels``: of the images that the samples belong to.
     """
-    from kornia.enhance import jpeg_codec_differentiable
-
     whole = len(group.rows) == len(x)
     y, own = (x, a) if whole else (x.index_select(0, rows), a.index_select(0, rows))
     if group.code is Code.NOISE:  # a row of the table can be for several rows of `y`
         y = (y.view(len(table), -1, *table.shape[1:]) + table[:, None]).view_as(y)
     elif group.code is Code.ERASE_NOISE:
         y = _erase(y, own, table, rows % samples_of(channels) * 3, channels)
-    elif group.code is Code.JPEG:  # waits for the device, because Kornia checks the quality
-        with exact_products(y.device):
-            y = jpeg_codec_differentiable(y.clamp(0, 1), own[:, 0])
+    elif group.code is Code.JPEG:
+        y = _jpeg(y.clamp(0, 1), table)
     elif group.code is Code.WARP:
         y = _warp(y, own, ramps, group.static)
     elif group.code is Code.AUTOCONTRAST:
@@ -257,7 +253,8 @@ def _erase(x: Tensor, a: Tensor, table: Tensor | None, first: Tensor, channels: 
     if table is not None:
         channel = (first[:, None] + torch.arange(3, device=x.device)).clamp(max=channels - 1)[:, :, None, None]
         at = ((channel * height[:, None] + down[:, None]) * width[:, None] + right[:, None]).long()
-        at = torch.where(inside[:, None], at, 0).flatten(1)
+        # the table is as wide as the largest box with noise; a box without (std 0) may be larger
+        at = torch.where(inside[:, None], at, 0).flatten(1).clamp(max=table.shape[1] - 1)
         value = value + a[:, 7:10, None, None] * table.gather(1, at.view(len(table), -1)).view_as(x)
     return torch.where(inside[:, None], value, x)
 
@@ -290,6 +287,57 @@ def _sharpness(x: Tensor, factor: Tensor) -> Tensor:
     smooth = x.clone()
     smooth[:, :, 1:-1, 1:-1] = F.conv2d(x, weights, groups=3).clamp_(0, 1)
     return (smooth + (x - smooth) * factor).clamp_(0, 1)
+
+
+def _jpeg(x: Tensor, divisors: Tensor) -> Tensor:
+    """Kornia's JPEG codec, with sums in one order: in matrix products of torch, a sample depends on its batch.
+
+    ``divisors``: [B, 128], for luma and chroma.
+    """
+    height, width = x.shape[2:]
+    r, g, b = F.pad(x, (0, -width % 16, 0, -height % 16), "replicate").unbind(1)
+    luma = 0.299 * r + 0.587 * g + 0.114 * b
+    chroma = torch.stack(((b - luma) * 0.564, (r - luma) * 0.713), 1) + 0.5
+    luma = _coded(255 * luma[:, None], divisors[:, :64])[:, 0] / 255
+    chroma = _coded(_halved(255 * chroma), divisors[:, 64:])
+    blue, red = (F.interpolate(chroma, scale_factor=2, mode="bilinear") / 255 - 0.5).unbind(1)
+    green = luma - 0.7144034731 * red - 0.3443401356 * blue
+    y = torch.stack((luma + 1.4025245442 * red, green, luma + 1.7730496454 * blue), 1)
+    return y[:, :, :height, :width].clamp(0, 1)
+
+
+def _halved(x: Tensor) -> Tensor:
+    """Blur with a Gaussian (3 taps, sigma 0.5), then take the mean of 2 x 2 pixels."""
+    side = 0.10650697891920077
+    height, width = x.shape[2:]
+    x = F.pad(x, (1, 1, 1, 1), "reflect")
+    first, second, third, fourth = (x[:, :, k : k + height : 2] for k in range(4))
+    x = side / 2 * (first + fourth) + (1 - side) / 2 * (second + third)
+    first, second, third, fourth = (x[..., k : k + width : 2] for k in range(4))
+    return side / 2 * (first + fourth) + (1 - side) / 2 * (second + third)
+
+
+def _coded(x: Tensor, divisors: Tensor) -> Tensor:
+    """Encode and decode blocks of 8 x 8. Kornia rounds x to round(x) + (x - round(x))^3."""
+    place, frequency = np.mgrid[:8, :8]
+    cosines = np.cos((2 * place + 1) * frequency * np.pi / 16) * np.where(frequency, 0.5, np.sqrt(0.125))
+    basis = to_device(torch.from_numpy(cosines.astype(np.float32)), x.device)
+    blocks = x.reshape(*x.shape[:2], -1, 8, x.shape[3] // 8, 8) - 128
+    divisors = divisors.view(-1, 1, 1, 8, 1, 8)
+    values = _transformed(blocks, basis) / divisors
+    whole = values.round()
+    values = (whole + (values - whole) ** 3) * divisors
+    return (_transformed(values, basis.T) + 128).view_as(x)
+
+
+def _transformed(x: Tensor, basis: Tensor) -> Tensor:
+    """Multiply the last axis and the third last one by ``basis``."""
+    for dim, weights in ((5, basis), (3, basis[:, :, None, None])):
+        total = x.narrow(dim, 0, 1) * weights[0]
+        for k in range(1, 8):
+            total = torch.addcmul(total, x.narrow(dim, k, 1), weights[k])
+        x = total
+    return x
 
 
 def _warp(x: Tensor, a: Tensor, ramps: Tensor, static: tuple[float, ...]) -> Tensor:
