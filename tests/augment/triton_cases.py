@@ -409,15 +409,6 @@ def test_noise_is_the_hosts(count: int) -> None:
     assert torch.equal(cuda.normal_field(keys[1:2].to(DEVICE), count), found[1:2])
 
 
-def test_chunks_of_a_batch_give_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = {"jitter": POINTWISE["jitter"](), "blur": K.RandomGaussianBlur(3, (0.1, 2.0), p=0.5)}
-    images = photographs(24)
-    whole, _, stretches = run(ops, images)
-    monkeypatch.setattr(cuda, "_cached", lambda x, batch: 5)
-    assert stretches[0].contrast
-    assert torch.equal(run(ops, images)[0], whole)
-
-
 def test_no_operations() -> None:
     images = photographs(8)
     code, args = np.zeros((6, 0), dtype=np.int32), np.zeros((6, 0, 12), dtype=np.float32)

@@ -113,19 +113,6 @@ def crop(images: Tensor, windows: CropWindows, white: float) -> tuple[Tensor, fl
     return (out, 255.0) if levels else (out.permute(0, 2, 3, 1), 1.0)
 
 
-def _cached(x: Tensor, batch: int) -> int:
-    """How many samples the mean and the colour kernel take at a time, so that the second finds them in the L2 cache.
-
-    They fill a third of it, because the results pass through it too. A small cache (T4) would take a launch for every
-    few samples, which costs more than the second read: then all samples.
-    """
-    if x.device.type != "cuda":
-        return batch
-    size = torch.cuda.get_device_properties(x.device).L2_cache_size
-    samples = size // 3 * batch // (x.numel() * x.element_size())
-    return samples if samples >= 32 else batch
-
-
 def launch(
     x: Tensor, program: Program, *, dtype: torch.dtype, channels_last: bool, tables: Sequence[Table] = (),
     formulas: Mapping[Code, Any] | None = None, white: float | None = None,
@@ -171,22 +158,19 @@ def launch(
             # 16 bits are exact to 8e-6, where the result has 8 or 11 bits
             short = stretch.kernel == "blur" and stretch.bounded and not loose and y.dtype.itemsize == 2
             mid = planes(len(groups[0]), torch.uint16 if short else torch.float32)
-        samples = _cached(x, batch) // parts * parts if stretch.contrast else batch
         reading: dict[str, Any] = {"KIND": kind, "DIVIDES": divides, "LOOSE": loose, "CHANNELS": channels}
-        for start in range(0, batch, samples):
-            grid = (triton.cdiv(height * width, BLOCK) * min(samples, batch - start),)
-            if stretch.contrast:
-                _queue(
-                    _mean_kernel, grid, x.device, x, program.code, program.args, flips, sums, height, width, *inverse,
-                    start, stretch.first, stretch.last, steps, **reading, PILLOW=stretch.pillow, N=BLOCK,
-                    num_warps=WARPS,
-                )  # fmt: skip
+        grid = (triton.cdiv(height * width, BLOCK) * batch,)
+        if stretch.contrast:
             _queue(
-                _points_kernel, grid, x.device, x, y, mid, program.code, program.args, flips, sums, places,
-                ends, height, width, *inverse, start, stretch.first, stretch.last, steps, **reading, LAYOUT=layout,
-                STEPS=stretch.colour, MEAN=stretch.contrast, PILLOW=stretch.pillow, COPIES=bool(stretch.kernel),
-                N=BLOCK, num_warps=WARPS,
+                _mean_kernel, grid, x.device, x, program.code, program.args, flips, sums, height, width, *inverse,
+                stretch.first, stretch.last, steps, **reading, PILLOW=stretch.pillow, N=BLOCK, num_warps=WARPS,
             )  # fmt: skip
+        _queue(
+            _points_kernel, grid, x.device, x, y, mid, program.code, program.args, flips, sums, places,
+            ends, height, width, *inverse, stretch.first, stretch.last, steps, **reading, LAYOUT=layout,
+            STEPS=stretch.colour, MEAN=stretch.contrast, PILLOW=stretch.pillow, COPIES=bool(stretch.kernel),
+            N=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
         x, kind, divides, loose = y, 0, False, True
         if stretch.kernel == "blur":
             tiles = 3 * triton.cdiv(height, TILE[0]) * triton.cdiv(width, TILE[1])

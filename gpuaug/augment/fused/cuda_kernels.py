@@ -309,20 +309,20 @@ def _load(  # type: ignore[no-untyped-def]
     return r, g, b
 
 
-@triton.jit(do_not_specialize=["high", "low", "start", "first", "last", "steps"])
+@triton.jit(do_not_specialize=["high", "low", "first", "last", "steps"])
 def _mean_kernel(  # type: ignore[no-untyped-def]
-    src, code, args, flips, sums, height, width, high, low, start, first, last, steps,
+    src, code, args, flips, sums, height, width, high, low, first, last, steps,
     KIND: tl.constexpr, DIVIDES: tl.constexpr, LOOSE: tl.constexpr, CHANNELS: tl.constexpr, PILLOW: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
     """Add each sample's sum of gray before its contrast step to ``sums``, int64 [B] in units of 2^-24.
 
-    ``start``: the first sample of this launch. With other ``CHANNELS`` than 3, a sample is three channels of an image,
-    and all channels are added to the sum of the image's first sample.
+    With other ``CHANNELS`` than 3, a sample is three channels of an image, and all channels are added to the sum of the
+    image's first sample.
     """
     SAMPLES: tl.constexpr = (CHANNELS + 2) // 3  # of an image
     blocks = tl.cdiv(height * width, N)
-    sample, block = start + tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    sample, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     place = last
     erased = 0
     for s in range(first, last):
@@ -399,9 +399,9 @@ def _store(dst, sample, block, r, g, b, height, width, LAYOUT: tl.constexpr, N: 
         tl.store(at + 16, _in_a_row(g5, b5, r6, g6, b6, r7, g7, b7, False), mask)
 
 
-@triton.jit(do_not_specialize=["high", "low", "start", "first", "last", "steps"])
+@triton.jit(do_not_specialize=["high", "low", "first", "last", "steps"])
 def _points_kernel(  # type: ignore[no-untyped-def]
-    src, dst, mid, code, args, flips, sums, places, ends, height, width, high, low, start, first, last, steps,
+    src, dst, mid, code, args, flips, sums, places, ends, height, width, high, low, first, last, steps,
     KIND: tl.constexpr, DIVIDES: tl.constexpr, LOOSE: tl.constexpr, CHANNELS: tl.constexpr, LAYOUT: tl.constexpr,
     STEPS: tl.constexpr, MEAN: tl.constexpr, PILLOW: tl.constexpr, COPIES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -418,7 +418,7 @@ def _points_kernel(  # type: ignore[no-untyped-def]
         width = tl.multiple_of(width, 8)
     # start with the last pixels: they are still in the cache, because the mean kernel ended there
     at, pixels = tl.num_programs(0) - 1 - tl.program_id(0), height * width
-    sample, block = start + at // tl.cdiv(pixels, N), at % tl.cdiv(pixels, N)
+    sample, block = at // tl.cdiv(pixels, N), at % tl.cdiv(pixels, N)
     r, g, b = _load(src, sample, block, tl.load(flips + sample), height, width, high, low, KIND, DIVIDES, N)
     p = block * N + tl.arange(0, N)
     loose = 1 if LOOSE else 0
