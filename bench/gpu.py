@@ -288,7 +288,10 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
              *(["-k", "chains or share or no_operations"] * small)],
             "Do the kernels equal Kornia, whatever the program?", 90, 240,
         ),
-        hazard("batch", 30, 100, "Does the batch change a sample?", "0 is promised of `fused`; of `kornia` 2e-6 in 0..1, so 9e-6 after normalization."),
+        hazard(
+            "batch", 30, 100, "Does the batch change a sample?",
+            "0 is promised of `fused`; of `kornia` 2e-6 in 0..1, so 9e-6 after normalization.",
+        ),
         hazard("parts", 20, 80, "Can DALI decode parts of images here?", "If not, DALI decodes whole ones."),
         *map(tests, gpu_tests),
         Part("data", [python, "bench/gpu.py", str(work), "--make-data", str(data)], "Are there files to load?", 25, 120,

@@ -29,7 +29,7 @@ from gpuaug.loader import arguments, augmented, describe, distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.passes import Pass, PassEndedError
-from gpuaug.loader.pipeline import LazyDecoder, Pipeline, Streams
+from gpuaug.loader.pipeline import LazyDecoders, Pipeline, Streams
 from gpuaug.loader.self_check import SelfCheck
 from gpuaug.loader.state import VERSION, check_state, compare, locate, plain
 from gpuaug.random import keyed as draw
@@ -205,7 +205,7 @@ class Loader:
         recipe, style = self.augment, Style.of(self.source, self.targets)  # the pipeline must not refer to the loader
         return Pipeline(
             reader=Reader(self.source, targets=getattr(self.targets, "names", ()), **reading),
-            lazy_decoder=LazyDecoder(opened),
+            decoders=LazyDecoders(opened, 2 if on_cuda and self.decode.pixels != "raw" else 1),
             recipe=augmented.remaining(self.augment, self.source, self.seed),
             targets=targets,
             mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),

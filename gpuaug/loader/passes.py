@@ -38,6 +38,7 @@ class Pass(Iterator[Batch]):
     Attributes:
         done: number of tasks whose batch was handed out, or was dropped by the faults policy.
         waited: seconds that the consumer waited for batches.
+        decoders: number of decoders that take turns.
     """
 
     def __init__(self, pipeline: Pipeline, tasks: Iterator[Task], *, epoch: int, prefetch: int = 2) -> None:
@@ -49,10 +50,13 @@ class Pass(Iterator[Batch]):
         headers = _each(pipeline.read(tasks, epoch), partial(pipeline.read_headers, epoch=epoch))
         if prefetch:
             headers = self._thread(headers, "headers", 0)
-        decoded = _each(headers, pipeline.decode)
         main_thread = pipeline.recipe.main_thread
-        if prefetch and not main_thread:
-            decoded = self._thread(decoded, "decoding", 1)
+        # On CUDA, two threads take turns, each with a decoder: one feeds a batch to DALI while the other waits for it.
+        self.decoders, decoded = pipeline.decoders.count if prefetch and not main_thread else 1, headers
+        for number in range(self.decoders):
+            decoded = _each(decoded, partial(pipeline.decode, number=number), number, self.decoders)
+            if prefetch and not main_thread:
+                decoded = self._thread(decoded, f"decoding-{number}" if number else "decoding", 1)
         # With `main_thread`, `__next__` augments in the consumer's thread.
         self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
         if prefetch:
@@ -108,14 +112,16 @@ class Pass(Iterator[Batch]):
         return producer
 
 
-def _each(items: Any, work: Callable[[Any], Any]) -> Iterator[Any]:
+def _each(items: Any, work: Callable[[Any], Any], turn: int = 0, turns: int = 1) -> Iterator[Any]:
     """Yield ``work(item)`` for every item, and release each item before taking the next.
+
+    Of every ``turns`` items, only the one with number ``turn`` is worked on. The others are yielded as they are.
 
     This is no method of the pass, because the thread that runs the generator must not keep the pass alive.
     """
     with closing(items):
-        for item in items:
-            yield work(item)
+        for number, item in enumerate(items):
+            yield work(item) if number % turns == turn else item
             del item
 
 

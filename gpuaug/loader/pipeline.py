@@ -67,22 +67,27 @@ class Streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
-class LazyDecoder:
-    """Opens a decoder at its first use, because a fork would lose its threads."""
+class LazyDecoders:
+    """Opens each of ``count`` decoders at its first use, because a fork would lose its threads."""
 
-    def __init__(self, open_decoder: Callable[[], Decoder]) -> None:
-        self._open, self._lock = open_decoder, threading.Lock()
-        self._decoder: Decoder | None = None
+    def __init__(self, open_decoder: Callable[[], Decoder], count: int = 1) -> None:
+        self._open, self._lock, self.count = open_decoder, threading.Lock(), count
+        self._decoders: dict[int, Decoder] = {}
 
-    def get(self) -> Decoder:
+    def get(self, number: int = 0) -> Decoder:
+        """The first decoder, or another one with its backend."""
         with self._lock:
-            self._decoder = self._decoder or self._open()
-            return self._decoder
+            for k in {0, number} - self._decoders.keys():
+                self._decoders[k] = self._open()
+            first, decoder = self._decoders[0], self._decoders[number]
+        if decoder.backend != first.backend:  # the self-check has found the first one wrong
+            decoder.use_pillow()
+        return decoder
 
     def close(self) -> None:
         with self._lock:
-            if self._decoder is not None:
-                self._decoder.close()
+            for decoder in self._decoders.values():
+                decoder.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ class Pipeline:
     """
 
     reader: Reader
-    lazy_decoder: LazyDecoder
+    decoders: LazyDecoders
     recipe: Recipe
     targets: TargetMover | None
     mix: Callable[..., tuple[list[Tensor], Tensor]] | None  # a Mix with its settings
@@ -134,7 +139,7 @@ class Pipeline:
 
     @property
     def decoder(self) -> Decoder:
-        return self.lazy_decoder.get()
+        return self.decoders.get()
 
     def read(self, tasks: Iterable[Task], epoch: int) -> Iterator[EncodedBatch]:
         return self.reader.batches(tasks, first=self.first_row(epoch))
@@ -156,13 +161,14 @@ class Pipeline:
         targets = self.targets.place(upright, windows, chosen, epoch=epoch)
         return PartialBatch(encoded, [*info.faults, *faults], info, drawn, windows, chosen, targets, hidden)
 
-    def decode(self, batch: PartialBatch) -> PartialBatch:
-        """Decode every image and mask once, and collect all faults of the batch so far."""
+    def decode(self, batch: PartialBatch, number: int = 0) -> PartialBatch:
+        """Decode every image and mask once, and collect all faults of the batch so far. ``number``: of the decoder."""
         with self.streams.on(decoding=True) as stream:
             if self.self_check is not None:
                 self.self_check.decode(self.decoder, batch)
-            images, bad = self.decode_images(batch)
-            bad = [*bad, *self.decode_masks(batch)]
+            decoder = self.decoders.get(number)
+            images, bad = self.decode_images(batch, decoder)
+            bad = [*bad, *self.decode_masks(batch, decoder)]
             ready = None if stream is None else stream.record_event()
         faults = {fault.row: fault for fault in [*bad, *batch.faults, *batch.encoded.faults]}
         # no later stage needs the encoded bytes, and the workers wait for their memory
@@ -170,15 +176,15 @@ class Pipeline:
         faults_in_order = [faults[row] for row in sorted(faults)]
         return replace(batch, encoded=encoded, info=None, images=images, faults=faults_in_order, ready=ready)
 
-    def decode_images(self, batch: PartialBatch) -> tuple[list[Tensor], list[Fault]]:
+    def decode_images(self, batch: PartialBatch, decoder: Decoder) -> tuple[list[Tensor], list[Fault]]:
         """Returns the views on the device, as `PartialBatch.images`, and the faults."""
         assert batch.info is not None
-        return self.decoder.pixels(batch.info, batch.windows)
+        return decoder.pixels(batch.info, batch.windows)
 
-    def decode_masks(self, batch: PartialBatch) -> list[Fault]:
+    def decode_masks(self, batch: PartialBatch, decoder: Decoder) -> list[Fault]:
         if self.targets is None or batch.targets is None or batch.info is None:
             return []
-        return self.targets.decode(batch.targets, batch.encoded, batch.info, self.decoder)
+        return self.targets.decode(batch.targets, batch.encoded, batch.info, decoder)
 
     def augment(self, batch: PartialBatch) -> list[Tensor]:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
@@ -296,7 +302,7 @@ class Pipeline:
             self.closed = True
             self.stop()
             self.reader.close()
-            self.lazy_decoder.close()
+            self.decoders.close()
 
 
 def _positions(*given: Any) -> list[Tensor]:

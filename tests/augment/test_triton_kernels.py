@@ -339,7 +339,7 @@ def test_pillows_arithmetic_compiles(capability: int) -> None:
         triton_kernels.launch(x, program, dtype=torch.bfloat16, channels_last=False)
     assert [key[0] for key in made] == ["_mean_kernel", "_points_kernel", "_pillow_kernel", "_points_kernel"]
     check(made)
-    # The loop over four lines carries their values. Triton takes a value for constant that its first turn leaves as it is
+    # The loop over four lines carries their values. Triton takes for constant what its first turn leaves as it is.
     (text,) = (kernel.asm["ttir"] for key, kernel in made.items() if key[0] == "_pillow_kernel")
     assert [len(line.split(", ")) for line in re.findall(r"scf\.for .*iter_args\((.*?)\)", text)] == [4, 5, 3, 5]
 

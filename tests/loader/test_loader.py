@@ -1,6 +1,7 @@
 """Determinism, order and life cycle of the whole loader, on real photographs."""
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import re
@@ -83,6 +84,51 @@ def test_headers_are_read_while_the_batch_before_is_decoded_and_the_one_before_a
         monkeypatch.setattr(decoder, "pixels", waiting("pixels", "headers", decoder.pixels))
         monkeypatch.setattr(ours.augment, "render", waiting("render", "pixels", ours.augment.render))
         assert len(list(ours)) == 10
+
+
+def test_two_decoders_work_at_the_same_time(photos, expected, monkeypatch):
+    """As on CUDA. The first batch and the last are decoded alone, all others in pairs."""
+    with loader(photos) as ours:
+        decoders, met, numbers = ours.pipeline.decoders, threading.Barrier(2), itertools.count()
+        decoders.count = 2
+        for decoder in (decoders.get(0), decoders.get(1)):
+
+            def pixels_of(*given, work=decoder.pixels):
+                if 0 < next(numbers) < 9:
+                    met.wait(timeout=30)
+                return work(*given)
+
+            monkeypatch.setattr(decoder, "pixels", pixels_of)
+        iterator = iter(ours)
+        found = list(iterator)
+        assert iterator.decoders == 2
+        assert [batch.indices.tolist() for batch in found] == [task[0].tolist() for task in loader(photos).epoch_order]
+        assert pixels(found) == expected
+        assert decoders.get(1) is not decoders.get(0)
+        decoders.get(0).use_pillow()
+        assert decoders.get(1).backend == "pillow"
+
+
+def test_an_error_in_one_of_two_decoders_comes_after_the_batches_before(photos, expected, monkeypatch):
+    with loader(photos) as ours:
+        ours.pipeline.decoders.count = 2
+        second, calls = ours.pipeline.decoders.get(1), itertools.count(1)
+        work = second.pixels
+
+        def pixels_of(*given):
+            if next(calls) == 2:  # batch 3
+                raise OSError("the second call")
+            return work(*given)
+
+        monkeypatch.setattr(second, "pixels", pixels_of)
+        found = []
+        with pytest.raises(OSError, match="the second call"):
+            for batch in ours:
+                found.append(batch)
+        assert len(found) == 3
+        assert pixels(found).items() <= expected.items()
+        found += ours  # goes on with batch 3
+        assert pixels(found) == expected
 
 
 def test_threads_set_their_device_before_they_touch_one(monkeypatch):

@@ -154,15 +154,18 @@ def on_cuda(loader: Loader, batch: int) -> list[StageMemory]:
     resized = sum(pixels(view.window[:, 2:]) + pixels(view.resized) for view in views)
     canvases = [each * loader.batch_size * math.prod(view.size) for view in views]
     made = min(len(loader), loader.prefetch + 2)
+    decoders = 2 if stored is None and loader.prefetch else 1
+    threads *= decoders
     decoding = [
         StageMemory("nvJPEG", "device", threads * DEVICE_PADDING, f"buffers of {threads} threads"),
         StageMemory("nvJPEG", "host", 2 * threads * PINNED_PADDING, f"pinned buffers of {threads} threads"),
-        StageMemory("decode", "device", decoded, f"{loader.batch_size} whole images"),
-        StageMemory("resize", "device", resized, "the windows of all views, before and after resizing"),
+        StageMemory("decode", "device", decoders * decoded, f"{decoders * loader.batch_size} whole images"),
+        StageMemory("resize", "device", decoders * resized, "the windows of all views, before and after resizing"),
     ]
+    held = f"DALI's {decoders} results, and {2 * decoders + 1} batches from decoding to augmenting"
     return [
         *(decoding if stored is None else ()),  # the CPU decodes stored values
-        StageMemory("views", "device", 4 * sum(canvases), "DALI's result, and 3 batches from decoding to augmenting"),
+        StageMemory("views", "device", (3 * decoders + 1) * sum(canvases), held),
         StageMemory("augment", "device", 4 * channels * max(canvases) // each, "the largest view as float32"),
         StageMemory("batches", "device", made * batch, f"{made} finished batches"),
     ]

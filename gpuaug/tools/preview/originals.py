@@ -15,7 +15,7 @@ from gpuaug.batch import EncodedBatch
 from gpuaug.display.annotations import Annotated, Annotations
 from gpuaug.display.batches import label_text, pictures
 from gpuaug.loader.loader import Loader
-from gpuaug.loader.pipeline import LazyDecoder, Streams
+from gpuaug.loader.pipeline import LazyDecoders, Streams
 from gpuaug.read.reader import Reader
 
 GRAY = (240, 240, 240)
@@ -46,9 +46,9 @@ def originals(
     augmented, own, cpu = loader.source.augmented_by, loader.pipeline, torch.device("cpu")
     absent = "not stored, unlike its augmented images" if augmented else "cannot be decoded"
     decode, accepted = replace(loader.decode, num_threads=1), loader.faults.truncated == "accept"
-    decoder = LazyDecoder(partial(decode.open, cpu, accept_truncated=accepted))
+    decoders = LazyDecoders(partial(decode.open, cpu, accept_truncated=accepted))
     # without a crop and without operations, the output is the whole image
-    whole = replace(own, recipe=Augment(), lazy_decoder=decoder, device=cpu, streams=Streams(cpu), targets=None)
+    whole = replace(own, recipe=Augment(), decoders=decoders, device=cpu, streams=Streams(cpu), targets=None)
     pipelines = [] if augmented else [whole]
     if loader.targets is not None:
         targets = TargetMover(loader.targets, Augment(), source=loader.source, quiet=True)
@@ -63,7 +63,7 @@ def originals(
             if not decoded.faults:
                 known = pipeline.finish_targets(decoded, [], None)
                 annotations = Annotations.of(known[0] if known else None, 0, loader.targets)
-                view = decoded.images[0].permute(0, 3, 1, 2).float() / decoder.get().white
+                view = decoded.images[0].permute(0, 3, 1, 2).float() / decoders.get().white
                 sample.original = Annotated(pictures(view, None, bands)[0], annotations)
                 sample.absent = ""
                 break
@@ -72,7 +72,7 @@ def originals(
                 top, left, height, width = window.window[0].tolist()
                 sample.crops.append((left, top, left + width, top + height))
         samples.append(sample)
-    decoder.close()
+    decoders.close()
     return samples
 
 

@@ -18,6 +18,7 @@ import torch
 
 from gpuaug import machine
 from gpuaug.batch import EncodedBatch
+from gpuaug.decode.decoder import Decoder
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
@@ -75,6 +76,7 @@ class _Clock:
     cpu: Seconds = field(default_factory=_zeros)
     queued: Seconds = field(default_factory=_zeros)  # in which the stage's own thread waited for a free processor
     events: list[tuple[str, Any, Any]] = field(default_factory=list)  # CUDA: begin and end of a stage's kernels
+    decoders: int = 1  # threads that decode
 
     def start(self) -> None:
         self.busy, self.cpu, self.queued, self.events = _zeros(), _zeros(), _zeros(), []
@@ -83,6 +85,8 @@ class _Clock:
     def stop(self) -> float:
         """Returns the seconds since :meth:`start`. What runs now still adds its part, when it ends."""
         self.ended = time.perf_counter()
+        for stage in set(THREADS[1]) & self.busy.keys():
+            self.busy[stage] /= self.decoders
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             kernels = _zeros()
@@ -149,13 +153,13 @@ class _Traced(Pipeline):
             self.largest = max(max(window.size) for window in batch.windows)
         return batch
 
-    def decode_images(self, batch: PartialBatch) -> Any:
+    def decode_images(self, batch: PartialBatch, decoder: Decoder) -> Any:
         with self.clock.stage("decode", kernels=True):
-            return super().decode_images(batch)
+            return super().decode_images(batch, decoder)
 
-    def decode_masks(self, batch: PartialBatch) -> Any:
+    def decode_masks(self, batch: PartialBatch, decoder: Decoder) -> Any:
         with contextlib.nullcontext() if batch.targets is None else self.clock.stage("masks"):
-            return super().decode_masks(batch)
+            return super().decode_masks(batch, decoder)
 
     def augment(self, batch: PartialBatch) -> Any:
         with self.clock.stage("augment", kernels=True):
@@ -205,6 +209,7 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)
     run = Pass(pipeline, tasks, epoch=loader.epoch, prefetch=0 if lockstep else loader.prefetch)
+    clock.decoders = run.decoders
     fewest = skip + max(FEWEST, loader.num_workers)
     images, done, began = 0, 0, time.perf_counter()
     with contextlib.closing(run):
