@@ -144,8 +144,8 @@ def ceiling() -> Any:
     """DALI alone, images per second and CPU time per image, for several settings: threads, share of the JPEG engine,
     Huffman threshold, prefetch depth.
 
-    With depth 2, a batch is fed while DALI decodes the batch before; gpuaug has depth 1 (CudaPipeline in decode/dali.py
-    says why). If depth 2 is at least 10 % faster than depth 1 with the same threads and share, gpuaug should do so too.
+    With depth 2, a batch is fed while DALI decodes the batch before. gpuaug has two pipelines with depth 1, which take
+    turns (CudaPipeline in decode/dali.py says why).
     """
     import numpy as np
     import torch

@@ -75,17 +75,31 @@ void choose(uint16_t* numbers, int64_t size, int64_t count, Uniforms& uniforms) 
     for (int64_t k = 0; k < count; ++k) std::swap(numbers[k], numbers[k + uniforms.below(size - k)]);
 }
 
-// Writes the numbers of all patches with `value`, 0 or 1, and returns how many there are. Takes eight at a time.
-int64_t list(const uint8_t* mask, int64_t size, uint8_t value, uint16_t* numbers) {
+// Writes the numbers of all patches that are 0, and returns how many there are. Takes eight at a time.
+int64_t list(const uint8_t* mask, int64_t size, uint16_t* numbers) {
     int64_t count = 0;
     for (int64_t k = 0; k < size; k += 8) {
         uint64_t eight = 0, all = 0x0101010101010101u;
         if (size - k < 8) all &= (uint64_t{1} << 8 * (size - k)) - 1;  // little-endian
         std::memcpy(&eight, mask + k, std::min<int64_t>(size - k, 8));
-        for (eight = value ? eight : eight ^ all; eight; eight &= eight - 1)
+        for (eight ^= all; eight; eight &= eight - 1)
             numbers[count++] = static_cast<uint16_t>(k + __builtin_ctzll(eight) / 8);
     }
     return count;
+}
+
+// Sets the first `count` patches of `out` that are 0 in `mask` to 1, and all others to 0. There are at least as many.
+void keep_first(const uint8_t* mask, int64_t size, int64_t count, uint8_t* out) {
+    for (int64_t k = 0; k < size; k += 8) {
+        const int64_t bytes = std::min<int64_t>(size - k, 8);
+        uint64_t eight = 0x0101010101010101u;
+        std::memcpy(&eight, mask + k, bytes);  // behind the end: 1
+        eight ^= 0x0101010101010101u;
+        int64_t ones = __builtin_popcountll(eight);
+        for (; ones > count; --ones) eight &= ~(uint64_t{1} << (63 - __builtin_clzll(eight)));  // little-endian
+        count -= ones;
+        std::memcpy(out + k, &eight, bytes);
+    }
 }
 
 // Sets the patches of a rectangle to 1. Changes eight at a time, as far as they are before `end`: rows are short.
@@ -105,18 +119,74 @@ void paint(uint8_t* mask, const uint8_t* end, int64_t width, int64_t top, int64_
         }
 }
 
-// Number of patches of a rectangle that are 1. Reads eight patches at a time, so up to seven behind the last row.
-int64_t count_ones(const uint8_t* mask, int64_t width, int64_t top, int64_t left, int64_t h, int64_t w) {
-    int64_t count = 0;
-    for (int64_t y = top; y < top + h; ++y)
-        for (int64_t x = 0; x < w; x += 8) {
-            uint64_t eight;
-            std::memcpy(&eight, mask + y * width + left + x, 8);
-            if (w - x < 8) eight &= (uint64_t{1} << 8 * (w - x)) - 1;  // little-endian
-            count += __builtin_popcountll(eight);
+// A mask with one bit per patch. Each row begins with a new word of 64 bits.
+class Bits {
+  public:
+    Bits(int64_t height, int64_t width)
+        : height_(height), width_(width), words_((width + 63) / 64), rows_(height * words_), bytes_(height * width + 8) {}
+
+    void clear() { std::fill(rows_.begin(), rows_.end(), 0); }
+
+    int64_t count(int64_t top, int64_t left, int64_t h, int64_t w) const {  // ones in a rectangle
+        int64_t ones = 0;
+        each_word(left, w, [&](int64_t word, uint64_t part) {
+            for (int64_t y = top; y < top + h; ++y) ones += __builtin_popcountll(rows_[y * words_ + word] & part);
+        });
+        return ones;
+    }
+
+    void set(int64_t top, int64_t left, int64_t h, int64_t w) {
+        each_word(left, w, [&](int64_t word, uint64_t part) {
+            for (int64_t y = top; y < top + h; ++y) rows_[y * words_ + word] |= part;
+        });
+    }
+
+    void set(int64_t patch) { rows_[patch / width_ * words_ + patch % width_ / 64] |= uint64_t{1} << patch % width_ % 64; }
+
+    // Sets all patches outside of a rectangle.
+    void set_outside(int64_t top, int64_t left, int64_t h, int64_t w) {
+        set(0, 0, top, width_);
+        set(top + h, 0, height_ - top - h, width_);
+        set(top, 0, h, left);
+        set(top, left + w, h, width_ - left - w);
+    }
+
+    int64_t zeros(uint16_t* numbers) const {  // their numbers, and how many there are
+        int64_t count = 0;
+        each_word(0, width_, [&](int64_t word, uint64_t part) {
+            for (int64_t y = 0; y < height_; ++y)
+                for (uint64_t left = ~rows_[y * words_ + word] & part; left; left &= left - 1)
+                    numbers[count++] = static_cast<uint16_t>(y * width_ + word * 64 + __builtin_ctzll(left));
+        });
+        if (words_ > 1) std::sort(numbers, numbers + count);
+        return count;
+    }
+
+    const uint8_t* bytes() {  // [height, width]
+        for (int64_t y = 0; y < height_; ++y)
+            for (int64_t x = 0; x < width_; x += 8) {  // what is behind the row's end is the next row, and written later
+                const uint64_t eight = rows_[y * words_ + x / 64] >> x % 64 & 255;
+                const uint64_t apart = eight * 0x0101010101010101u & 0x8040201008040201u;  // bit k in byte k
+                const uint64_t ones = (apart + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+                std::memcpy(bytes_.data() + y * width_ + x, &ones, 8);  // little-endian
+            }
+        return bytes_.data();
+    }
+
+  private:
+    // Calls f(word, part) for the words of a row that columns left to left + w - 1 are in.
+    template <typename F>
+    void each_word(int64_t left, int64_t w, F f) const {
+        for (int64_t word = left / 64; word * 64 < left + w; ++word) {
+            const int64_t from = std::max<int64_t>(left - word * 64, 0), to = std::min<int64_t>(left + w - word * 64, 64);
+            if (from < to) f(word, ~uint64_t{0} >> (64 - (to - from)) << from);
         }
-    return count;
-}
+    }
+
+    const int64_t height_, width_, words_;
+    std::vector<uint64_t> rows_;
+    std::vector<uint8_t> bytes_;
+};
 
 }  // namespace
 
@@ -128,11 +198,10 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
                                    double high, int64_t fill, int64_t shift) {
     const int64_t height = rows->height, width = rows->width, size = height * width;
     std::vector<uint16_t> free(size);
-    std::vector<uint8_t> padded(size + 8);  // for `count_ones`
-    uint8_t* mask = padded.data();
+    Bits mask(height, width);
     for (int64_t sample = 0; sample < rows->batch; ++sample) {
         uint8_t* out = rows->out + sample * size;
-        std::memset(mask, 0, size);
+        mask.clear();
         int64_t masked = 0, down = 0, right = 0;
         if (wanted[sample] > 0) {
             Uniforms uniforms(*rows, sample);
@@ -144,16 +213,16 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
                 ++attempts;
                 if (h >= height || w >= width) continue;
                 const int64_t top = u[2] * (height - h + 1), left = u[3] * (width - w + 1);
-                const int64_t added = h * w - count_ones(mask, width, top, left, h, w);
+                const int64_t added = h * w - mask.count(top, left, h, w);
                 if (added < 1 || added > most) continue;
-                paint(mask, mask + size + 8, width, top, left, h, w);
+                mask.set(top, left, h, w);
                 masked += added;
                 attempts = 0;
             }
             const int64_t missing = fill ? static_cast<int64_t>(wanted[sample]) - masked : 0;
             if (missing > 0) {
-                choose(free.data(), list(mask, size, 0, free.data()), missing, uniforms);
-                for (int64_t k = 0; k < missing; ++k) mask[free[k]] = 1;
+                choose(free.data(), mask.zeros(free.data()), missing, uniforms);
+                for (int64_t k = 0; k < missing; ++k) mask.set(free[k]);
                 masked += missing;
             }
             if (shift) {
@@ -161,10 +230,10 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
                 down = u[0] * height, right = u[1] * width;
             }
         }
-        if (!shift) std::memcpy(out, mask, size);
-        for (int64_t y = 0; shift && y < height; ++y)
-            std::rotate_copy(mask + y * width, mask + (y + 1) * width - right, mask + (y + 1) * width,
-                             out + (y + down) % height * width);
+        const uint8_t* from = mask.bytes();
+        if (!shift) std::memcpy(out, from, size);
+        for (int64_t y = 0; shift && y < height; ++y, from += width)
+            std::rotate_copy(from, from + width - right, from + width, out + (y + down) % height * width);
         rows->counts[sample] = masked;
     }
 }
@@ -175,7 +244,7 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
 // row and column; keep: the context must have more patches.
 extern "C" void gpuaug_multi_block_masks(const Rows* rows, const int64_t* sizes, int64_t edge, int64_t keep) {
     const int64_t height = rows->height, width = rows->width, size = height * width, targets = rows->planes - 2;
-    std::vector<uint8_t> taken(size + 8);  // the patches of targets, padded for `count_ones`
+    Bits taken(height, width);  // the patches of targets
     std::vector<int64_t> corners(2 * targets);
     const uint8_t* const end = rows->out + rows->batch * rows->planes * size;
     for (int64_t sample = 0; sample < rows->batch; ++sample, sizes += 4) {
@@ -193,18 +262,16 @@ extern "C" void gpuaug_multi_block_masks(const Rows* rows, const int64_t* sizes,
         int64_t top, left, kept, failures = 0;
         do {
             if (failures % 20 == 0) {  // after 20 failures, one target fewer
-                std::fill(taken.begin(), taken.end(), 0);
+                taken.clear();
                 for (int64_t target = 0; target < targets - failures / 20; ++target)
-                    paint(taken.data(), taken.data() + taken.size(), width, corners[2 * target], corners[2 * target + 1], h, w);
+                    taken.set(corners[2 * target], corners[2 * target + 1], h, w);
             }
             top = uniforms.below(height - context_h + edge), left = uniforms.below(width - context_w + edge);
-            kept = context_h * context_w - count_ones(taken.data(), width, top, left, context_h, context_w);
+            kept = context_h * context_w - taken.count(top, left, context_h, context_w);
             ++failures;
         } while (kept <= keep);
-        std::memset(planes, 1, size);
-        std::memcpy(planes + top * width, taken.data() + top * width, context_h * width);
-        for (int64_t y = top; y < top + context_h; ++y)  // beside the context
-            for (int64_t x = context_w; x < width; ++x) planes[y * width + (left + x) % width] = 1;
+        taken.set_outside(top, left, context_h, context_w);
+        std::memcpy(planes, taken.bytes(), size);
         counts[0] = size - kept;
     }
 }
@@ -215,14 +282,17 @@ extern "C" void gpuaug_cut_context(const Rows* rows, int64_t count, int64_t rand
     std::vector<uint16_t> visible(size);
     for (int64_t sample = 0; sample < rows->batch; ++sample) {
         uint8_t* planes = rows->out + sample * rows->planes * size;
-        const int64_t all = list(planes, size, 0, visible.data());
-        if (random) {
-            Uniforms uniforms(*rows, sample);
-            choose(visible.data(), all, count, uniforms);
-        }
-        std::memset(planes + size, 0, size);
-        for (int64_t k = 0; k < count; ++k) planes[size + visible[k]] = 1;
         rows->counts[sample * rows->planes + 1] = count;
+        if (!random) {
+            keep_first(planes, size, count, planes + size);
+            continue;
+        }
+        const int64_t all = list(planes, size, visible.data()), left = all - count;
+        Uniforms uniforms(*rows, sample);
+        choose(visible.data(), all, std::min(count, left), uniforms);  // those that stay, or those that go
+        const int64_t first = count <= left ? 0 : left;
+        std::memset(planes + size, 0, size);
+        for (int64_t k = first; k < first + count; ++k) planes[size + visible[k]] = 1;
     }
 }
 

@@ -61,7 +61,7 @@ class Decode:
 
     Args:
         num_threads: number of CPU threads. None: the CPUs of this process divided by the ranks on the machine, at most
-            8. On CUDA, each thread uses a CPU core while it waits for the GPU.
+            8. On CUDA, each thread uses a CPU core while it waits for the GPU, and a loader has two decoders.
         backend: ``auto`` is DALI if it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. The engine's pixels differ slightly from those of
             the CUDA cores, and the batch decides which JPEGs the engine gets.

@@ -183,7 +183,11 @@ def reference(made, views, indices, grid, *, seed, epoch, repeats):
                 listed = np.flatnonzero(row[1])
                 if made.context != "first":
                     source = Keyed(view, index, **keyed, repeat=repeat, op="patch_masks of the context")
-                    listed = choice(listed, least if made.context == "random" else made.context, source)
+                    count = least if made.context == "random" else made.context
+                    few = min(count, len(listed) - count)  # the fewer are chosen: those that stay, or those that go
+                    chosen = choice(listed, few, source)
+                    listed = chosen if few == count else np.setdiff1d(listed, chosen)
+                    least = count
                 row[1] = False
                 row[1].flat[listed[:least]] = True
     return np.array(planes)
