@@ -208,8 +208,9 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
             int attempts = 0;
             while (masked + 1 <= wanted[sample] && attempts < 10) {  // less than one patch can be missing: iBOT
                 const double most = std::min(wanted[sample] - masked, cap), *u = uniforms.four();
-                const double area = smallest + u[0] * (most - smallest), ratio = std::exp(low + u[1] * (high - low));
-                const int64_t h = std::nearbyint(std::sqrt(area * ratio)), w = std::nearbyint(std::sqrt(area / ratio));
+                const double side = std::sqrt(smallest + u[0] * (most - smallest));
+                const double stretch = std::exp((low + u[1] * (high - low)) / 2);  // the root of height / width
+                const int64_t h = std::nearbyint(side * stretch), w = std::nearbyint(side / stretch);
                 ++attempts;
                 if (h >= height || w >= width) continue;
                 const int64_t top = u[2] * (height - h + 1), left = u[3] * (width - w + 1);

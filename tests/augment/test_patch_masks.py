@@ -91,8 +91,8 @@ def rectangles(source, share, grid, made):
             u = source.four()
             area = least + u[0] * (most - least)
             low, high = map(math.log, made.aspect)
-            ratio = math.exp(low + u[1] * (high - low))
-            h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            stretch = math.exp((low + u[1] * (high - low)) / 2)
+            h, w = round(math.sqrt(area) * stretch), round(math.sqrt(area) / stretch)
             if h >= H or w >= W:
                 continue
             top, left = int(u[2] * (H - h + 1)), int(u[3] * (W - w + 1))
