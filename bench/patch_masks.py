@@ -4,9 +4,10 @@
     python bench/patch_masks.py --authors DIR         # DIR has clones: dinov2, ibot, unilm, SimMIM
 
 One thread. `draw` is the host's time for the masks of a batch, `layout` that of the layout for the authors' training
-code, on the CPU. Each is measured in a row; after other work, which empties the caches, a draw takes up to 0.5 ms more. The authors' files are run as they are, with their own random numbers; nothing of them is part of this
-repository. Columns of the comparison: the p-value of a Kolmogorov-Smirnov test on the number of masked patches, that of
-a chi-squared test on the sides of the box around the mask, and the largest |z| of the patches' shares (of 196 patches,
+code, on the CPU. Each is measured in a row; after other work, which empties the caches, a draw takes up to 0.5 ms more.
+The authors' files are run as they are, with their own random numbers; nothing of them is part of this repository.
+Columns of the comparison: the p-value of a Kolmogorov-Smirnov test on the number of masked patches, that of a
+chi-squared test on the sides of the box around the mask, and the largest |z| of the patches' shares (of 196 patches,
 below 4 is usual).
 """
 
@@ -63,11 +64,7 @@ def main() -> None:
     for name, (made, views, layout) in OURS.items():
         cells = []
         for grid in args.grids:
-            size = (made.patch * grid, made.patch * grid)
-            drawn = partial(made, np.arange(args.batch), size=size, views=views)
-            masks = drawn()
-            draw = milliseconds([partial(drawn, epoch=epoch) for epoch in range(args.rounds)])
-            laid = 0.0 if layout == "flat" else milliseconds([getattr(masks, layout)] * args.rounds)
+            draw, laid = measured(made, views, layout, args.batch, grid, args.rounds)
             found[f"{name} {grid}"] = {"draw_ms": draw, "layout_ms": laid}
             cells.append(f"{draw:.2f}, {laid:.2f}")
         print(f"| {name} | {len(views)} | " + " | ".join(cells) + " |", flush=True)
@@ -81,6 +78,13 @@ def main() -> None:
             print(f"| {name} | " + " | ".join(f"{value:.3g}" for value in row.values()) + " |", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
+
+
+def measured(made: Any, views: Any, layout: str, batch: int, grid: int, rounds: int) -> tuple[float, float]:
+    """Milliseconds to draw the masks, and to make the layout."""
+    draw = partial(made, np.arange(batch), size=made.patch * grid, views=views)
+    drawn = milliseconds([partial(draw, epoch=epoch) for epoch in range(rounds)])
+    return drawn, 0.0 if layout == "flat" else milliseconds([getattr(draw(), layout)] * rounds)
 
 
 def milliseconds(calls: list[Callable[[], Any]]) -> float:
