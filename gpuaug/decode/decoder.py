@@ -61,7 +61,7 @@ class Decode:
 
     Args:
         num_threads: number of CPU threads. None: the CPUs of this process divided by the ranks on the machine, at most
-            8. On CUDA, each thread uses a CPU core while it waits for the GPU, and a loader has two decoders.
+            8. On CUDA, each thread uses a CPU core while it waits for the GPU; a loader's two decoders share them.
         backend: ``auto`` is DALI if it can be imported, else Pillow.
         hardware_load: share of JPEGs for the GPU's JPEG engine, 0..1. The engine's pixels differ slightly from those of
             the CUDA cores, and the batch decides which JPEGs the engine gets.
@@ -130,6 +130,7 @@ class Decode:
         accept_truncated: bool = False,
         batch_size: int = 1,
         dtype: str | None = None,
+        decoders: int = 1,
     ) -> Decoder:
         """Open a decoder.
 
@@ -139,8 +140,15 @@ class Decode:
             accept_truncated: decode what exists of a truncated JPEG, instead of reporting a fault.
             batch_size: usual batch size. On CUDA, pipelines are built for at least this size.
             dtype: with ``pixels="raw"``, the type of all files; None: that of the first.
+            decoders: number of decoders that work at the same time and share ``num_threads``.
         """
-        decoder = Decoder(self, machine.choose_device(device), accept_truncated=accept_truncated, batch_size=batch_size)
+        decoder = Decoder(
+            self,
+            machine.choose_device(device),
+            accept_truncated=accept_truncated,
+            batch_size=batch_size,
+            decoders=decoders,
+        )
         if decoder.stored is not None:
             decoder.stored.dtype = dtype
         return decoder
@@ -151,19 +159,26 @@ class Decoder:
 
     Attributes:
         backend: ``dali`` or ``pillow``.
+        num_threads: number of its threads.
         rescued: number of samples that DALI refused and Pillow decoded.
         stored: with ``pixels="raw"``, the channels and the type of all files; else None.
     """
 
     def __init__(
-        self, settings: Decode, device: torch.device, *, accept_truncated: bool = False, batch_size: int = 1
+        self,
+        settings: Decode,
+        device: torch.device,
+        *,
+        accept_truncated: bool = False,
+        batch_size: int = 1,
+        decoders: int = 1,
     ) -> None:
         self.device = device
         if settings.hardware_load and device.type == "cuda":
             settings = _without_broken_engine(settings)
         self.settings = settings
         self.backend = dali.choose_backend(settings.backend)
-        self.num_threads = settings.num_threads or _threads()
+        self.num_threads = -(-(settings.num_threads or _threads()) // decoders)
         self._reduced = settings.reduced and self.backend == "pillow"
         if settings.reduced and not self._reduced:
             log.warning("decode.reduced=true has no effect with DALI. To use it, set decode.backend=pillow")

@@ -203,10 +203,12 @@ class Loader:
             targets = TargetMover(self.targets, self.augment, source=self.source)
         on_cuda = self.device.type == "cuda"
         recipe, style = self.augment, Style.of(self.source, self.targets)  # the pipeline must not refer to the loader
+        remaining = augmented.remaining(self.augment, self.source, self.seed)
+        two = on_cuda and self.prefetch and self.decode.pixels != "raw" and not remaining.main_thread
         return Pipeline(
             reader=Reader(self.source, targets=getattr(self.targets, "names", ()), **reading),
-            decoders=LazyDecoders(opened, 2 if on_cuda and self.decode.pixels != "raw" else 1),
-            recipe=augmented.remaining(self.augment, self.source, self.seed),
+            decoders=LazyDecoders(opened, 2 if two else 1),
+            recipe=remaining,
             targets=targets,
             mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),
             patch_masks=arguments.check_patch_masks(self.patch_masks, recipe, self.seed),

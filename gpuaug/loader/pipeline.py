@@ -70,7 +70,7 @@ class Streams:
 class LazyDecoders:
     """Opens each of ``count`` decoders at its first use, because a fork would lose its threads."""
 
-    def __init__(self, open_decoder: Callable[[], Decoder], count: int = 1) -> None:
+    def __init__(self, open_decoder: Callable[..., Decoder], count: int = 1) -> None:
         self._open, self._lock, self.count = open_decoder, threading.Lock(), count
         self._decoders: dict[int, Decoder] = {}
 
@@ -78,11 +78,16 @@ class LazyDecoders:
         """The first decoder, or another one with its backend."""
         with self._lock:
             for k in {0, number} - self._decoders.keys():
-                self._decoders[k] = self._open()
+                self._decoders[k] = self._open(decoders=self.count)
             first, decoder = self._decoders[0], self._decoders[number]
         if decoder.backend != first.backend:  # the self-check has found the first one wrong
             decoder.use_pillow()
         return decoder
+
+    @property
+    def num_threads(self) -> int:
+        """Number of threads of all decoders."""
+        return self.count * self.get().num_threads
 
     def close(self) -> None:
         with self._lock:

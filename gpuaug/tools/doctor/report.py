@@ -216,12 +216,13 @@ def loader(_: str, device: torch.device, seconds: float) -> Measured:
         overrides = [f"source.root={folder}", "source.labels=none", f"batch_size={count}", f"device={device}"]
         with config.build(config.compose("train", [*overrides, "dtype=bfloat16"])) as made:
             traces = [trace(made, seconds=seconds / FEWEST) for _ in range(FEWEST)]
-            decoder, workers = made.pipeline.decoder, made.num_workers
+            decoders, workers = made.pipeline.decoders, made.num_workers
+            backend, threads = decoders.get().backend, decoders.num_threads
     middle = sorted(traces, key=lambda each: each.rate)[FEWEST // 2]
     faults = sum(each.faults for each in traces)
-    words = f"{middle.rate:,.0f} images/s, decoded by {decoder.backend}; {faults} bad images"
+    words = f"{middle.rate:,.0f} images/s, decoded by {backend}; {faults} bad images"
     return not faults, words, {
-        "batch": count, "decoder": decoder.backend, "num_threads": decoder.num_threads, "num_workers": workers,
+        "batch": count, "decoder": backend, "num_threads": threads, "num_workers": workers,
         "images": middle.images, "seconds": middle.seconds, "images_per_second": middle.rate,
         "rounds": [each.rate for each in traces], "busy": {stage: middle.share(stage) for stage in middle.busy},
     }  # fmt: skip

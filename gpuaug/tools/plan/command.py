@@ -141,7 +141,7 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
 def on_cuda(loader: Loader, batch: int) -> list[StageMemory]:
     """What this run needs on CUDA for its images: computed from a few of them. ``batch``: bytes of a finished batch."""
     headers, decoder = loader.pipeline.read_headers(_some_images(loader), loader.epoch), loader.pipeline.decoder
-    info, views, threads = headers.info, headers.windows, decoder.num_threads
+    info, views, threads = headers.info, headers.windows, loader.pipeline.decoders.num_threads
     assert info is not None
 
     stored, channels = decoder.stored, 3 if decoder.stored is None else decoder.stored.channels
@@ -155,7 +155,6 @@ def on_cuda(loader: Loader, batch: int) -> list[StageMemory]:
     canvases = [each * loader.batch_size * math.prod(view.size) for view in views]
     made = min(len(loader), loader.prefetch + 2)
     decoders = 2 if stored is None and loader.prefetch else 1
-    threads *= decoders
     decoding = [
         StageMemory("nvJPEG", "device", threads * DEVICE_PADDING, f"buffers of {threads} threads"),
         StageMemory("nvJPEG", "host", 2 * threads * PINNED_PADDING, f"pinned buffers of {threads} threads"),

@@ -169,8 +169,8 @@ def remedies(loader: Loader, found: Trace, name: str, prefix: str, folder: str) 
         yield Remedy((f"{prefix}num_workers={cores}",), f"{cores} workers instead of {workers}")
     if name == "workers" and workers:
         yield Remedy((f"{prefix}num_workers=0",), "this process reads, so no bytes are handed over")
-    if name in ("decode", "masks") and decoder.num_threads < cores:
-        text = f"{cores} decoding threads instead of {decoder.num_threads}"
+    if name in ("decode", "masks") and (threads := loader.pipeline.decoders.num_threads) < cores:
+        text = f"{cores} decoding threads instead of {threads}"
         yield Remedy((f"{prefix}decode.num_threads={cores}",), text)
     if name == "decode" and decoder.backend == "pillow":
         if find_spec("nvidia.dali") is not None:
