@@ -143,23 +143,11 @@ class Bits {
 
     void set(int64_t patch) { rows_[patch / width_ * words_ + patch % width_ / 64] |= uint64_t{1} << patch % width_ % 64; }
 
-    // Sets all patches outside of a rectangle.
-    void set_outside(int64_t top, int64_t left, int64_t h, int64_t w) {
+    void set_outside(int64_t top, int64_t left, int64_t h, int64_t w) {  // of a rectangle
         set(0, 0, top, width_);
         set(top + h, 0, height_ - top - h, width_);
         set(top, 0, h, left);
         set(top, left + w, h, width_ - left - w);
-    }
-
-    int64_t zeros(uint16_t* numbers) const {  // their numbers, and how many there are
-        int64_t count = 0;
-        each_word(0, width_, [&](int64_t word, uint64_t part) {
-            for (int64_t y = 0; y < height_; ++y)
-                for (uint64_t left = ~rows_[y * words_ + word] & part; left; left &= left - 1)
-                    numbers[count++] = static_cast<uint16_t>(y * width_ + word * 64 + __builtin_ctzll(left));
-        });
-        if (words_ > 1) std::sort(numbers, numbers + count);
-        return count;
     }
 
     const uint8_t* bytes() {  // [height, width]
@@ -222,7 +210,7 @@ extern "C" void gpuaug_block_masks(const Rows* rows, const double* wanted, doubl
             }
             const int64_t missing = fill ? static_cast<int64_t>(wanted[sample]) - masked : 0;
             if (missing > 0) {
-                choose(free.data(), mask.zeros(free.data()), missing, uniforms);
+                choose(free.data(), list(mask.bytes(), size, free.data()), missing, uniforms);
                 for (int64_t k = 0; k < missing; ++k) mask.set(free[k]);
                 masked += missing;
             }

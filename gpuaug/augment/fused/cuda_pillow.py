@@ -149,7 +149,7 @@ def _resampled(plane, x, y, dx, dy, next_x, next_y, reach, height, width, CUBIC:
 
     ``next_x``, ``next_y``: 1, or 0 along an axis where all pixels move by whole pixels.
     """
-    # Triton takes a name for a constant of the loop if its first turn does not change it. So each gets its own zeros
+    # Triton takes a name whose value the first turn does not change for a constant of the loop: each has its own zeros
     v1, v2, v3, v4 = tl.zeros_like(dx), tl.zeros_like(dx), tl.zeros_like(dx), tl.zeros_like(dx)
     differ = dx != dx
     for j in range(1 - reach, 1 + reach):  # a loop takes fewer registers

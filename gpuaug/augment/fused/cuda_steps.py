@@ -29,6 +29,9 @@ _STATIC = {  # for each step: indices of the arguments that must be equal for al
     **dict.fromkeys(having(Trait.PILLOW), (PILLOW_FLAG,)),
 }
 _PADDINGS = ("zeros", "border", "reflection")
+_COSINES = np.cos(np.outer(2 * np.arange(8) + 1, np.arange(8)) * np.pi / 16) / 2  # of JPEG; by place and frequency
+_COSINES[:, 0] = np.sqrt(0.125)
+_COSINES = _COSINES.astype(np.float32)
 POINTS = having(Trait.KERNEL)  # steps that can share a kernel
 
 # ascending rows [n, T], their column, and float32 values [n, ...]. Each of the n is for T rows: the frames of a clip
@@ -319,9 +322,7 @@ def _halved(x: Tensor) -> Tensor:
 
 def _coded(x: Tensor, divisors: Tensor) -> Tensor:
     """Encode and decode blocks of 8 x 8. Kornia rounds x to round(x) + (x - round(x))^3."""
-    place, frequency = np.mgrid[:8, :8]
-    cosines = np.cos((2 * place + 1) * frequency * np.pi / 16) * np.where(frequency, 0.5, np.sqrt(0.125))
-    basis = to_device(torch.from_numpy(cosines.astype(np.float32)), x.device)
+    basis = to_device(torch.from_numpy(_COSINES), x.device)
     blocks = x.reshape(*x.shape[:2], -1, 8, x.shape[3] // 8, 8) - 128
     divisors = divisors.view(-1, 1, 1, 8, 1, 8)
     values = _transformed(blocks, basis) / divisors
