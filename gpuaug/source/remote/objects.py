@@ -71,7 +71,8 @@ def _load() -> Any:
             with open(library, "rb") as file, open(create("obstore"), "wb") as copy:  # a folder may forbid execution
                 shutil.copyfileobj(file, copy)
                 copy.flush()
-                loader = ExtensionFileLoader(name, f"/proc/self/fd/{copy.fileno()}")
+                # with the process's number, because the same path would be the library that is already loaded
+                loader = ExtensionFileLoader(name, f"{os.path.realpath('/proc/self')}/fd/{copy.fileno()}")
                 sys.modules[name] = loaded = module_from_spec(spec_from_loader(name, loader))  # type: ignore[arg-type]
                 loaded.__file__ = library  # for a fork of this process
                 loader.exec_module(loaded)
