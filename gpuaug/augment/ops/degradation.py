@@ -126,20 +126,25 @@ def _specks(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, cha
 
 
 def _plasma(op: Any, params: Tensors, keys: Tensor, size: Size, normal: Any, channels: int) -> Tensors:
-    """Kornia's plasma, with separate random numbers for each sample."""
+    """Kornia's plasma, with separate random numbers for each sample.
+
+    One sample at a time, because its convolutions depend on the size of the batch on some processors.
+    """
     from kornia.contrib import diamond_square
 
     roughness = to_device(params["roughness"], keys.device)
-    used = 0
+    made, shape = [], (1, channels, *size)
+    for row in range(len(keys)):
+        key, used = keys[row : row + 1], 0
 
-    def random(shape: Any, **_: Any) -> Tensor:
-        nonlocal used
-        first, used = used, used + math.prod(shape) // len(keys)
-        return uniform_field(keys, used)[:, first:].reshape(shape)
+        def random(shape: Any, key: Tensor = key, **_: Any) -> Tensor:
+            nonlocal used
+            first, used = used, used + math.prod(shape)
+            return uniform_field(key, used)[:, first:].reshape(shape)
 
-    shape = (len(keys), channels, *size)
-    plasma = diamond_square(shape, roughness, random_fn=random, device=keys.device, dtype=torch.float32)
-    return {"plasma": plasma}
+        own = roughness[row : row + 1]
+        made.append(diamond_square(shape, own, random_fn=random, device=keys.device, dtype=torch.float32))
+    return {"plasma": torch.cat(made) if made else torch.empty(0, *shape[1:], device=keys.device)}
 
 
 _RAIN = ("number_of_drops", "drop_height", "drop_width")
