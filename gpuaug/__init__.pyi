@@ -72,6 +72,9 @@ from gpuaug.batch import Target as Target
 from gpuaug.tools.preview.drawing import preview as preview
 from gpuaug.tools.preview.server import preview_page as preview_page
 
+# export
+from gpuaug.deploy.graph import export as export
+
 # configuration
 from gpuaug.config import compose as compose
 from gpuaug.config import build as build

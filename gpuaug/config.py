@@ -37,8 +37,8 @@ _DEEPEST = 100  # levels of nesting in a YAML file; OmegaConf fails at about 150
 _MOST = 100_000  # values in a YAML file, after OmegaConf has expanded aliases; a recipe has about 50
 # `.inf` and `.nan` are numbers in YAML, but text in Hydra's overrides
 _SPECIAL_FLOAT = re.compile(r"^([^=]+=[+-]?)\.(inf|nan)$", re.IGNORECASE)
-# for example, `augment=timm:rand-m9-mstd0.5-inc1`
-_TIMM = re.compile(r"^(\+{0,2}augment)=(['\"]?)timm:(.*)\2$")
+# for example, `augment=timm:rand-m9-mstd0.5-inc1` and `augment=file:last.pt`
+_SPECIAL = re.compile(r"^(\+{0,2}augment)=(['\"]?)(timm|file):(.*)\2$")
 
 
 def conf_folder() -> Path:
@@ -57,7 +57,9 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
         name: ``train`` or ``eval`` for gpuaug's own configurations, or the name of a file in ``config_dir``. Write
             ``train.yaml`` if your own file has the name ``train``.
         overrides: Hydra's override strings, such as ``["source.root=/data", "augment=simclr", "~augment.ops.gray"]``.
-            ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``.
+            ``augment=timm:CONFIG`` selects the recipe ``timm`` and sets its ``config``. ``augment=file:PATH`` takes the
+            recipe from a file of :func:`gpuaug.export` or a checkpoint of `gpuaug train`: with ``eval``, that of the
+            evaluation; else that of the training, if the file holds it.
         config_dir: folder with your own configurations. Its subfolder ``gpuaug/augment/`` holds your own recipes. A
             file in the subfolder ``gpuaug/`` replaces gpuaug's file of the same name, as in Hydra applications.
 
@@ -73,7 +75,7 @@ def compose(name: str = "train", overrides: Sequence[str] = (), *, config_dir: s
 
     if isinstance(overrides, str):
         raise ConfigError(f"`overrides` must be a list of strings. Found: {overrides!r}. Write [{overrides!r}].")
-    overrides = [text for o in overrides for text in _expand(_SPECIAL_FLOAT.sub(r"\1\2", str(o)))]
+    overrides = [text for o in overrides for text in _expand(_SPECIAL_FLOAT.sub(r"\1\2", str(o)), name)]
     parsed = [_parse(text) for text in overrides]
     with _LOCK, _hydra(config_dir, ours_first=name in OWN) as loader:
         try:
@@ -161,18 +163,35 @@ def _hydra(config_dir: str | Path | None, *, ours_first: bool) -> Iterator[Confi
         job.conf = settings
 
 
-def _expand(override: str) -> list[str]:
-    """Replace ``augment=timm:...`` by overrides that Hydra can read."""
-    if not (timm := _TIMM.match(override)):
+def _expand(override: str, name: str) -> list[str]:
+    """Replace ``augment=timm:...`` and ``augment=file:...`` by overrides that Hydra can read."""
+    if not (special := _SPECIAL.match(override)):
         return [override]
+    group, _, kind, text = special.groups()
+    if kind == "file":
+        from gpuaug.deploy.saved import read  # needs torch
+
+        return ["~augment"] * ("+" not in group) + [f"+augment={_literal(read(text, name))}"]
     from gpuaug.augment.auto_timm import parse  # needs torch
 
-    group, _, config = timm.groups()
     try:
-        parse(config)
+        parse(text)
     except ConfigError as error:
         raise ConfigError(str(error).replace("`config`", "`augment=timm:...`", 1)) from error
-    return [f"{group}=timm", f"augment.ops.timm.config={config}"]
+    return [f"{group}=timm", f"augment.ops.timm.config={text}"]
+
+
+def _literal(value: Any) -> str:
+    """A value in the syntax of Hydra's overrides."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_literal(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
 
 
 def _parse(override: str) -> Override:

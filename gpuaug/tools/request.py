@@ -6,7 +6,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -93,12 +94,15 @@ class Request:
             key, reason = str(error.full_key).removeprefix("command."), str(error).partition("\n")[0]
             raise ConfigError(f"`{key}` cannot be resolved: {reason}. Give `{key}` a value.") from error
 
-    def loader(self) -> DictConfig:
-        """The part of the configuration at the path ``--at``. Without a path: the whole configuration."""
+    def loader(self, name: str = "train", *, before: Sequence[str] = ()) -> DictConfig:
+        """The part of the configuration at the path ``--at``. Without a path: the whole configuration.
+
+        ``name``: gpuaug's configuration, used if the user names none. ``before``: overrides before those of the user.
+        """
         self._check_roots()
-        overrides = [text for _, text in self.others()]
+        overrides = [*before, *(text for _, text in self.others())]
         # with `.yaml`, `train` is the user's file and not gpuaug's
-        name = "train" if self.config_name is None else f"{self.config_name.removesuffix('.yaml')}.yaml"
+        name = name if self.config_name is None else f"{self.config_name.removesuffix('.yaml')}.yaml"
         composed = config.compose(name, overrides, config_dir=self.config_dir)
         if self.at is None:
             if self.config_name is None or "_target_" in composed:
@@ -115,25 +119,26 @@ class Request:
             )
         return part
 
-    def build_held_out(self, train: DictConfig, *, classes: Sequence[str] | None) -> Any:
-        """Build the loader that overrides with ``val.`` describe; None without them.
-
-        If its source sets no classes, the source gets ``classes``.
-        """
+    @cached_property
+    def held_out(self) -> DictConfig | None:
+        """The configuration of the loader that overrides with ``val.`` describe; None without them."""
         overrides = [text for _, text in self._overrides["held out"]]
-        if not overrides:
+        with _held_out():
+            return config.compose("eval", overrides, config_dir=self.config_dir) if overrides else None
+
+    def build_held_out(self, train: DictConfig, *, classes: Sequence[str] | None) -> Any:
+        """Build the loader of ``held_out``, or None. If its source sets no classes, the source gets ``classes``."""
+        part = self.held_out
+        if part is None:
             return None
-        given = {text.lstrip("+~").partition("=")[0] for text in overrides}
-        try:
-            part = config.compose("eval", overrides, config_dir=self.config_dir)
+        given = {text.lstrip("+~").partition("=")[0] for _, text in self._overrides["held out"]}
+        with _held_out():
             part.update({key: train[key] for key in SHARED if key in train and key not in given})
             source = part.get("source")
             if classes is None or not (OmegaConf.is_dict(source) and "classes" in source and source.classes is None):
                 return self.build(part)
             # an object, because OmegaConf would resolve names such as `${oc.env:HOME}` in a configuration
             return self.build(part, source=self.build(source, classes=list(classes)))
-        except (ConfigError, SourceError) as error:
-            raise type(error)(f"In the overrides that begin with `val.`: {error}") from error
 
     def others(self) -> list[tuple[str, str]]:
         """The loader's overrides, as pairs (first word of the key, override)."""
@@ -158,6 +163,14 @@ class Request:
             # compose checks the keys of the user's own configuration
             if self.config_name is None and root not in map(str, config.compose("train", config_dir=self.config_dir)):
                 raise ConfigError(f"`{root}` is not a key of the command or of the loader. Did you mean `{near[0]}`?")
+
+
+@contextmanager
+def _held_out() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, SourceError) as error:
+        raise type(error)(f"In the overrides that begin with `val.`: {error}") from error
 
 
 def count_batches(loader: Loader) -> int:

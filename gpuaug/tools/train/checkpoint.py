@@ -18,8 +18,11 @@ from gpuaug.files import check_regular
 VERSION = 4
 
 
-def read_checkpoint(file: Path) -> dict[str, Any]:
-    """Read a checkpoint without executing its content. Raises StateError if it is invalid or damaged."""
+def read_checkpoint(file: Path, *, key: str = "resume") -> dict[str, Any]:
+    """Read a checkpoint without executing its content. Raises StateError if it is invalid or damaged.
+
+    ``key``: the configuration key that names the file, for messages.
+    """
     try:
         check_regular(os.stat(file), file)  # torch would read a pipe or device forever
         with zipfile.ZipFile(file) as members:  # torch does not check the checksums
@@ -32,12 +35,12 @@ def read_checkpoint(file: Path) -> dict[str, Any]:
         if isinstance(error, UnpicklingError):  # torch's message advises the user to execute the content
             reason = "it holds more than tensors, numbers and text"
         raise StateError(
-            f"`resume` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
+            f"`{key}` must name a checkpoint of `gpuaug train`. Found: {str(file)!r} ({reason})."
         ) from error
     version = checkpoint.get("version") if isinstance(checkpoint, dict) else None
     if version != VERSION:
         raise StateError(
-            f"`resume` must name a checkpoint of version {VERSION}. Found: version {version} in {str(file)!r}."
+            f"`{key}` must name a checkpoint of version {VERSION}. Found: version {version} in {str(file)!r}."
         )
     if not unchanged:
         raise StateError(

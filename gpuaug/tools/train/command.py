@@ -8,7 +8,9 @@ import os
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
+import gpuaug
 from gpuaug.errors import ConfigError
 from gpuaug.loader.loader import Loader
 from gpuaug.tools.report import Report
@@ -54,7 +56,15 @@ def main(request: Request) -> int:
             # gloo for CPU tensors, nccl for GPU tensors
             dist.init_process_group("cpu:gloo,cuda:nccl" if loader.device.type == "cuda" else "gloo")
             stack.callback(dist.destroy_process_group)
-        training = Training(loader, model=model, val=val, settings=settings, stop=stop)
+        parts = {"train": train, "eval": request.held_out}
+        recipes = {name: part.get("augment") for name, part in parts.items() if part is not None}
+        about = {
+            "version": gpuaug.__version__,
+            "model": settings.model,
+            "recipes": {k: OmegaConf.to_container(x, resolve=True) for k, x in recipes.items() if OmegaConf.is_dict(x)},
+            "fingerprint": None if val is None else val.augment.fingerprint(),
+        }
+        training = Training(loader, model=model, val=val, settings=settings, stop=stop, about=about)
         return training.run(Report(file=settings.json, quiet=not training.first))
 
 

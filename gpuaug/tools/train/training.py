@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,10 @@ class Training:
         settings: Settings,
         val: Loader | None = None,
         stop: Stop | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self.loader, self.val, self.settings, self.stop = loader, val, settings, stop or Stop()
+        self.about = dict(about or {})  # what `gpuaug export` reads in a checkpoint
         self.device = loader.device
         auto = "bfloat16" if self.device.type == "cuda" else "float32"
         self.amp = AMP.get(settings.amp, AMP[auto])  # dtype that the model computes in
@@ -348,6 +350,7 @@ class Training:
             "sums": self.sums.tolist(),
             "steps": self.steps,
             "history": self.history,
+            "gpuaug": self.about,
         }
         try:
             files.write(file, packed(checkpoint), sync=True)
