@@ -217,7 +217,7 @@ def check_exportable(recipe: Augment) -> None:
                 f"{type(op).__name__} with p={p:g}. Set augment.ops.{name}=null, or take a recipe for evaluation."
             )
     for part, values in (("crop.fill", getattr(crop, "fill", 0)), ("normalize", getattr(recipe.normalize, "mean", 0))):
-        if (count := np.size(values)) not in (1, 3):
+        if (count := np.asarray(values).size) not in (1, 3):
             raise ConfigError(
                 f"`augment.{part}` must be for images of three channels for an export. Found: {count} values."
             )
