@@ -9,6 +9,8 @@ PUBLIC: dict[str, tuple[str, str]]
 # loader
 from gpuaug.loader.loader import Loader as Loader
 from gpuaug.loader.batch import Batch as Batch
+from gpuaug.augment.explain import Explanation as Explanation
+from gpuaug.augment.explain import Step as Step
 from gpuaug.read.order import Shuffle as Shuffle
 from gpuaug.read.order import Sequential as Sequential
 from gpuaug.read.order import Weighted as Weighted

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gpuaug import checks
 from gpuaug.batch import Images
 from gpuaug.errors import ConfigError
 
 if TYPE_CHECKING:  # workers do not need Pillow
     from PIL.Image import Image
+
+    from gpuaug.augment.explain import Explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class Batch:
             extra or could not be read. ``mix`` does not mix the values.
         patch_masks: a :class:`~gpuaug.PatchMasks`; None if the loader draws no patch masks.
         positions: computes :attr:`matrices`; None: this batch has none.
+        explained: computes what :meth:`explain` returns, for each view of a row; None: this batch has no explanations.
         look: normalization and names for ``show``. None: ``show`` takes the pixels as values from 0 to 1.
 
     >>> numbers, labels = torch.tensor([0, 3]), torch.tensor([5, 6])
@@ -59,6 +63,7 @@ class Batch:
     extra: list[Any] = field(default_factory=list)
     patch_masks: Any = None
     positions: Callable[[], list[Tensor]] | None = field(default=None, repr=False, compare=False)
+    explained: Callable[[int], list[Explanation]] | None = field(default=None, repr=False, compare=False)
     look: Any = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Any]:
@@ -92,6 +97,20 @@ class Batch:
         if self.positions is None:
             raise ConfigError("`matrices` needs a batch from a gpuaug.Loader. Found: another batch.")
         made = self.positions()
+        return made if isinstance(self.images, list) else made[0]
+
+    def explain(self, row: int) -> Explanation | list[Explanation]:
+        """What the recipe did to the sample at ``row``: its crop window, and each operation with its parameters.
+
+        Returns an :class:`~gpuaug.Explanation`; a list of them, as ``images``, if the recipe has several views. What
+        ``mix`` did to the batch is not in it. It is computed at each call.
+
+        Raises:
+            ConfigError: the batch is not from a loader, or is a copy that was pickled.
+        """
+        if self.explained is None:
+            raise ConfigError("`explain` needs a batch from a gpuaug.Loader. Found: another batch, or a copy.")
+        made = self.explained(checks.whole_number("row", row, 0, len(self) - 1))
         return made if isinstance(self.images, list) else made[0]
 
     def show(
@@ -133,6 +152,7 @@ class Batch:
                 values["positions"] = partial(list, self.positions())  # without the recipe
             except ConfigError:
                 values["positions"] = None
+        values["explained"] = None
         return partial(Batch, **values), ()
 
     def _repr_png_(self) -> bytes | None:

@@ -6,7 +6,7 @@ import logging
 import math
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
@@ -417,8 +417,10 @@ class Loader:
             raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
         return pipeline.hand_over(ready)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
+    def __getitem__(self, index: int) -> Sample:
         """One augmented sample of the current epoch, with the same pixels as in a batch: ``(image, label)``.
+
+        ``loader[index].explain()`` says what the recipe did to it: see :meth:`gpuaug.Batch.explain`.
 
         ``image`` is [3, H, W], or a list of such tensors if the recipe has several views. ``label`` is an int, a float
         tensor [], a multi-label tensor [K], or None. With targets, ``label`` is a :class:`~gpuaug.BatchTargets`, or
@@ -448,11 +450,17 @@ class Loader:
         if number < 0:
             number = count + number if source.indices is None else int(source.indices[number])
         source.key(number)  # raises IndexError for an unknown number
-        uncounted = Faults(policy=self.faults.policy, truncated=self.faults.truncated)
-        images, second = self.fetch([number], faults=uncounted)
-        if isinstance(second, Tensor) and second.ndim == 1 and not second.is_floating_point():
-            return _first(images), int(second[0])  # a class number
-        return _first(images), _first(second)
+        batch = self.fetch([number], faults=self._uncounted)
+        images, second = batch
+        is_class = isinstance(second, Tensor) and second.ndim == 1 and not second.is_floating_point()
+        sample = Sample((_first(images), int(second[0]) if is_class else _first(second)))
+        sample.explain = partial(batch.explain, 0)
+        return sample
+
+    @property
+    def _uncounted(self) -> Faults:
+        """The same policy, without a limit and a file."""
+        return Faults(policy=self.faults.policy, truncated=self.faults.truncated)
 
     __reversed__ = __contains__ = None  # else Python would implement `reversed` and `in` with indices
 
@@ -539,6 +547,12 @@ class Loader:
                 "last pad: %d samples are repeated, so that each of %d ranks has %d full batches; `batch.valid` is "
                 "False for the repeats", more, tasks.world_size, most,
             )  # fmt: skip
+
+
+class Sample(tuple[Any, Any]):
+    """``(image, label)`` of one sample. ``explain()`` is that of the sample's batch."""
+
+    explain: Callable[[], Any]
 
 
 def _check_epoch(epoch: Any) -> int:

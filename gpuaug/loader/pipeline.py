@@ -249,6 +249,7 @@ class Pipeline:
             if self.mix is not None:
                 first = int(encoded.indices[0])
                 images, labels = self.mix(images, labels, valid=valid, epoch=epoch, first_index=first)
+            made = self.recipe.at(epoch), decoded.drawn, decoded.windows, keep
             batch = Batch(
                 images=_one(images),
                 labels=labels,
@@ -258,7 +259,8 @@ class Pipeline:
                 targets=_one(targets),
                 extra=extra,
                 patch_masks=masks,
-                positions=partial(_positions, self.recipe.at(epoch), decoded.drawn, decoded.windows, keep),
+                positions=partial(_positions, *made),
+                explained=partial(_explained, *made, images[0].shape[1]),
                 look=replace(self.appearance_at(epoch), bad=frozenset(bad if keep is None else ())),
             )
             return batch, None if stream is None else stream.record_event()
@@ -314,6 +316,12 @@ def _positions(*given: Any) -> list[Tensor]:
     from gpuaug.augment.positions import matrices  # other runs do not need it
 
     return matrices(*given)
+
+
+def _explained(recipe: Any, drawn: Any, windows: Any, keep: Tensor | None, channels: int, row: int) -> list[Any]:
+    from gpuaug.augment.explain import explain  # other runs do not need it
+
+    return explain(recipe, drawn, windows, row if keep is None else int(keep[row]), channels)
 
 
 def _one(views: list[Any] | None) -> Any:
