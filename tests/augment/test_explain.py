@@ -51,10 +51,10 @@ def test_the_parameters_give_the_pixels(name, backend):
     with loader(SOURCE, augment=recipe) as whole, loader(SOURCE, augment=gpuaug.Augment(crop=CROP)) as only_crop:
         batch, crops = whole.fetch(numbers, epoch=3), only_crop.fetch(numbers, epoch=3).images
         for row in numbers:
-            x = crops[row : row + 1].clone()
+            x = crops[[row, row]]  # two, because convolutions of one image have other last bits on some processors
             for step in batch.explain(row).steps:
                 if step.applied:
-                    x = step.module(x, params=step.params)
+                    x = step.module(x, params={k: torch.cat([v, v]) for k, v in step.params.items()})
                     applied += step.name.startswith("op")
             assert (x[0] - batch.images[row]).abs().max() < 3e-6, step
     assert applied or name == "jigsaw"
