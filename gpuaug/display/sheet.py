@@ -22,6 +22,7 @@ PAPER, INK, FAINT = (255, 255, 255), (32, 32, 36), (118, 118, 126)
 STRIPED, STRIPE = (232, 232, 232), (120, 120, 120)  # pixels without a class
 MOST_PIXELS = 200_000_000  # 600 MB; viewers cannot show larger pictures
 GAP, MARGIN, NOTES, NARROWEST, LINE, SWATCH = 8, 20, 190, 64, 16, 12  # pixels
+# A click on a picture checks its box, and then its row fills the window: the original, this picture and its details.
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -29,20 +30,37 @@ PAGE = """<!DOCTYPE html>
 <style>
   :root {{ color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; }}
   h1, h2, p {{ margin: 8px; overflow-wrap: anywhere; }} h2 {{ font-size: 16px; }} p, figcaption {{ font-size: 13px; }}
-  div {{ display: flex; flex-wrap: wrap; }} figure {{ margin: 8px; }} figcaption {{ border-top: 4px solid; }}
+  figure {{ margin: 8px; }} figcaption {{ border-top: 4px solid; }} pre {{ display: none; font-size: 13px; }}
+  main {{ display: grid; grid-template-columns: repeat({columns}, max-content); overflow-x: auto; }}
+  main > h2, main > p {{ grid-column: 1 / -1; }} main > div {{ display: contents; }}
+  label {{ cursor: zoom-in; }} input {{ position: absolute; opacity: 0; }}
+  :focus-visible + img {{ outline: 3px solid; }}
+  main > div:has(:checked) {{ display: flex; position: fixed; inset: 0; z-index: 1; overflow: auto; }}
+  main > div:has(:checked) {{ background: Canvas; }}
+  div:has(:checked) figure:not(:first-child, :has(:checked)) {{ display: none; }}
+  div:has(:checked) label {{ cursor: zoom-out; }} figure:has(:checked) pre {{ display: block; white-space: pre-wrap; }}
+  div:has(:checked) img {{ max-width: 46vw; min-width: min(46vw, 70vh); max-height: 85vh; object-fit: contain; }}
+  @media (max-width: 700px) {{
+    main {{ display: block; }} main > div, main > div:has(:checked) {{ display: flex; flex-wrap: wrap; }}
+    img {{ max-width: calc(100vw - 32px); }} div:has(:checked) img {{ max-width: 94vw; min-width: 80vw; }}
+  }}
 </style></head><body>
 <h1>{heading}</h1>
+{intro}
+<main>
 {body}
+</main>
 </body></html>
 """
 
 
 class Cell(NamedTuple):
-    """A picture and the text below it."""
+    """A picture, the text below it, and lines of details, which only a page shows."""
 
     picture: Image.Image
     caption: str
     color: Color = INK
+    details: str = ""
 
 
 class SheetRow(NamedTuple):
@@ -125,20 +143,24 @@ def _swatch(color: Color | None) -> Image.Image:
 
 def page(rows: Sequence[SheetRow], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> str:
     """Like :func:`sheet`, but as one HTML file that needs no network and no scripts."""
-    body = [f"<p>{html.escape(line)}</p>" for line in lines]
+    intro, body = [f"<p>{html.escape(line)}</p>" for line in lines], list[str]()
     if legend:
-        body.append(f"<p>{' '.join(_chip(color, text) for color, text in legend)}</p>")
+        intro.append(f"<p>{' '.join(_chip(color, text) for color, text in legend)}</p>")
     for row in rows:
         body += [f"<h2>{html.escape(row.title)}</h2>", *(f"<p>{html.escape(note)}</p>" for note in row.notes), "<div>"]
         for cell in row.cells:
             stream = io.BytesIO()
             cell.picture.save(stream, "WEBP", lossless=True, method=2, exact=True)
             uri = f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}"
-            caption, color = html.escape(cell.caption), "#{:02x}{:02x}{:02x}".format(*cell.color)
-            body.append(f'<figure><img src="{uri}" alt=""><figcaption style="border-color:{color}">{caption}')
-            body.append("</figcaption></figure>")
+            caption, details = html.escape(cell.caption), html.escape(cell.details)
+            color = "#{:02x}{:02x}{:02x}".format(*cell.color)
+            body.append(f'<figure><label title="{details}"><input type="checkbox"><img src="{uri}" alt="{caption}">')
+            body.append(f'</label><figcaption style="border-color:{color}">{caption}</figcaption>')
+            body.append(f"<pre>{details}</pre></figure>" if details else "</figure>")
         body.append("</div>")
-    text = PAGE.format(heading=html.escape(heading), body="\n".join(body))
+    columns = max((len(row.cells) for row in rows), default=1)
+    parts = {"intro": "\n".join(intro), "body": "\n".join(body)}
+    text = PAGE.format(heading=html.escape(heading), columns=columns, **parts)
     return text.encode("utf-8", "replace").decode()  # file names may not be valid UTF-8
 
 

@@ -31,11 +31,11 @@ from gpuaug.loader.faults import Faults
 from gpuaug.loader.passes import Pass, PassEndedError
 from gpuaug.loader.pipeline import LazyDecoders, Pipeline, Streams
 from gpuaug.loader.self_check import SelfCheck
-from gpuaug.loader.state import VERSION, check_state, compare, locate, plain
+from gpuaug.loader.state import VERSION, Row, check_rows, check_state, compare, locate, plain
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
 from gpuaug.read.ends import finalize
-from gpuaug.read.order import EpochOrder, Last
+from gpuaug.read.order import EpochOrder, Last, Task
 from gpuaug.read.reader import Reader
 from gpuaug.source.base import checksum
 
@@ -127,6 +127,7 @@ class Loader:
     # the last pass stopped inside `_epoch`, or handed out the last batch of `_epoch`.
     _next_pass: Literal["here", "left", "finished"] = "here"
     _last_logged = _left_logged = False
+    _step = 0  # number of batches that this rank got, also in earlier runs
     _cached_order: tuple[int, orders.Ordered] | None = None  # an epoch and its order
 
     def __init__(
@@ -160,6 +161,7 @@ class Loader:
         self_check: bool = True,
     ) -> None:
         self._settings = frozenset(locals()) - {"self"}
+        self._passes: list[Row] = []  # what leads from a step to its samples
         self.name: str | None = checks.text("name", name, optional=True)
         self._log = arguments.NamedLog(log, {"name": name})
         distributed.rank_and_world(rank, world_size)
@@ -286,7 +288,17 @@ class Loader:
             }
             distributed.agree({**self.fingerprint(), **shared}, device=self.device)
         self._log_last(tasks)
+        row = self._row()
+        self._passes = [each for each in self._passes if each.step < row.step or each.leads_to(row)]
+        if not self._passes or not self._passes[-1].leads_to(row):
+            self._passes.append(row)
         return _Epoch(self, tasks)
+
+    def _row(self) -> Row:
+        """What the pass that begins here adds to ``_passes``."""
+        world_size = distributed.rank_and_world(self._rank, self._world_size)[1]
+        place = self._step, self._epoch, self._position, len(self._ordered())
+        return Row(*place, self.batch_size, world_size, self.last, self.limit_batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, the loaded position stays."""
@@ -322,6 +334,8 @@ class Loader:
             "position": position,  # number of samples of the epoch that all ranks together have consumed
             "after": int(self._ordered().indices[position - 1]) if position else None,  # the sample consumed last
             "order": self._ordered().digest if position else None,
+            "step": self._step,
+            "passes": [list(row) for row in self._passes],
             "fingerprint": plain(self.fingerprint()),  # a copy, which the caller may change
         }
         return {**state, "checksum": checksum(state)}
@@ -346,6 +360,7 @@ class Loader:
             self._log.warning("epoch %d starts from a state of another configuration: %s", epoch, different)
         at = locate(state, self._ordered(epoch), self.order, self.seed) if position else 0
         self.start_at(epoch, at)
+        self._step, self._passes = state.get("step", 0), check_rows(state.get("passes", []))
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides the content of an epoch, as JSON values."""
@@ -408,14 +423,54 @@ class Loader:
         except IndexError as error:
             raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
         task = numbers, torch.zeros_like(numbers), torch.ones(len(numbers), dtype=torch.bool, device="cpu")
+        batch = self._make(task, epoch, mix=mix, faults=faults)
+        if batch is None:
+            raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
+        return batch
+
+    def _make(self, task: Task, epoch: int, *, mix: bool, faults: Faults) -> Batch | None:
+        """Make one batch in this process; None if policy ``drop`` removes all samples."""
         reader = Reader(self.source, targets=self.pipeline.reader.targets)
         pipeline = replace(self.pipeline, reader=reader, faults=faults, mix=self.pipeline.mix if mix else None)
         (encoded,) = pipeline.read([task], epoch)
         pipeline.streams.follow_consumer()
         ready = pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, epoch)), epoch)
-        if ready is None:
-            raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
-        return pipeline.hand_over(ready)
+        return None if ready is None else pipeline.hand_over(ready)
+
+    def replay(self, step: int) -> list[Batch]:
+        """The batches of a step of this run, one for each rank of the run, with the pixels that training saw.
+
+        The run may have used other numbers of ranks, workers and samples per batch, and may have been resumed: load its
+        state first. The position of this loader does not change, and no worker starts. With decoding on the same kind
+        of device, the pixels are equal bit for bit.
+
+        Args:
+            step: number of the step, from 0: how many batches each rank had got before, in all runs that led to the
+                state. A step after the state is one of the future, with the settings of the last pass.
+
+        A rank is missing if it has no batch in this step, or if policy ``drop`` removed all its samples. Bad samples
+        do not count towards ``faults.max``.
+
+        Raises:
+            ConfigError: no batch has this number.
+            DataError: depending on ``faults``.
+        """
+        checks.whole_number("step", step, 0)
+        self.pipeline.check_open()
+        self.augment.check_unchanged()
+        rows = [row for row in self._passes or [self._row()] if row.step <= step]
+        if not rows:
+            raise ConfigError(f"`step` must be {self._passes[0].step} or more, where this run began. Found: {step}.")
+        epoch, start, number = rows[-1].place(step)
+        ordered, batches = self._ordered(_check_epoch(epoch)), list[Batch]()
+        for rank in range(rows[-1].world_size):
+            tasks = rows[-1].split(ordered, start=start, rank=rank)
+            if number < len(tasks):
+                batch = self._make(tasks[number], epoch, mix=True, faults=self._uncounted)
+                batches += [] if batch is None else [batch]
+        if not batches:
+            raise ConfigError(f"`step` must be one with a batch. Found: {step}, in epoch {epoch} without samples.")
+        return batches
 
     def __getitem__(self, index: int) -> Sample:
         """One augmented sample of the current epoch, with the same pixels as in a batch: ``(image, label)``.
@@ -570,7 +625,7 @@ class _Epoch(Pass):
     """A pass that stores its progress in the loader."""
 
     def __init__(self, loader: Loader, tasks: EpochOrder) -> None:
-        self._loader, self._tasks = loader, tasks
+        self._loader, self._tasks, self._first_step = loader, tasks, loader._step
         super().__init__(loader.pipeline, iter(tasks), epoch=loader.epoch, prefetch=loader.prefetch)
         loader.waited = 0.0
         loader.pipeline.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
@@ -597,5 +652,5 @@ class _Epoch(Pass):
     def _note(self) -> None:
         loader = self._loader
         loader.waited = self.waited
-        loader._position = self._tasks.position(self.done)
+        loader._position, loader._step = self._tasks.position(self.done), self._first_step + self.done
         loader._next_pass = "finished" if self.done == len(self._tasks) else "left"

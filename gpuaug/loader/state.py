@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from gpuaug.augment.fingerprint import differences
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
-from gpuaug.read.order import Order, Ordered, describe
+from gpuaug.read.order import EpochOrder, Last, Order, Ordered, describe
 from gpuaug.source.base import checksum
 
 log = logging.getLogger("gpuaug")
 
 VERSION = 3
+LASTS = get_args(Last)
 
 
 def check_state(value: Any) -> None:
@@ -42,9 +43,68 @@ def check_state(value: Any) -> None:
             f"the loader state was changed after `state_dict()` gave it: its checksum is {found:.100}, not "
             f"{written!r:.60}. Load another checkpoint, or start at the beginning of an epoch with `set_epoch`."
         )
-    numbers = value["epoch"], value["position"], value.get("after") or 0
+    numbers = value["epoch"], value["position"], value.get("after") or 0, value.get("step", 0)
     if not all(type(x) is int and 0 <= x < 2**62 for x in numbers) or not isinstance(value["fingerprint"], dict):
         raise StateError(f"a loader state needs whole numbers and a fingerprint. Found: {str(value)[:200]!r}.")
+    check_rows(value.get("passes", []))
+
+
+class Row(NamedTuple):
+    """Passes of a run with equal settings, one after the other without a gap. Rows lead from a step to its samples.
+
+    Attributes:
+        step: the number of batches that each rank had got before these passes.
+        epoch, position: where the first of the passes began.
+        samples: of an epoch.
+        batch_size, world_size, last, limit: how an epoch is split, as in :class:`~gpuaug.read.order.EpochOrder`.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    samples: int
+    batch_size: int
+    world_size: int
+    last: Last
+    limit: int | None
+
+    def split(self, epoch: Any, *, start: int, rank: int = 0) -> EpochOrder:
+        """The batches of ``rank`` from position ``start`` on. ``epoch``: its samples in order."""
+        share: dict[str, Any] = {"world_size": self.world_size, "last": self.last, "limit": self.limit}
+        return EpochOrder(epoch, start=start, rank=rank, batch_size=self.batch_size, **share)
+
+    def _lengths(self) -> tuple[int, int]:
+        """Number of batches of the first pass, and of each later one."""
+        first, later = (len(self.split(range(self.samples), start=start)) for start in (self.position, 0))
+        return first, max(1, later)
+
+    def place(self, step: int) -> tuple[int, int, int]:
+        """The epoch of a step, the position where its pass began, and the number of its batch in the pass."""
+        first, later = self._lengths()
+        number = step - self.step
+        if number < first:
+            return self.epoch, self.position, number
+        epochs, number = divmod(number - first, later)
+        return self.epoch + 1 + epochs, 0, number
+
+    def leads_to(self, other: Row) -> bool:
+        """Whether this row also describes the passes of ``other``."""
+        if self[3:] != other[3:] or other.step < self.step:
+            return False
+        epoch, start, number = self.place(other.step)
+        return (epoch, start + number * self.batch_size * self.world_size) == (other.epoch, other.position)
+
+
+def check_rows(value: Any) -> list[Row]:
+    """The rows of a state. Raises StateError if they are damaged."""
+    rows = []
+    for each in value if isinstance(value, list) else [None]:
+        given = each if isinstance(each, list) and len(each) == 8 else [-1] * 8
+        numbers = [*given[:6], 1 if given[7] is None else given[7]]
+        if not all(type(x) is int and 0 <= x < 2**62 for x in numbers) or min(numbers[4:]) < 1 or given[6] not in LASTS:
+            raise StateError(f"the passes of the loader state are damaged. Found: {str(value)[:200]!r}.")
+        rows.append(Row(*given))
+    return rows
 
 
 def compare(one: Any, other: Any, of_one: str, of_other: str) -> str:

@@ -25,6 +25,7 @@ COMMANDS = {
     "profile": "measure every stage, name the bottleneck, and say what to change",
     "plan": "measure in a short trial run how much host and device memory a run needs",
     "preview": "show a recipe's images exactly as training sees them: PNG, HTML or a live page",
+    "replay": "show what training saw in a step: samples, random parameters, pictures",
     "export": "write a recipe for evaluation, and a model behind it, as one ONNX or torch file",
     "doctor": "check this machine (versions, devices, decoders, compiler, workers, limits) and give advice",
     "parity": "compare our pixels and policies with those of Pillow, torchvision and timm, on your own images",

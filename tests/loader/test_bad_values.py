@@ -179,7 +179,7 @@ MADE: dict[str, Attack] = {
 }
 OTHERS = {
     "Loader", "Shuffle", "Sequential", "Batch", "PatchMasks", "EncodedBatch", "BatchTargets", "Target", "build",
-    "compose", "preview", "preview_page",
+    "compose", "preview", "preview_page", "Explanation", "Step",
 }  # fmt: skip
 
 
@@ -255,6 +255,7 @@ CALLS: dict[str, Callable[[gpuaug.Loader, Any], Any]] = {
     "fetch(indices)": lambda made, value: made.fetch(value),
     "fetch(epoch)": lambda made, value: made.fetch([0], epoch=value),
     "fetch(faults)": lambda made, value: made.fetch([0], faults=value),
+    "replay": lambda made, value: made.replay(value),
     "set_epoch": lambda made, value: made.set_epoch(value),
     "start_at(epoch)": lambda made, value: made.start_at(value, 0),
     "start_at(position)": lambda made, value: made.start_at(0, value),

@@ -239,14 +239,20 @@ def samples_of(
     faults = Faults(policy="blank", truncated=loader.faults.truncated)
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
         batch = loader.fetch(indices, epoch=epoch, faults=faults)
-        for sample, views, valid in zip(
-            samples, contents(batch, replace(batch.look, bands=bands)), batch.valid.tolist(), strict=True
-        ):
+        drawn = contents(batch, replace(batch.look, bands=bands))
+        for row, (sample, views, valid) in enumerate(zip(samples, drawn, batch.valid.tolist(), strict=True)):
             sample.augmented += views
+            sample.details += details_of(batch, row)
             if not valid:
                 for view in views:
                     cross(view.picture)
     return samples
+
+
+def details_of(batch: Any, row: int) -> list[str]:
+    """For each view of a sample, what the recipe did, as lines of text."""
+    explained = batch.explain(row)
+    return ["\n".join(each.lines) for each in (explained if isinstance(explained, list) else [explained])]
 
 
 def rows_of(
@@ -265,7 +271,7 @@ def rows_of(
         crops = reversed(list(zip(sample.crops, COLORS, strict=False)))  # so that the first epoch's box is on top
         caption = f"original: {sample.absent}" if sample.absent else "original"
         cells = [sample.original.cell(size / max(sample.original.picture.size), own, caption, crops=crops)]
-        for n, (each, parts) in enumerate(zip(sample.augmented, captions, strict=True)):
-            cells.append(each.cell(scale, own, *parts, color=COLORS[n % len(COLORS)]))
-        made.append(SheetRow(sample.label or sample.key, [f"{sample.index}: {sample.key}"], cells))
+        for n, (each, parts, details) in enumerate(zip(sample.augmented, captions, sample.details, strict=True)):
+            cells.append(each.cell(scale, own, *parts, color=COLORS[n % len(COLORS)])._replace(details=details))
+        made.append(SheetRow(sample.label or sample.key, [f"{sample.index}: {sample.key}", *sample.notes], cells))
     return made

@@ -32,6 +32,8 @@ class Sample:
     absent: str = ""  # why ``original`` is only a gray picture
     crops: list[tuple[int, ...]] = field(default_factory=list)  # (x1, y1, x2, y2) in the original
     augmented: list[Annotated] = field(default_factory=list)  # all views of an epoch, then all views of the next
+    details: list[str] = field(default_factory=list)  # for each of these, what the recipe did
+    notes: list[str] = field(default_factory=list)  # lines beside the pictures
 
 
 def originals(

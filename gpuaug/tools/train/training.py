@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
@@ -36,6 +37,7 @@ from gpuaug.tools.train.checkpoint import VERSION, packed, read_checkpoint
 
 log = logging.getLogger("gpuaug")
 
+SPIKES = 20  # steps in spikes.json
 TERMINATED = 143  # exit status after SIGTERM, as a shell reports it
 AMP = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -54,6 +56,7 @@ class Settings(Keys):
     amp: str = "auto"
     out: str = "outputs/train"
     resume: str | None = None
+    digests: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,6 +179,8 @@ class Training:
         self.sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct predictions, samples
         self.history: list[dict[str, float | int | None]] = []
         self.classes = loader.source.classes and list(loader.source.classes)
+        self.losses: list[tuple[int, Tensor, float]] = []  # step, summed loss of this rank, valid samples of all ranks
+        self.spikes: list[dict[str, Any]] = []  # the steps with the largest losses
 
     def run(self, report: Report) -> int:
         """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training."""
@@ -221,6 +226,8 @@ class Training:
             ended = self._steps(bar)
             self.pace.stop()
             bar.set_postfix_str(self._postfix(), refresh=True)
+        if ended:
+            self._keep_spikes()
         loss, right, samples = _sum(self.sums.tolist()) if ended else self.sums.tolist()
         if not math.isfinite(loss):  # also after SIGTERM, so that the last good checkpoint stays
             raise GpuaugError(
@@ -242,14 +249,20 @@ class Training:
             for batch in self.pace.measured(loader):
                 asked, valid = _sum([float(self.stop.asked), float(batch.valid.sum())])
                 progress = (epoch + min(1.0, position / samples)) / self.settings.epochs
-                self.train_batch(batch, valid=valid, progress=progress)
+                loss = self.train_batch(batch, valid=valid, progress=progress)
                 self.pace.images += int(valid)
                 if bar.update():
                     bar.set_postfix_str(self._postfix(), refresh=False)
                 state = loader.state_dict()
-                position = state["position"]
+                position, step = state["position"], state["step"] - 1
+                self.losses.append((step, loss, valid))
+                if self.settings.digests:
+                    file = Path(self.settings.out) / f"digests.rank{self.rank}.jsonl"
+                    with open(file, "a", encoding="utf-8") as lines:
+                        lines.write(json.dumps({"step": step, "digest": batch.digest()}) + "\n")
                 if asked and state["epoch"] == epoch:
                     self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
+                    self._keep_spikes()
                     return False
         except ReadError:  # SIGTERM to the whole process group ends the workers too
             if not self.stop.asked:
@@ -257,8 +270,11 @@ class Training:
             return False
         return True
 
-    def train_batch(self, batch: Batch, *, valid: float, progress: float) -> None:
-        """Train on one batch. ``valid``: number of valid samples of all ranks. ``progress``: share that is done."""
+    def train_batch(self, batch: Batch, *, valid: float, progress: float) -> Tensor:
+        """Train on one batch. Returns the sum of its losses.
+
+        ``valid``: number of valid samples of all ranks. ``progress``: share that is done.
+        """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.settings.lr * rate(progress, warmup=self.settings.warmup)
         self.optimizer.zero_grad(set_to_none=True)
@@ -277,6 +293,23 @@ class Training:
         self.optimizer.step()
         self.sums += torch.stack([summed.detach(), (right * weight).sum(), weight.sum()])
         self.steps += 1
+        return summed.detach()
+
+    def _keep_spikes(self) -> None:
+        """Write the steps with the largest losses so far, and forget the others. All ranks must call it."""
+        if not self.losses:
+            return
+        sums = torch.stack([loss for _, loss, _ in self.losses]).double().cpu()
+        if distributed.active():
+            dist.all_reduce(sums)
+        for (step, _, valid), total in zip(self.losses, sums.tolist(), strict=True):
+            loss = total / max(1.0, valid)
+            self.spikes.append({"step": step, "loss": loss if math.isfinite(loss) else None})
+        self.spikes.sort(key=lambda each: -math.inf if each["loss"] is None else -each["loss"])
+        del self.spikes[SPIKES:]
+        self.losses = []
+        if self.first:
+            files.write(Path(self.settings.out) / "spikes.json", json.dumps({"steps": self.spikes}, indent=1) + "\n")
 
     def _logits(self, model: nn.Module, batch: Batch) -> list[Tensor]:
         """Logits [B, classes] of each view, float32."""
@@ -350,6 +383,7 @@ class Training:
             "sums": self.sums.tolist(),
             "steps": self.steps,
             "history": self.history,
+            "spikes": self.spikes,
             "gpuaug": self.about,
         }
         try:
@@ -385,6 +419,7 @@ class Training:
         if self.first:  # a checkpoint has the sums of all ranks, so only one rank has them now
             self.sums = torch.tensor(checkpoint["sums"], dtype=torch.float64, device=self.device)
         self.steps, self.history = checkpoint["steps"], checkpoint["history"]
+        self.spikes = checkpoint.get("spikes", [])
         log.info("resumed %s: epoch %d, sample %d", file, self.loader.epoch + 1, checkpoint["loader"]["position"])
 
     def _report(self, report: Report, file: Path) -> None:

@@ -1,0 +1,221 @@
+"""`gpuaug replay`: what training saw in a step: its samples, what was drawn for them, and the pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuaug import checks
+from gpuaug.augment.explain import Explanation
+from gpuaug.display.annotations import Style
+from gpuaug.display.batches import contents, name_of
+from gpuaug.display.sheet import SheetRow, page, sheet
+from gpuaug.errors import ConfigError, StateError
+from gpuaug.files import LARGEST_FILE
+from gpuaug.loader.batch import Batch
+from gpuaug.loader.describe import steps
+from gpuaug.loader.loader import Loader
+from gpuaug.loader.state import check_state, compare
+from gpuaug.source.local import read_file
+from gpuaug.tools.preview.command import PAGES
+from gpuaug.tools.preview.drawing import cell_of, details_of, rows_of
+from gpuaug.tools.preview.originals import Sample, originals
+from gpuaug.tools.report import Report, output, save
+from gpuaug.tools.request import Keys, Request
+from gpuaug.tools.train.checkpoint import read_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Keys):
+    """The keys of `gpuaug replay`."""
+
+    step: Any = None
+    spikes: str | None = None
+    top: int = 3
+    epoch: int | None = None
+    sample: Any = None
+    state: str | None = None
+    digests: str | None = None
+    out: str = "replay.html"
+    samples: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.whole_number("top", self.top, 1)
+        checks.whole_number("samples", self.samples, 1)
+        checks.whole_number("epoch", self.epoch, 0, optional=True)
+        given = [name for name in ("step", "spikes", "sample") if getattr(self, name) is not None]
+        if len(given) != 1 or (self.epoch is None) != (self.sample is None):
+            raise ConfigError(
+                "`gpuaug replay` needs step=NUMBER, or spikes=FILE, or epoch=NUMBER and sample=PATH. Found: "
+                f"{', '.join(given + ['epoch'] * (self.epoch is not None)) or 'none of them'}."
+            )
+        if self.digests is not None and self.sample is not None:
+            raise ConfigError("`digests` are those of steps, but `sample` names no step. Remove `digests`.")
+        if Path(self.out).suffix.lower() not in (".png", *PAGES):
+            raise ConfigError(f"`out` must end in .png or {' or '.join(PAGES)}. Found: {self.out!r}.")
+
+    def steps(self) -> list[int]:
+        """The numbers of the steps to show."""
+        if self.spikes is None:
+            values = self.step if isinstance(self.step, list) else [] if self.step is None else [self.step]
+        else:
+            found = _json(self.spikes, "spikes")
+            listed = found.get("steps") if isinstance(found, dict) else None
+            values = [x.get("step") if isinstance(x, dict) else x for x in listed or []][: self.top]
+            if not values:
+                raise ConfigError(f"`spikes` must be a spikes.json of `gpuaug train`. Found: {self.spikes!r}.")
+        return [checks.whole_number("step", x, 0) for x in values]
+
+
+def main(request: Request) -> int:
+    settings = Settings(**request.settings())
+    numbers, out = settings.steps(), output(settings.out, "out")
+    report = Report(file=settings.json)
+    state, recipe = _state(request, settings)
+    config = request.loader(before=recipe)
+    with request.build(config, num_workers=0, prefetch=0) as loader:
+        if state is not None:
+            if different := compare(state["fingerprint"], loader.fingerprint(), "in the state", "here"):
+                raise ConfigError(f"the settings must be those of the training. Found: {different}. Set them as there.")
+            loader.load_state_dict(state)
+        rows, is_page = list[SheetRow](), out.suffix.lower() in PAGES
+        groups = [(f"step {step}", loader.replay(step)) for step in numbers]
+        for indices in [_indices(loader, settings.sample)] if settings.epoch is not None else []:
+            groups.append((f"epoch {settings.epoch}", [loader.fetch(indices, epoch=settings.epoch)]))
+        report.values["replayed"] = []
+        for title, batches in groups:
+            rows += _rows(loader, title, batches, settings.samples, is_page=is_page)
+            _add(report, loader, title, batches)
+        if settings.digests is not None:
+            _compare(report, Path(settings.digests), dict(zip(numbers, (x for _, x in groups), strict=True)))
+        heading: dict[str, Any] = {
+            "heading": "replay",
+            "lines": [*steps(loader.augment, loader.epoch), f"seed {loader.seed}"],
+        }
+        if is_page:
+            save(out, "out", page(rows, **heading))
+        else:
+            stream = io.BytesIO()
+            sheet(rows, **heading).save(stream, "PNG", optimize=True)
+            save(out, "out", stream.getvalue())
+    report.add("pictures", str(out), str(out))
+    report.write()
+    return 0
+
+
+def _json(file: str, key: str) -> Any:
+    try:
+        return json.loads(read_file(file, limit=LARGEST_FILE))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`{key}` must be a JSON file. Found: {file!r} ({error}).") from error
+
+
+def _state(request: Request, settings: Settings) -> tuple[dict[str, Any] | None, list[str]]:
+    """The state, and the overrides that select its recipe."""
+    if settings.state is None:
+        return None, []
+    if settings.state.lower().endswith(".json"):
+        state = _json(settings.state, "state")
+        check_state(state)
+        return dict(state), []
+    checkpoint = read_checkpoint(Path(settings.state), key="state")
+    chosen = any(root == "augment" and text.startswith("augment=") for root, text in request.others())
+    stored = "train" in checkpoint.get("gpuaug", {}).get("recipes", {})
+    own = [f"augment=file:{settings.state}"] if stored and not chosen and request.config_name is None else []
+    return checkpoint["loader"], own
+
+
+def _indices(loader: Loader, given: Any) -> list[int]:
+    """The numbers of samples, which are given as numbers or keys."""
+    values = given if isinstance(given, list) else [given]
+    found = []
+    for value in values:
+        if isinstance(value, str):
+            count = loader.source.sample_count or len(loader.source)
+            matches = [n for n in range(count) if loader.source.key(n) == value]
+            if not matches:
+                raise ConfigError(
+                    f"`sample` must be the number or the key of a sample, such as {loader.source.key(0)!r}. "
+                    f"Found: {value!r}."
+                )
+            found += matches[:1]
+        else:
+            found.append(checks.whole_number("sample", value, 0))
+    return found
+
+
+def _explanations(batch: Batch, row: int) -> list[Explanation]:
+    made = batch.explain(row)
+    return made if isinstance(made, list) else [made]
+
+
+def _each(batches: list[Batch]) -> Iterator[tuple[int, int, int, Batch]]:
+    """(rank, row, number of the sample, batch) of every sample."""
+    for rank, batch in enumerate(batches):
+        for row, index in enumerate(batch.indices.tolist()):
+            yield rank, row, index, batch
+
+
+def _rows(loader: Loader, title: str, batches: list[Batch], most: int, *, is_page: bool) -> list[SheetRow]:
+    """The rows of the first ``most`` samples: the original with its crops, and what training saw."""
+    samples: list[Sample] = []
+    drawn = [contents(batch, batch.look, count=most) for batch in batches]
+    for rank, row, index, batch in list(_each(batches))[:most]:
+        (sample,) = originals(loader, [index], epoch=loader.epoch)
+        for each in [] if sample.absent else _explanations(batch, row):
+            top, left, height, width = each.window
+            sample.crops.append((left, top, left + width, top + height))
+        sample.augmented, sample.details = drawn[rank][row], details_of(batch, row)
+        place = f"{title}{f', rank {rank}' if len(batches) > 1 else ''}, row {row}"
+        sample.notes = [place + ("" if bool(batch.valid[row]) else ", not valid")]
+        if not is_page:  # a page shows them on hover and on click
+            sample.notes += [line for text in sample.details for line in text.splitlines()]
+        samples.append(sample)
+    style = Style.of(loader.source, loader.targets)
+    captions = [(name_of(view) or "augmented",) for view in loader.augment.at(loader.epoch).views]
+    return rows_of(samples, captions, style, cell=cell_of(loader)) if samples else []
+
+
+def _add(report: Report, loader: Loader, title: str, batches: list[Batch]) -> None:
+    """Print and keep what was drawn for each sample."""
+    kept = []
+    for rank, row, index, batch in _each(batches):
+        key, explained = loader.source.key(index), _explanations(batch, row)
+        views: list[dict[str, Any]] = []
+        for x in explained:
+            ops = [{"name": s.name, "applied": s.applied, "values": s.values} for s in x.steps]
+            views.append({"view": x.view, "copy": x.copy, "window": x.window, "ops": ops})
+        place = {"rank": rank, "row": row, "sample": index, "key": key, "valid": bool(batch.valid[row])}
+        kept.append({**place, "views": views})
+    report.values["replayed"].append({"title": title, "digests": [x.digest() for x in batches], "samples": kept})
+    print(f"{title}: {len(kept)} samples{f' on {len(batches)} ranks' if len(batches) > 1 else ''}")
+
+
+def _compare(report: Report, folder: Path, batches: dict[int, list[Batch]]) -> None:
+    """Compare the hashes of batches with those that training wrote."""
+    equal = total = 0
+    for rank in range(max(map(len, batches.values()), default=0)):
+        file = folder / f"digests.rank{rank}.jsonl"
+        try:
+            lines = [json.loads(line) for line in read_file(str(file), limit=LARGEST_FILE).splitlines()]
+            known = {line["step"]: line["digest"] for line in lines}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            expected = "`digests` must be the folder `out` of `gpuaug train digests=true`"
+            raise ConfigError(f"{expected}. Found: {str(file)!r} ({error!r}).") from error
+        for step, each in batches.items():
+            if rank < len(each) and step in known:
+                total += 1
+                equal += each[rank].digest() == known[step]
+    if not total:
+        raise ConfigError(f"`digests` must hold the steps. Found: none of {sorted(batches)} in {str(folder)!r}.")
+    report.add("equal_batches", equal, f"{equal} of {total} batches equal those of the training, bit for bit")
+    if equal < total:
+        raise StateError(
+            f"{total - equal} of {total} batches differ from those of the training. Use the same files, device and "
+            "`decode` settings."
+        )
