@@ -36,6 +36,9 @@ class Step:
         values: the parameters that are numbers or short lists.
         seeded: the operation draws its own random numbers, which gpuaug only seeds; ``params`` is empty.
         share: for a chain of AugMix, its share of the result; else None.
+
+    >>> print(Step(name="jitter", kind="ColorJitter", applied=True, values={"brightness_factor": 1.0849}))
+    jitter: brightness 1.08
     """
 
     name: str
@@ -73,6 +76,12 @@ class Explanation:
         offset: (y, x) of the resized window's top left corner in the view; above 0: the view was padded.
         size: (height, width) of the view.
         steps: the operations in their order.
+
+    >>> flip = Step(name="flip", kind="RandomHorizontalFlip", applied=False)
+    >>> window = {"window": (37, 16, 211, 187), "resized": (224, 224), "offset": (0, 0), "size": (224, 224)}
+    >>> print(Explanation(view="", copy=0, steps=[flip], **window))
+    crop: 187 x 211 at (16, 37), resized to 224 x 224
+    flip: not applied
     """
 
     view: str

@@ -32,11 +32,12 @@ PAGE = """<!DOCTYPE html>
   h1, h2, p {{ margin: 8px; overflow-wrap: anywhere; }} h2 {{ font-size: 16px; }} p, figcaption {{ font-size: 13px; }}
   figure {{ margin: 8px; }} figcaption {{ border-top: 4px solid; }} pre {{ display: none; font-size: 13px; }}
   main {{ display: grid; grid-template-columns: repeat({columns}, max-content); overflow-x: auto; }}
-  main > h2, main > p {{ grid-column: 1 / -1; }} main > div {{ display: contents; }}
+  main > h2, main > p {{ grid-column: 1 / -1; margin: 0 8px; }} main > h2 {{ margin-top: 16px; }}
+  main > div {{ display: contents; }}
   label {{ cursor: zoom-in; }} input {{ position: absolute; opacity: 0; }}
   :focus-visible + img {{ outline: 3px solid; }}
   main > div:has(:checked) {{ display: flex; position: fixed; inset: 0; z-index: 1; overflow: auto; }}
-  main > div:has(:checked) {{ background: Canvas; }}
+  main > div:has(:checked) {{ background: Canvas; align-content: flex-start; }}
   div:has(:checked) figure:not(:first-child, :has(:checked)) {{ display: none; }}
   div:has(:checked) label {{ cursor: zoom-out; }} figure:has(:checked) pre {{ display: block; white-space: pre-wrap; }}
   div:has(:checked) img {{ max-width: 46vw; min-width: min(46vw, 70vh); max-height: 85vh; object-fit: contain; }}

@@ -90,7 +90,7 @@ def main(request: Request) -> int:
         report.values["replayed"] = []
         for title, batches in groups:
             rows += _rows(loader, title, batches, settings.samples, is_page=is_page)
-            _add(report, loader, title, batches)
+            _add(report, loader, title, batches, settings.samples)
         if settings.digests is not None:
             _compare(report, Path(settings.digests), dict(zip(numbers, (x for _, x in groups), strict=True)))
         heading: dict[str, Any] = {
@@ -174,18 +174,23 @@ def _rows(loader: Loader, title: str, batches: list[Batch], most: int, *, is_pag
         place = f"{title}{f', rank {rank}' if len(batches) > 1 else ''}, row {row}"
         sample.notes = [place + ("" if bool(batch.valid[row]) else ", not valid")]
         if not is_page:  # a page shows them on hover and on click
-            sample.notes += [line for text in sample.details for line in text.splitlines()]
+            views = [name_of(view) for view in loader.augment.at(loader.epoch).views]
+            for view, text in zip(views, sample.details, strict=True):
+                sample.notes += [f"{view}:"] * bool(view) + text.splitlines()
         samples.append(sample)
     style = Style.of(loader.source, loader.targets)
     captions = [(name_of(view) or "augmented",) for view in loader.augment.at(loader.epoch).views]
     return rows_of(samples, captions, style, cell=cell_of(loader)) if samples else []
 
 
-def _add(report: Report, loader: Loader, title: str, batches: list[Batch]) -> None:
-    """Print and keep what was drawn for each sample."""
-    kept = []
+def _add(report: Report, loader: Loader, title: str, batches: list[Batch], most: int) -> None:
+    """Keep what was drawn for each sample, and print that of the first ``most``."""
+    kept: list[dict[str, Any]] = []
+    print(f"{title}: {sum(map(len, batches))} samples{f' on {len(batches)} ranks' if len(batches) > 1 else ''}")
     for rank, row, index, batch in _each(batches):
         key, explained = loader.source.key(index), _explanations(batch, row)
+        if len(kept) < most:
+            print(f"  {index}: {key}", *(f"    {'; '.join(x.lines)}" for x in explained), sep="\n")
         views: list[dict[str, Any]] = []
         for x in explained:
             ops = [{"name": s.name, "applied": s.applied, "values": s.values} for s in x.steps]
@@ -193,7 +198,6 @@ def _add(report: Report, loader: Loader, title: str, batches: list[Batch]) -> No
         place = {"rank": rank, "row": row, "sample": index, "key": key, "valid": bool(batch.valid[row])}
         kept.append({**place, "views": views})
     report.values["replayed"].append({"title": title, "digests": [x.digest() for x in batches], "samples": kept})
-    print(f"{title}: {len(kept)} samples{f' on {len(batches)} ranks' if len(batches) > 1 else ''}")
 
 
 def _compare(report: Report, folder: Path, batches: dict[int, list[Batch]]) -> None:
