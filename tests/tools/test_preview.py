@@ -185,7 +185,9 @@ def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data() -> None:
     evil = "</script><script>alert(1)</script>\"'&{{data}}\udcff"
     picture = Image.new("RGB", (8, 8))
     shown = Annotated(picture)
-    samples = [Sample(7, evil, evil, shown, absent, [(0, 0, 4, 4)] * 2, [shown] * 2) for absent in ("", evil)]
+    samples = [
+        Sample(7, evil, evil, shown, absent, [(0, 0, 4, 4)] * 2, [shown] * 2, [evil] * 2) for absent in ("", evil)
+    ]
     made = preview.rows_of(samples, [("epoch 0", evil), ("epoch 1", evil)], Style(), cell=None)
     text = sheet.page(made, heading=evil[:-1], lines=[evil[:-1]])
     text.encode()
@@ -198,7 +200,7 @@ def test_a_page_asks_for_nothing_and_runs_nothing_from_the_data() -> None:
 
 def test_the_boxes_of_the_first_draws_are_on_the_original() -> None:
     original, view = (Annotated(Image.new("RGB", (side, side))) for side in (40, 10))
-    sample = Sample(7, "a/7.jpg", "a", original, crops=[(0, 0, 20, 20)], augmented=[view])
+    sample = Sample(7, "a/7.jpg", "a", original, crops=[(0, 0, 20, 20)], augmented=[view], details=[""])
     ((original, view),) = (row.cells for row in preview.rows_of([sample], [("epoch 3", "")], Style(), cell=80))
     assert (original.picture.size, view.picture.size) == ((108, 108), (80, 80))
     assert (original.caption, view.caption) == ("original", "epoch 3")

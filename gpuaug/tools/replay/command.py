@@ -48,19 +48,19 @@ class Settings(Keys):
         checks.whole_number("top", self.top, 1)
         checks.whole_number("samples", self.samples, 1)
         checks.whole_number("epoch", self.epoch, 0, optional=True)
-        given = [name for name in ("step", "spikes", "sample") if getattr(self, name) is not None]
-        if len(given) != 1 or (self.epoch is None) != (self.sample is None):
-            raise ConfigError(
-                "`gpuaug replay` needs step=NUMBER, or spikes=FILE, or epoch=NUMBER and sample=PATH. Found: "
-                f"{', '.join(given + ['epoch'] * (self.epoch is not None)) or 'none of them'}."
-            )
         if self.digests is not None and self.sample is not None:
             raise ConfigError("`digests` are those of steps, but `sample` names no step. Remove `digests`.")
         if Path(self.out).suffix.lower() not in (".png", *PAGES):
             raise ConfigError(f"`out` must end in .png or {' or '.join(PAGES)}. Found: {self.out!r}.")
 
     def steps(self) -> list[int]:
-        """The numbers of the steps to show."""
+        """The numbers of the steps to show; none with ``sample``."""
+        given = [name for name in ("step", "spikes", "sample") if getattr(self, name) is not None]
+        if len(given) != 1 or (self.epoch is None) != (self.sample is None):
+            raise ConfigError(
+                "`gpuaug replay` needs step=NUMBER, or spikes=FILE, or epoch=NUMBER and sample=PATH. Found: "
+                f"{', '.join(given + ['epoch'] * (self.epoch is not None)) or 'none of them'}."
+            )
         if self.spikes is None:
             values = self.step if isinstance(self.step, list) else [] if self.step is None else [self.step]
         else:
