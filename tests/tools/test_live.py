@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -469,3 +470,57 @@ def test_in_a_browser(page: Page, tmp_path: Path) -> None:
     assert shlex.split(seen["overrides"])[1:] == ["augment=simclr", "augment.ops.gray.p=1.0"]
     assert seen["error"] == "`augment.ops.gray.p` must be a number in [0, 1]. Found: 7.0."
     assert all(address.startswith((page.url, f"blob:{page.url[:16]}")) for address in seen["requests"])
+
+
+async def enlarge(file: Path, width: int) -> dict[str, Any]:
+    """Read the tooltips of a page of `gpuaug preview`; click on a picture, and again."""
+    seen: dict[str, Any] = {}
+    count = 'document.querySelectorAll("figure").values().filter((x) => x.getClientRects().length).toArray().length'
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        async with browser(folder) as tab:
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            await tab.call("Emulation.setDeviceMetricsOverride", **size)
+            await tab.call("Page.navigate", url=file.as_uri())
+            await tab.until('document.readyState === "complete" && document.querySelector("label[title] img") !== null')
+            seen["titles"] = await tab.value('[...document.querySelectorAll("label")].map((x) => x.title)')
+            seen["all"] = await tab.value(count)
+            tops = (
+                '[...document.querySelectorAll("main > div")].map((row) => [...row.children].map((x) => x.offsetTop))'
+            )
+            seen["tops"] = await tab.value(tops)
+            seen["wide"] = await tab.value("document.documentElement.scrollWidth")
+            await tab.value('document.querySelectorAll("label")[2].click()')
+            await tab.until(f"{count} < {seen['all']}")
+            seen["open"] = await tab.value(count)
+            shown = (
+                '[...document.querySelectorAll("pre")].filter((x) => x.getClientRects().length).map((x) => x.innerText)'
+            )
+            seen["details"] = await tab.value(shown)
+            seen["sides"] = await tab.value(
+                '[...document.querySelectorAll("figure:has(:checked) img")].map((x) => x.getBoundingClientRect().width)'
+            )
+            await tab.value('document.querySelectorAll("label")[2].click()')
+            await tab.until(f"{count} === {seen['all']}")
+    return seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_page_explains_and_enlarges_its_pictures(width: int, photos: Path, tmp_path: Path) -> None:
+    words = [f"source.root={photos}", "augment=simclr", "augment.crop.size=48", "num_workers=0", "device=cpu"]
+    assert main(["preview", *words, "samples=2", "draws=2", f"out={tmp_path}/x.html"]) == 0
+    seen = asyncio.run(enlarge(tmp_path / "x.html", width))
+    with gpuaug.build(gpuaug.compose("train", words)) as loader:
+        indices = [int(x) for x in re.findall(r"<p>(\d+): ", (tmp_path / "x.html").read_text())]
+        batches = [loader.fetch(indices, epoch=epoch) for epoch in (0, 1)]
+    expected = []
+    for row in range(2):
+        expected += ["", *("\n".join(view.lines) for batch in batches for view in batch.explain(row))]
+    assert seen["titles"] == expected
+    assert seen["details"] == [expected[2]]
+    assert (seen["all"], seen["open"]) == (10, 7)  # of this row, only the original and the picture
+    assert min(seen["sides"]) > (400 if width == 1280 else 280)
+    if width == 1280:  # columns: all pictures of a row begin at one height
+        assert all(len(set(row)) == 1 for row in seen["tops"])
+    else:
+        assert seen["wide"] <= width
