@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models.detection import FCOS
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
@@ -34,21 +34,17 @@ def detector(classes: int) -> FCOS:
     return FCOS(backbone, classes + 1, min_size=SIZE, max_size=SIZE, anchor_generator=grid)
 
 
-def to_source(boxes: Tensor, matrix: Tensor) -> Tensor:
-    """Map boxes [n, 4] on the network's input to x, y, width, height in the source. ``matrix``: of targets.matrices."""
-    corners = nn.functional.pad(boxes.cpu().double().view(-1, 2), (0, 1), value=1.0) @ matrix.inverse().T
-    low, high = corners[:, :2].view(-1, 2, 2).aminmax(dim=1)
-    return torch.cat([low, high - low], dim=1)
-
-
 @torch.no_grad()
 def average_precision(net: nn.Module, loader: Any, annotations: str) -> float:
     """COCO's average precision, of IoU 0.5 to 0.95. ``annotations``: the file of the images in ``loader``."""
     net.eval()
     results: list[dict[str, Any]] = []
     for images, targets in loader:
-        for row, matrix, image_id in zip(net(list(images)), targets.matrices, targets.image_ids.tolist(), strict=True):
-            boxes = to_source(row["boxes"], matrix).tolist()
+        found = net(list(images))
+        originals = targets.restore(boxes=[row["boxes"].cpu() for row in found])
+        for row, original, image_id in zip(found, originals, targets.image_ids.tolist(), strict=True):
+            low, high = original["boxes"].split(2, dim=1)
+            boxes = torch.cat([low, high - low], dim=1).tolist()  # x, y, width, height
             categories = loader.source.category_ids[row["labels"].cpu() - 1].tolist()  # label 0 is the background
             for bbox, category_id, score in zip(boxes, categories, row["scores"].tolist(), strict=True):
                 results.append({"image_id": image_id, "category_id": category_id, "bbox": bbox, "score": score})

@@ -7,6 +7,7 @@ python examples/segmentation.py scenes/train scenes/val batch_size=8 'augment.cr
 """
 
 import sys
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -27,15 +28,12 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(widths[0], classes, 1)
 
     @staticmethod
-    def block(inputs: int, outputs: int) -> nn.Module:
-        """Two convolutions."""
-        layers: list[nn.Module] = []
+    def block(inputs: int, outputs: int, layers: tuple[nn.Module, ...] = ()) -> nn.Module:
         for i, o in ((inputs, outputs), (outputs, outputs)):
-            layers += [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
+            layers += (nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
         return nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores of every pixel."""
         skips: list[Tensor] = []
         for block in self.down:
             skips.append(block(nn.functional.max_pool2d(skips[-1], 2) if skips else x))
@@ -47,41 +45,43 @@ class UNet(nn.Module):
 
 
 @torch.no_grad()
-def iou(net: nn.Module, loader: gpuaug.Loader, classes: int) -> Tensor:
-    """Intersection over union of each class, over all pixels of ``loader`` that are not 255."""
+def iou(net: nn.Module, val: gpuaug.Loader, files: gpuaug.Loader, classes: int) -> Tensor:
+    """Intersection over union of each class at the size of the ``files``, over all pixels that are not 255."""
     net.eval()
-    confusion = torch.zeros(classes, classes, device=loader.device)
-    for images, masks in loader:
-        pairs = masks * classes + net(images).argmax(1)
-        confusion += pairs[masks != 255].bincount(minlength=classes**2).view(classes, classes)
+    confusion = torch.zeros(classes, classes, device=val.device)
+    for batch, (_, masks) in zip(val, files, strict=True):
+        (image,) = batch.targets.restore(logits=net(batch.images))
+        pairs = masks[0] * classes + image["logits"].argmax(0)
+        confusion += pairs[masks[0] != 255].bincount(minlength=classes**2).view(classes, classes)
     return confusion.diagonal() / (confusion.sum(0) + confusion.sum(1) - confusion.diagonal())
+
+
+def loader(name: str, root: str, *words: str) -> gpuaug.Loader:
+    """A loader of the images and masks below ``root``."""
+    return gpuaug.build(gpuaug.compose(name, [f"source.root={root}", "source=masks", "targets=segmentation", *words]))
 
 
 def train(root: str, held_out: str, overrides: list[str], *, classes: int = 4, epochs: int = 8) -> list[float]:
     """Train on the masks below ``root``; returns the loss of each epoch."""
-    common = ["source=masks", "targets=segmentation", f"augment.crop.size={SIZE}"]
-    recipe = [f"source.root={root}", "augment=seg_torchvision", f"augment.crop.base={SIZE}", "last=drop", *overrides]
-    whole = [f"source.root={held_out}", "augment=seg_torchvision_eval", "num_workers=0", "batch_size=1"]
-    with (
-        gpuaug.build(gpuaug.compose("train", [*common, *recipe])) as loader,
-        gpuaug.build(gpuaug.compose("eval", [*common, *whole])) as val,
-    ):
-        net = UNet(classes).to(loader.device)
+    recipe = ["augment=seg_torchvision", f"augment.crop.size={SIZE}", f"augment.crop.base={SIZE}", "last=drop"]
+    small = ["augment=seg_torchvision_eval", f"augment.crop.size={SIZE}", "batch_size=1", "num_workers=0"]
+    whole = ["augment=none", "augment.crop=null", "batch_size=1", "num_workers=0"]
+    val_of = partial(loader, "eval", held_out)
+    with loader("train", root, *recipe, *overrides) as train, val_of(*small) as val, val_of(*whole) as files:
+        net = UNet(classes).to(train.device)
         optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=epochs * len(loader))
-        means = []
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=epochs * len(train))
+        means = [0.0] * epochs
         for epoch in range(epochs):
-            total = 0.0
-            for images, masks in loader:  # float [B, 3, H, W] and int64 [B, H, W], 255 outside the image
+            for images, masks in train:  # float [B, 3, H, W] and int64 [B, H, W], 255 outside the image
                 loss = nn.functional.cross_entropy(net(images), masks, ignore_index=255)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-                total += loss.item()
-            means.append(total / len(loader))
-            print(f"epoch {epoch}: loss {means[-1]:.3f}")
-        ious = iou(net, val, classes)
+                means[epoch] += loss.item() / len(train)
+            print(f"epoch {epoch}: loss {means[epoch]:.3f}")
+        ious = iou(net, val, files, classes)
         print(f"held-out images: mean IoU {ious.mean():.2f}; of each class {[round(v, 2) for v in ious.tolist()]}")
     return means
 

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -435,7 +436,9 @@ def test_iou_counts_pixels_that_are_not_255() -> None:
             return torch.nn.functional.one_hot(guesses, 3).permute(0, 3, 1, 2).float()
 
     masks = torch.tensor([[[0, 0, 1, 255], [1, 1, 2, 2]]])
-    found = example("segmentation").iou(Net(), Batches([(torch.zeros(1, 3, 2, 4), masks)]), 3)
+    targets = SimpleNamespace(restore=lambda logits: [{"logits": logits[0]}])
+    batch = SimpleNamespace(images=torch.zeros(1, 3, 2, 4), targets=targets)
+    found = example("segmentation").iou(Net(), Batches([batch]), [(batch.images, masks)], 3)
     assert found.tolist() == pytest.approx([1 / 3, 2 / 5, 1 / 2])
 
 
@@ -486,6 +489,5 @@ def test_detections_are_compared_in_pixels_of_the_source(detection: Any, scenes:
         assert detection.average_precision(Perfect(), loader, f"{scenes}/instances.json") == pytest.approx(1)
         truth: Any = loader.source
         for row, index in enumerate(targets.indices.tolist()):
-            boxes = detection.to_source(targets.boxes[targets.sample == row], targets.matrices[row])
-            boxes[:, 2:] += boxes[:, :2]
+            boxes = targets.restore(boxes=targets.boxes.split(targets.counts.tolist()))[row]["boxes"]
             assert boxes.numpy() == pytest.approx(truth.label(index).boxes, abs=1e-3)

@@ -55,7 +55,7 @@ def augment_targets(
     objects = by_rules(replace(table, ids=np.arange(len(table))), rules)
     sizes = np.tile(np.array(size, dtype=np.int64), (len(indices), 1))
     matrices = np.tile(np.eye(3), (len(indices), 1, 1))
-    upright = TargetView(table=table, objects=objects, matrices=matrices, sizes=sizes, decoded=decoded)
+    upright = TargetView(table=table, objects=objects, matrices=matrices, sizes=sizes, annotated=sizes, decoded=decoded)
     windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded, empty=size)
     chosen = recipe.choose(drawn, [window.size for window in windows])
     views = mover.place(upright, windows, chosen, epoch=drawn.epoch)

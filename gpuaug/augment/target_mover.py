@@ -45,6 +45,7 @@ class TargetView:
     objects: Objects  # upright: in pixels of the annotated images; view: of the output. `ids` are rows of `table`
     matrices: Float64  # [B, 3, 3], from the annotated to the upright image, or to the output
     sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
+    annotated: Int64  # [B, 2], the same of the annotated images
     decoded: list[NDArray[Any] | None] | None = None  # upright masks that a crop reads. Element None: no mask
     windows: Any = None  # CropWindows of the view
     moves: list[Warp | Elastic] = field(default_factory=list)  # what masks still have to follow, in order
@@ -95,14 +96,16 @@ class TargetMover:
         sizes = np.stack([info.height, info.width], axis=1)
         stored = np.where(info.orientation[:, None] > 4, sizes[:, ::-1], sizes)
         as_stored, faults = self._annotated_as_stored(encoded, info, sizes, stored)
-        table = _in_pixels(table, np.where(as_stored[:, None], stored, sizes))
+        annotated = np.where(as_stored[:, None], stored, sizes)
+        table = _in_pixels(table, annotated)
         matrices = np.tile(np.eye(3), (len(sizes), 1, 1))
         objects = by_rules(replace(table, ids=np.arange(len(table))), self.rules)
         if as_stored.any():
             matrices[as_stored] = geometry.orientation(info.orientation[as_stored], stored[as_stored])
         decoded = self._decode_all(encoded, info, decoder, faults) if self._needs_masks else None
-        sizes = np.where((sizes > 0).all(axis=1, keepdims=True), sizes, 0)
-        return TargetView(table=table, objects=objects, matrices=matrices, sizes=sizes, decoded=decoded), faults
+        sizes, annotated = (np.where((each > 0).all(axis=1, keepdims=True), each, 0) for each in (sizes, annotated))
+        both: dict[str, Any] = {"sizes": sizes, "annotated": annotated}
+        return TargetView(table=table, objects=objects, matrices=matrices, decoded=decoded, **both), faults
 
     def _annotated_as_stored(
         self, encoded: EncodedBatch, info: HeaderInfo, shown: Int64, stored: Int64
@@ -278,6 +281,7 @@ class TargetMover:
                     indices=indices[rows],
                     image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
                     sizes=torch.from_numpy(view.sizes[rows]),
+                    annotated=torch.from_numpy(view.annotated[rows]),
                     covered=torch.from_numpy(covered[rows].astype(np.int64)),
                     matrices=torch.from_numpy(view.matrices[rows]),
                     size=windows.size,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grid_sample
+
+from gpuaug.errors import ConfigError
 
 _ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample")
 
@@ -31,6 +35,8 @@ class BatchTargets:
         image_ids: int64 ``[B]``, the source's own id of each image, such as ``images[].id`` in COCO's files. If the
             source has no ids: ``indices``.
         sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
+        annotated: int64 ``[B, 2]``, the same of the annotated image; other than ``sizes`` if annotations were made for
+            the stored image, which EXIF turns.
         covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers after the
             crop, before the operations.
         matrices: float64 ``[B, 3, 3]``, from positions in the annotated image to positions in the output. Pixel i
@@ -57,6 +63,7 @@ class BatchTargets:
     indices: Tensor
     image_ids: Tensor
     sizes: Tensor
+    annotated: Tensor
     covered: Tensor
     matrices: Tensor
     size: tuple[int, int]
@@ -122,6 +129,67 @@ class BatchTargets:
             image["size"], image["orig_size"] = torch.tensor(self.size, device="cpu"), self.sizes[row]
         return images
 
+    def restore(
+        self,
+        *,
+        boxes: Sequence[Tensor] | None = None,
+        keypoints: Sequence[Tensor] | None = None,
+        masks: Tensor | None = None,
+        logits: Tensor | None = None,
+        outside: int = 255,
+        pixel_centers: bool = True,
+    ) -> list[dict[str, Tensor]]:
+        """Move predictions for the batch back into the pixels of the annotated images, undoing crop and operations.
+
+        Args:
+            boxes: for each image [n, 4], (x1, y1, x2, y2) in pixels of the output. Each becomes the box around its
+                moved corners, clipped to the image.
+            keypoints: for each image [n, K, 2 or more], x and y first, in pixels of the output. Other columns stay.
+            masks: integers [B, H, W], or bool; each pixel of the image gets the value at its place.
+            logits: floats [B, C, h, w] for the whole output, also of a lower resolution; bilinear.
+            outside: value of a mask where the image is outside of the output. Logits are 0 there.
+            pixel_centers: as in :class:`~gpuaug.Keypoints`: whole numbers in ``keypoints`` are centres of pixels.
+
+        Returns:
+            One dictionary per image, with the given names: boxes, keypoints, masks [h0, w0], logits [C, h0, w0], where
+            h0 and w0 are its ``annotated`` size. Floats are float32.
+
+        Raises:
+            ConfigError: the predictions are not those of B images.
+        """
+        given = {"boxes": boxes, "keypoints": keypoints, "masks": masks, "logits": logits}
+        for name, value in given.items():
+            if value is not None and len(value) != len(self):
+                raise ConfigError(f"`{name}` must be those of {len(self)} images. Found: {len(value)}.")
+        images: list[dict[str, Tensor]] = [{} for _ in range(len(self))]
+        for row, (image, (h, w)) in enumerate(zip(images, self.annotated.tolist(), strict=True)):
+            forward = self.matrices[row].double()
+            back = forward.inverse()
+            if boxes is not None:
+                x1, y1, x2, y2 = boxes[row].double().unbind(1)
+                corners = torch.stack([x1, y1, x2, y1, x2, y2, x1, y2], dim=1).view(-1, 4, 2)
+                corners = _moved(corners, back.to(corners.device))
+                limits = corners.new_tensor([w, h])
+                low, high = (x.clamp(min=0).minimum(limits) for x in (corners.amin(1), corners.amax(1)))
+                image["boxes"] = torch.cat([low, high], dim=1).float()
+            if keypoints is not None:
+                half = 0.5 if pixel_centers else 0.0
+                xy = _moved(keypoints[row][..., :2].double() + half, back.to(keypoints[row].device)) - half
+                image["keypoints"] = torch.cat([xy, keypoints[row][..., 2:].double()], dim=-1).float()
+            if masks is not None:
+                x, y = _places(forward, h, w, masks.device).floor().long().unbind(-1)
+                inside = (x >= 0) & (x < masks.shape[2]) & (y >= 0) & (y < masks.shape[1])
+                found = masks[row][y.clamp(0, masks.shape[1] - 1), x.clamp(0, masks.shape[2] - 1)]
+                image["masks"] = torch.where(inside, found, torch.full_like(found, outside))
+            if logits is not None:
+                size = logits.new_tensor(self.size[::-1], dtype=torch.float64)
+                places = _places(forward, h, w, logits.device) / size
+                inside = ((places >= 0) & (places < 1)).all(-1)
+                grid = (places * 2 - 1).float()[None]
+                made = grid_sample(logits[row : row + 1].float(), grid, padding_mode="border", align_corners=False)[0]
+                image["logits"] = made * inside
+        return images
+
     def pixel_mask(self) -> Tensor:
         """Return DETR's pixel mask, int64 ``[B, H, W]`` on the CPU: 1 in ``covered``, 0 in the padding."""
         y, x = (torch.arange(side, device="cpu") for side in self.size)
@@ -150,3 +218,15 @@ class BatchTargets:
         low, high = self.boxes[:, :2], self.boxes[:, 2:]
         height, width = self.size
         return torch.cat([(low + high) / 2, high - low], dim=1) / low.new_tensor([width, height, width, height])
+
+
+def _moved(xy: Tensor, matrix: Tensor) -> Tensor:
+    """Points float64 [..., 2] under a matrix [3, 3]."""
+    moved = xy @ matrix[:2, :2].T + matrix[:2, 2]
+    return moved / (xy @ matrix[2, :2] + matrix[2, 2])[..., None]
+
+
+def _places(matrix: Tensor, height: int, width: int, device: torch.device) -> Tensor:
+    """Where the centres of an image's pixels lie under its matrix, float64 [h, w, 2]."""
+    y, x = (torch.arange(side, device=device, dtype=torch.float64) + 0.5 for side in (height, width))
+    return _moved(torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1), matrix.to(device))
