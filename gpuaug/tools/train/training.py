@@ -309,7 +309,14 @@ class Training:
         del self.spikes[SPIKES:]
         self.losses = []
         if self.first:
-            files.write(Path(self.settings.out) / "spikes.json", json.dumps({"steps": self.spikes}, indent=1) + "\n")
+            self._write("spikes.json", json.dumps({"steps": self.spikes}, indent=1) + "\n")
+
+    def _write(self, name: str, data: memoryview | str) -> None:
+        file = Path(self.settings.out) / name
+        try:
+            files.write(file, data, sync=True)
+        except OSError as error:
+            raise GpuaugError(f"{file} cannot be written: {error}. Free space, or set another `out`.") from error
 
     def _logits(self, model: nn.Module, batch: Batch) -> list[Tensor]:
         """Logits [B, classes] of each view, float32."""
@@ -386,12 +393,7 @@ class Training:
             "spikes": self.spikes,
             "gpuaug": self.about,
         }
-        try:
-            files.write(file, packed(checkpoint), sync=True)
-        except OSError as error:
-            raise GpuaugError(
-                f"the checkpoint {file} cannot be written: {error}. Free space, or set another `out`."
-            ) from error
+        self._write(file.name, packed(checkpoint))
 
     def load(self, file: Path) -> None:
         """Load a checkpoint, so that training continues with the next sample."""
