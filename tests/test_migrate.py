@@ -86,7 +86,8 @@ def here(code: str, data: Path) -> str:
 
 def test_the_page_has_all_libraries_and_lines() -> None:
     assert [*sections()] == [
-        *("torchvision", "timm", "Albumentations", "FFCV", "DALI", "solo-learn", "lightly", "stable-pretraining")
+        *("torchvision", "timm", "Albumentations", "FFCV", "DALI", "solo-learn", "lightly", "stable-pretraining"),
+        *("Ultralytics", "DETR", "Segmentation"),
     ]
     lines = [line for line in TEXT.splitlines() if line.startswith("| ") and "gpuaug | what differs" not in line]
     assert len(lines) == len(ROWS) > 100
@@ -124,7 +125,11 @@ def test_lines_of_gpuaug_run(
         else:
             made = eval(code, names)
             crop = type(made).__module__ in ("gpuaug.augment.crop", "gpuaug.augment.target_crops")
-            images = gpuaug.Augment(crop=made if crop else None)(photo_batch.permute(0, 3, 1, 2), seed=0)
+            batch = photo_batch.permute(0, 3, 1, 2)
+            known = {"boxes": [torch.tensor([[9.0, 9.0, 30.0, 40.0]])] * len(batch), "masks": batch[:, 0].long()}
+            needed = {name: known[name] for name in (made.needs if crop else ())}
+            images = gpuaug.Augment(crop=made if crop else None)(batch, seed=0, **needed)
+            images = images[0] if needed else images
     for view in images if isinstance(images, list) else [images]:
         assert view.isfinite().all()
     return None
