@@ -3,7 +3,7 @@
 python bench/scenes.py scenes/train --count 300 --size 96 128 --things 3 --tint 0.6
 python bench/scenes.py scenes/val --count 60 --size 96 128 --things 3 --tint 0.6 --seed 1
 python examples/segmentation.py scenes/train scenes/val batch_size=8 'augment.crop.scale=[0.8,1.6]'
-# three minutes on two cores; mean IoU 0.87 on held-out scenes
+# three minutes on two cores; mean IoU 0.84 to 0.87 on held-out scenes, at the size of the files
 """
 
 import sys
