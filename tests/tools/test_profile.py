@@ -360,7 +360,10 @@ def test_profiling_changes_nothing_of_the_loader(photos: Path) -> None:
         trace(loader, seconds=0.02)
         assert torch.equal(generator, torch.get_rng_state())
         assert all(torch.equal(a, b) for a, b in zip(before, pixels(loader), strict=True))
-        assert loader.state_dict() == state
+        after = loader.state_dict()
+        assert (state["step"], after["step"]) == (5, 10)  # two passes, without that of the profile
+        counts = ("step", "passes", "checksum")
+        assert all(after[name] == value for name, value in state.items() if name not in counts)
 
 
 def test_labels_that_are_no_classes_are_an_error(
