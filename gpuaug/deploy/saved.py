@@ -70,6 +70,8 @@ def read(path: str, name: str) -> dict[str, Any]:
         recipe = recipes.get("eval" if name == "eval" or "train" not in recipes else "train")
         if not isinstance(recipe, dict | None):
             raise ValueError("its recipe is damaged")
+    except ImportError as error:
+        raise ConfigError(f"{path!r} needs another package ({error}). Run `pip install gpuaug[export]`.") from error
     except Exception as error:  # of torch, onnx, yaml
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(f"{expected}{path!r} ({reason}).") from error

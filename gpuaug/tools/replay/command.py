@@ -84,15 +84,13 @@ def main(request: Request) -> int:
                 raise ConfigError(f"the settings must be those of the training. Found: {different}. Set them as there.")
             loader.load_state_dict(state)
         rows, is_page = list[SheetRow](), out.suffix.lower() in PAGES
-        groups = [(f"step {step}", loader.replay(step)) for step in numbers]
-        for indices in [_indices(loader, settings.sample)] if settings.epoch is not None else []:
-            groups.append((f"epoch {settings.epoch}", [loader.fetch(indices, epoch=settings.epoch)]))
         report.values["replayed"] = []
-        for title, batches in groups:
+        for title, batches in _groups(loader, numbers, settings):
             rows += _rows(loader, title, batches, settings.samples, is_page=is_page)
             _add(report, loader, title, batches, settings.samples)
         if settings.digests is not None:
-            _compare(report, Path(settings.digests), dict(zip(numbers, (x for _, x in groups), strict=True)))
+            made = [each["digests"] for each in report.values["replayed"]]
+            _compare(report, Path(settings.digests), dict(zip(numbers, made, strict=True)))
         heading: dict[str, Any] = {
             "heading": "replay",
             "lines": [*steps(loader.augment, loader.epoch), f"seed {loader.seed}"],
@@ -106,6 +104,14 @@ def main(request: Request) -> int:
     report.add("pictures", str(out), str(out))
     report.write()
     return 0
+
+
+def _groups(loader: Loader, numbers: list[int], settings: Settings) -> Iterator[tuple[str, list[Batch]]]:
+    """A title, and the batches of each step or of the samples, one step at a time."""
+    for step in numbers:
+        yield f"step {step}", loader.replay(step)
+    if settings.epoch is not None:
+        yield f"epoch {settings.epoch}", [loader.fetch(_indices(loader, settings.sample), epoch=settings.epoch)]
 
 
 def _json(file: str, key: str) -> Any:
@@ -200,10 +206,10 @@ def _add(report: Report, loader: Loader, title: str, batches: list[Batch], most:
     report.values["replayed"].append({"title": title, "digests": [x.digest() for x in batches], "samples": kept})
 
 
-def _compare(report: Report, folder: Path, batches: dict[int, list[Batch]]) -> None:
-    """Compare the hashes of batches with those that training wrote."""
+def _compare(report: Report, folder: Path, made: dict[int, list[str]]) -> None:
+    """Compare the hashes of the batches of each step, one per rank, with those that training wrote."""
     equal = total = 0
-    for rank in range(max(map(len, batches.values()), default=0)):
+    for rank in range(max(map(len, made.values()), default=0)):
         file = folder / f"digests.rank{rank}.jsonl"
         try:
             lines = [json.loads(line) for line in read_file(str(file), limit=LARGEST_FILE).splitlines()]
@@ -211,12 +217,12 @@ def _compare(report: Report, folder: Path, batches: dict[int, list[Batch]]) -> N
         except (OSError, ValueError, TypeError, KeyError) as error:
             expected = "`digests` must be the folder `out` of `gpuaug train digests=true`"
             raise ConfigError(f"{expected}. Found: {str(file)!r} ({error!r}).") from error
-        for step, each in batches.items():
+        for step, each in made.items():
             if rank < len(each) and step in known:
                 total += 1
-                equal += each[rank].digest() == known[step]
+                equal += each[rank] == known[step]
     if not total:
-        raise ConfigError(f"`digests` must hold the steps. Found: none of {sorted(batches)} in {str(folder)!r}.")
+        raise ConfigError(f"`digests` must hold the steps. Found: none of {sorted(made)} in {str(folder)!r}.")
     report.add("equal_batches", equal, f"{equal} of {total} batches equal those of the training, bit for bit")
     if equal < total:
         raise StateError(
