@@ -78,7 +78,7 @@ def read(path: str, name: str) -> dict[str, Any]:
     if recipe is None:
         raise ConfigError(
             f"{path!r} must hold the recipe of the evaluation. Found recipes: {', '.join(recipes) or 'none'}. Train "
-            "with val.source.root=DIR, or name another recipe."
+            "with val.source.root=DIR, or set augment=eval."
         )
     if "${" in json.dumps(recipe):
         raise ConfigError(f"the recipe in {path!r} must hold plain values. Found: an interpolation, ${{...}}.")

@@ -15,7 +15,7 @@ from gpuaug.deploy.graph import export
 from gpuaug.errors import ConfigError, StateError
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.train.checkpoint import read_checkpoint
+from gpuaug.tools.train.checkpoint import about, read_checkpoint
 from gpuaug.tools.train.model import build_model
 
 log = logging.getLogger("gpuaug")
@@ -35,16 +35,16 @@ def main(request: Request) -> int:
     out = output(settings.out, "out")
     report, begin = Report(file=settings.json), time.monotonic()
     checkpoint = {} if settings.checkpoint is None else read_checkpoint(Path(settings.checkpoint), key="checkpoint")
-    about = checkpoint.get("gpuaug", {})
+    known = about(checkpoint)
     chosen = any(root == "augment" and text.startswith("augment=") for root, text in request.others())
     is_stored = bool(checkpoint) and not chosen
     config = request.loader("eval", before=[f"augment=file:{settings.checkpoint}"] if is_stored else ())
     recipe = request.build(config.augment)
-    if about.get("fingerprint") not in (None, recipe.fingerprint()):
+    if known.get("fingerprint") not in (None, recipe.fingerprint()):
         text = "the recipe differs from that of the evaluation in %s, which gpuaug %s wrote"
-        log.warning(text, settings.checkpoint, about["version"])
+        log.warning(text, settings.checkpoint, known.get("version"))
     classes = checkpoint.get("classes")
-    model = _model(request, settings, about, checkpoint) if checkpoint else None
+    model = _model(request, settings, known, checkpoint) if checkpoint else None
     if settings.model is not None and not checkpoint:
         raise ConfigError(
             "`checkpoint` must be given with `model`, because the model needs weights. Set checkpoint=FILE."
@@ -60,13 +60,13 @@ def main(request: Request) -> int:
     return 0
 
 
-def _model(request: Request, settings: Settings, about: dict[str, Any], checkpoint: dict[str, Any]) -> nn.Module:
-    config = settings.model or about.get("model")
-    if config is None:
+def _model(request: Request, settings: Settings, known: dict[str, Any], checkpoint: dict[str, Any]) -> nn.Module:
+    config, count = settings.model or known.get("model"), known.get("num_classes") or len(checkpoint["classes"] or ())
+    if config is None or not count:
         raise ConfigError(
             "`model` must name the network of the checkpoint. Found: null. Set model=... as for that run."
         )
-    model = build_model(request, config, num_classes=len(checkpoint["classes"]), seed=0)
+    model = build_model(request, config, num_classes=count, seed=0)
     try:
         model.load_state_dict(checkpoint["model"])
     except RuntimeError as error:

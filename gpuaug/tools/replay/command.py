@@ -26,7 +26,7 @@ from gpuaug.tools.preview.drawing import cell_of, details_of, rows_of
 from gpuaug.tools.preview.originals import Sample, originals
 from gpuaug.tools.report import Report, output, save
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.train.checkpoint import read_checkpoint
+from gpuaug.tools.train.checkpoint import about, read_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def _state(request: Request, settings: Settings) -> tuple[dict[str, Any] | None,
         return dict(state), []
     checkpoint = read_checkpoint(Path(settings.state), key="state")
     chosen = any(root == "augment" and text.startswith("augment=") for root, text in request.others())
-    stored = "train" in checkpoint.get("gpuaug", {}).get("recipes", {})
+    stored = "train" in about(checkpoint)["recipes"]
     own = [f"augment=file:{settings.state}"] if stored and not chosen and request.config_name is None else []
     return checkpoint["loader"], own
 

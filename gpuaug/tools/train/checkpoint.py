@@ -50,6 +50,12 @@ def read_checkpoint(file: Path, *, key: str = "resume") -> dict[str, Any]:
     return checkpoint
 
 
+def about(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of its run: version of gpuaug, model, recipes, fingerprint, number of classes."""
+    found = checkpoint.get("gpuaug")
+    return found if isinstance(found, dict) and isinstance(found.get("recipes"), dict) else {"recipes": {}}
+
+
 def packed(checkpoint: dict[str, Any]) -> memoryview:
     """The content of the file of a checkpoint: torch's format, with a digest as the comment of the zip file."""
     stream = io.BytesIO()  # written to a file, torch hides why a disk refuses it

@@ -61,6 +61,7 @@ def main(request: Request) -> int:
         about = {
             "version": gpuaug.__version__,
             "model": settings.model,
+            "num_classes": loader.num_classes,
             "recipes": {k: OmegaConf.to_container(x, resolve=True) for k, x in recipes.items() if OmegaConf.is_dict(x)},
             "fingerprint": None if val is None else val.augment.fingerprint(),
         }
