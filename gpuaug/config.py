@@ -189,9 +189,7 @@ def _literal(value: Any) -> str:
         return "[" + ",".join(map(_literal, value)) + "]"
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
-    )
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parse(override: str) -> Override:

@@ -41,7 +41,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Evaluation(nn.Module):
-    """What an evaluation recipe does to uint8 images [B, 3, H, W], within one level: float32 [B, 3, h, w].
+    """What an evaluation recipe does to uint8 images [B, 3, H, W]: float32 [B, 3, h, w].
 
     Like Pillow, it resizes the width, rounds to whole levels, and then resizes the height.
     """

@@ -144,6 +144,11 @@ class Request:
         """The loader's overrides, as pairs (first word of the key, override)."""
         return self._overrides["loader"]
 
+    @property
+    def names_recipe(self) -> bool:
+        """Whether an override such as ``augment=eval`` chooses a recipe."""
+        return any(root == "augment" and text.startswith("augment=") for root, text in self.others())
+
     def build(self, part: DictConfig, *, trust: tuple[str, ...] = (), **objects: Any) -> Any:
         """Build the object that a part of the configuration describes."""
         if self.trust and os.getcwd() not in sys.path:

@@ -36,8 +36,7 @@ def main(request: Request) -> int:
     report, begin = Report(file=settings.json), time.monotonic()
     checkpoint = {} if settings.checkpoint is None else read_checkpoint(Path(settings.checkpoint), key="checkpoint")
     known = about(checkpoint)
-    chosen = any(root == "augment" and text.startswith("augment=") for root, text in request.others())
-    is_stored = bool(checkpoint) and not chosen
+    is_stored = bool(checkpoint) and not request.names_recipe
     config = request.loader("eval", before=[f"augment=file:{settings.checkpoint}"] if is_stored else ())
     recipe = request.build(config.augment)
     if known.get("fingerprint") not in (None, recipe.fingerprint()):

@@ -11,11 +11,13 @@ from PIL import Image
 from tqdm import tqdm
 
 from gpuaug import checks
+from gpuaug.augment.explain import Explanation
 from gpuaug.display.annotations import Style
 from gpuaug.display.batches import check_bands, contents, cross, name_of
 from gpuaug.display.sheet import Legend, SheetRow, check_pixels, sheet
 from gpuaug.errors import ConfigError
 from gpuaug.loader.arguments import whole_numbers
+from gpuaug.loader.batch import Batch
 from gpuaug.loader.describe import steps
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
@@ -242,17 +244,17 @@ def samples_of(
         drawn = contents(batch, replace(batch.look, bands=bands))
         for row, (sample, views, valid) in enumerate(zip(samples, drawn, batch.valid.tolist(), strict=True)):
             sample.augmented += views
-            sample.details += details_of(batch, row)
+            sample.details += map(str, explanations(batch, row))
             if not valid:
                 for view in views:
                     cross(view.picture)
     return samples
 
 
-def details_of(batch: Any, row: int) -> list[str]:
-    """For each view of a sample, what the recipe did, as lines of text."""
-    explained = batch.explain(row)
-    return ["\n".join(each.lines) for each in (explained if isinstance(explained, list) else [explained])]
+def explanations(batch: Batch, row: int) -> list[Explanation]:
+    """For each view of a sample, what the recipe did."""
+    made = batch.explain(row)
+    return made if isinstance(made, list) else [made]
 
 
 def rows_of(

@@ -16,6 +16,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from gpuaug.augment.explain import FACTORS
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
@@ -26,8 +27,6 @@ from gpuaug.display.sheet import Cell, SheetRow, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
-# the factors of a ColorJitter; `fixed_order` lists positions in this tuple
-FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 EXAMPLES = 3  # largest number of pictures of one range; exact for a seeded operation
 
 

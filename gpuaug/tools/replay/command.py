@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from gpuaug import checks
-from gpuaug.augment.explain import Explanation
 from gpuaug.display.annotations import Style
 from gpuaug.display.batches import contents, name_of
 from gpuaug.display.sheet import SheetRow, page, sheet
@@ -22,7 +21,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.loader.state import check_state, compare
 from gpuaug.source.local import read_file
 from gpuaug.tools.preview.command import PAGES
-from gpuaug.tools.preview.drawing import cell_of, details_of, rows_of
+from gpuaug.tools.preview.drawing import cell_of, explanations, rows_of
 from gpuaug.tools.preview.originals import Sample, originals
 from gpuaug.tools.report import Report, output, save
 from gpuaug.tools.request import Keys, Request
@@ -130,9 +129,8 @@ def _state(request: Request, settings: Settings) -> tuple[dict[str, Any] | None,
         check_state(state)
         return dict(state), []
     checkpoint = read_checkpoint(Path(settings.state), key="state")
-    chosen = any(root == "augment" and text.startswith("augment=") for root, text in request.others())
-    stored = "train" in about(checkpoint)["recipes"]
-    own = [f"augment=file:{settings.state}"] if stored and not chosen and request.config_name is None else []
+    stored = "train" in about(checkpoint)["recipes"] and request.config_name is None
+    own = [f"augment=file:{settings.state}"] if stored and not request.names_recipe else []
     return checkpoint["loader"], own
 
 
@@ -155,11 +153,6 @@ def _indices(loader: Loader, given: Any) -> list[int]:
     return found
 
 
-def _explanations(batch: Batch, row: int) -> list[Explanation]:
-    made = batch.explain(row)
-    return made if isinstance(made, list) else [made]
-
-
 def _each(batches: list[Batch]) -> Iterator[tuple[int, int, int, Batch]]:
     """(rank, row, number of the sample, batch) of every sample."""
     for rank, batch in enumerate(batches):
@@ -173,10 +166,11 @@ def _rows(loader: Loader, title: str, batches: list[Batch], most: int, *, is_pag
     drawn = [contents(batch, batch.look, count=most) for batch in batches]
     for rank, row, index, batch in list(_each(batches))[:most]:
         (sample,) = originals(loader, [index], epoch=loader.epoch)
-        for each in [] if sample.absent else _explanations(batch, row):
+        explained = explanations(batch, row)
+        for each in [] if sample.absent else explained:
             top, left, height, width = each.window
             sample.crops.append((left, top, left + width, top + height))
-        sample.augmented, sample.details = drawn[rank][row], details_of(batch, row)
+        sample.augmented, sample.details = drawn[rank][row], [*map(str, explained)]
         place = f"{title}{f', rank {rank}' if len(batches) > 1 else ''}, row {row}"
         sample.notes = [place + ("" if bool(batch.valid[row]) else ", not valid")]
         if not is_page:  # a page shows them on hover and on click
@@ -194,7 +188,7 @@ def _add(report: Report, loader: Loader, title: str, batches: list[Batch], most:
     kept: list[dict[str, Any]] = []
     print(f"{title}: {sum(map(len, batches))} samples{f' on {len(batches)} ranks' if len(batches) > 1 else ''}")
     for rank, row, index, batch in _each(batches):
-        key, explained = loader.source.key(index), _explanations(batch, row)
+        key, explained = loader.source.key(index), explanations(batch, row)
         if len(kept) < most:
             print(f"  {index}: {key}", *(f"    {'; '.join(x.lines)}" for x in explained), sep="\n")
         views: list[dict[str, Any]] = []
