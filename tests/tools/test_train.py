@@ -271,6 +271,12 @@ def test_a_checkpoint_for_which_there_is_no_space_says_so(
     assert sorted(os.listdir(tmp_path)) == ["last.pt", "spikes.json"]
 
 
+def test_digests_that_cannot_be_written(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "digests.rank0.jsonl").mkdir()
+    assert main(words(photos, tmp_path, "epochs=1", "limit_batches=1", "digests=true")) == 2
+    assert "digests.rank0.jsonl cannot be written: [Errno 21]" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_sigterm_under_torchrun_and_resume_on_one_rank(photos: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,9 +258,7 @@ class Training:
                 position, step = state["position"], state["step"] - 1
                 self.losses.append((step, loss, valid))
                 if self.settings.digests:
-                    file = Path(self.settings.out) / f"digests.rank{self.rank}.jsonl"
-                    with open(file, "a", encoding="utf-8") as lines:
-                        lines.write(json.dumps({"step": step, "digest": batch.digest()}) + "\n")
+                    self._add_digest(step, batch)
                 if asked and state["epoch"] == epoch:
                     self.sums = torch.tensor(_sum(self.sums.tolist()), dtype=torch.float64, device=self.device)
                     self._keep_spikes()
@@ -311,12 +310,14 @@ class Training:
         if self.first:
             self._write("spikes.json", json.dumps({"steps": self.spikes}, indent=1) + "\n")
 
+    def _add_digest(self, step: int, batch: Batch) -> None:
+        line = json.dumps({"step": step, "digest": batch.digest()}) + "\n"
+        with _written(Path(self.settings.out) / f"digests.rank{self.rank}.jsonl") as file, open(file, "a") as lines:
+            lines.write(line)
+
     def _write(self, name: str, data: memoryview | str) -> None:
-        file = Path(self.settings.out) / name
-        try:
+        with _written(Path(self.settings.out) / name) as file:
             files.write(file, data, sync=True)
-        except OSError as error:
-            raise GpuaugError(f"{file} cannot be written: {error}. Free space, or set another `out`.") from error
 
     def _logits(self, model: nn.Module, batch: Batch) -> list[Tensor]:
         """Logits [B, classes] of each view, float32."""
@@ -438,6 +439,14 @@ class Training:
         report.add("checkpoint", str(file), str(file))
         report.values["history"] = self.history
         report.write()
+
+
+@contextmanager
+def _written(file: Path) -> Iterator[Path]:
+    try:
+        yield file
+    except OSError as error:
+        raise GpuaugError(f"{file} cannot be written: {error}. Free space, or set another `out`.") from error
 
 
 def rate(progress: float, *, warmup: float) -> float:
