@@ -163,6 +163,14 @@ def _hydra(config_dir: str | Path | None, *, ours_first: bool) -> Iterator[Confi
         job.conf = settings
 
 
+def group_options(group: str, *, config_dir: str | Path | None = None) -> list[str]:
+    """The names that ``group=NAME`` can select, in alphabetical order."""
+    from hydra.core.object_type import ObjectType
+
+    with _hydra(config_dir, ours_first=True) as loader:
+        return sorted(loader.get_group_options(group, results_filter=ObjectType.CONFIG))
+
+
 def _expand(override: str, name: str) -> list[str]:
     """Replace ``augment=timm:...`` and ``augment=file:...`` by overrides that Hydra can read."""
     if not (special := _SPECIAL.match(override)):
@@ -171,7 +179,7 @@ def _expand(override: str, name: str) -> list[str]:
     if kind == "file":
         from gpuaug.deploy.saved import read  # needs torch
 
-        return ["~augment"] * ("+" not in group) + [f"+augment={_literal(read(text, name))}"]
+        return ["~augment"] * ("+" not in group) + [f"+augment={literal(read(text, name))}"]
     from gpuaug.augment.auto_timm import parse  # needs torch
 
     try:
@@ -181,12 +189,12 @@ def _expand(override: str, name: str) -> list[str]:
     return [f"{group}=timm", f"augment.ops.timm.config={text}"]
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """A value in the syntax of Hydra's overrides."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{literal(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_literal, value)) + "]"
+        return "[" + ",".join(map(literal, value)) + "]"
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -30,8 +30,9 @@ PAGE = """<!DOCTYPE html>
 <style>
   :root {{ color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; }}
   h1, h2, p {{ margin: 8px; overflow-wrap: anywhere; }} h2 {{ font-size: 16px; }} p, figcaption {{ font-size: 13px; }}
+  img {{ max-width: 100%; }}
   figure {{ margin: 8px; }} figcaption {{ border-top: 4px solid; }} pre {{ display: none; font-size: 13px; }}
-  main {{ display: grid; grid-template-columns: repeat({columns}, max-content); overflow-x: auto; }}
+  main {{ display: grid; grid-template-columns: repeat({columns}, {width}); overflow-x: auto; }}
   main > h2, main > p {{ grid-column: 1 / -1; margin: 0 8px; }} main > h2 {{ margin-top: 16px; }}
   main > div {{ display: contents; }}
   label {{ cursor: zoom-in; }} input {{ position: absolute; opacity: 0; }}
@@ -43,7 +44,8 @@ PAGE = """<!DOCTYPE html>
   div:has(:checked) img {{ max-width: 46vw; min-width: min(46vw, 70vh); max-height: 85vh; object-fit: contain; }}
   @media (max-width: 700px) {{
     main {{ display: block; }} main > div, main > div:has(:checked) {{ display: flex; flex-wrap: wrap; }}
-    img {{ max-width: calc(100vw - 32px); }} div:has(:checked) img {{ max-width: 94vw; min-width: 80vw; }}
+    main > div:not(:has(:checked)) > figure {{ width: calc(50% - 16px); }}
+    div:has(:checked) img {{ max-width: 94vw; min-width: 80vw; }}
   }}
 </style></head><body>
 <h1>{heading}</h1>
@@ -73,19 +75,33 @@ class SheetRow(NamedTuple):
 
 
 def sheet(
-    rows: Sequence[SheetRow], *, heading: str = "", lines: Sequence[str] = (), legend: Legend = (), groups: int = 1
+    rows: Sequence[SheetRow],
+    *,
+    heading: str = "",
+    lines: Sequence[str] = (),
+    legend: Legend = (),
+    groups: int = 1,
+    columns: int | None = None,
 ) -> Image.Image:
     """Draw rows of pictures below a heading, lines of text and a legend.
 
     Without a heading, the page has only the pictures and the legend. If ``groups`` > 1, the gap after every ``groups``
-    pictures is doubled.
+    pictures is doubled. A row of more than ``columns`` pictures goes on below.
     """
     from PIL import Image, ImageDraw
 
+    wide = columns or max((len(row.cells) for row in rows), default=1)
+    rows = [
+        SheetRow("" if k else row.title, [] if k else row.notes, row.cells[k : k + wide])
+        for row in rows
+        for k in range(0, len(row.cells), wide)
+    ]
     big, bold, small = font(22), font(15), font(12)
     margin, left, above = (MARGIN, MARGIN + NOTES, GAP) if heading else (GAP, GAP, 0)
-    columns = zip_longest(*(row.cells for row in rows))
-    widths = [max(NARROWEST, *(cell.picture.width for cell in column if cell)) for column in columns]
+    widths = [
+        max(NARROWEST, *(cell.picture.width for cell in column if cell))
+        for column in zip_longest(*(row.cells for row in rows))
+    ]
     steps = [width + GAP * (2 if groups > 1 and n % groups == 0 else 1) for n, width in enumerate(widths, 1)]
     starts = [*accumulate(steps, initial=left)]
     width = max(480, starts[-1] + MARGIN) if heading else starts[-1]
@@ -107,7 +123,7 @@ def sheet(
     pen.text((MARGIN, MARGIN - 4), fitting(heading, big, width - 2 * MARGIN), INK, big)
     pen.text((MARGIN, MARGIN + 28), "\n".join(intro), FAINT, small)
     for row, note, below, height in zip(rows, notes, captions, heights, strict=True):
-        if heading:
+        if row.title:
             pen.line((MARGIN, y, width - MARGIN, y), (225, 225, 230))
             pen.text((MARGIN, y + GAP - 2), fitting(row.title, bold, NOTES - GAP, middle=True), INK, bold)
             pen.text((MARGIN, y + GAP + 20), "\n".join(note), FAINT, small)
@@ -142,25 +158,41 @@ def _swatch(color: Color | None) -> Image.Image:
     return swatch
 
 
-def page(rows: Sequence[SheetRow], *, heading: str, lines: Sequence[str], legend: Legend = ()) -> str:
-    """Like :func:`sheet`, but as one HTML file that needs no network and no scripts."""
+def page(
+    rows: Sequence[SheetRow],
+    *,
+    heading: str,
+    lines: Sequence[str],
+    legend: Legend = (),
+    columns: int | None = None,
+    live: bool = False,
+) -> str:
+    """Like :func:`sheet`, but as one HTML file that needs no network and no scripts.
+
+    ``live``: the columns fill the window's width, and the pictures are encoded in less time, as larger files.
+    """
+    kind, options = "webp", {"lossless": True, "method": 2, "exact": True}
+    if live:
+        kind, options = "png", {"compress_level": 1}
     intro, body = [f"<p>{html.escape(line)}</p>" for line in lines], list[str]()
     if legend:
         intro.append(f"<p>{' '.join(_chip(color, text) for color, text in legend)}</p>")
     for row in rows:
-        body += [f"<h2>{html.escape(row.title)}</h2>", *(f"<p>{html.escape(note)}</p>" for note in row.notes), "<div>"]
+        body += [f"<h2>{html.escape(row.title)}</h2>"] * bool(row.title)
+        body += [*(f"<p>{html.escape(note)}</p>" for note in row.notes), "<div>"]
         for cell in row.cells:
             stream = io.BytesIO()
-            cell.picture.save(stream, "WEBP", lossless=True, method=2, exact=True)
-            uri = f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}"
+            cell.picture.save(stream, kind, **options)
+            uri = f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
             caption, details = html.escape(cell.caption), html.escape(cell.details)
             color = "#{:02x}{:02x}{:02x}".format(*cell.color)
             body.append(f'<figure><label title="{details}"><input type="checkbox"><img src="{uri}" alt="{caption}">')
             body.append(f'</label><figcaption style="border-color:{color}">{caption}</figcaption>')
             body.append(f"<pre>{details}</pre></figure>" if details else "</figure>")
         body.append("</div>")
-    columns = max((len(row.cells) for row in rows), default=1)
+    columns = columns or max((len(row.cells) for row in rows), default=1)
     parts = {"intro": "\n".join(intro), "body": "\n".join(body)}
+    parts["width"] = "minmax(0, 1fr)" if live else "max-content"
     text = PAGE.format(heading=html.escape(heading), columns=columns, **parts)
     return text.encode("utf-8", "replace").decode()  # file names may not be valid UTF-8
 

@@ -98,7 +98,7 @@ def test_every_key_of_a_command_is_one_of_its_settings(name: str) -> None:
         (["preview", "out=null"], "`out` must be text. Found: None."),
         (["preview", "out=look.jpg"], "`out` must end in .png or .html or .htm. Found: 'look.jpg'."),
         (["preview", "draws=0"], "`draws` must be a whole number >= 1 or null. Found: 0."),
-        (["preview", "indices=[1,x]"], "`indices` must be a list of sample numbers"),
+        (["preview", "samples=[1,x]"], "`samples` must be a count, such as 5, or a list of sample numbers"),
         (["profile", "repeats=0"], "`repeats` must be a whole number >= 1. Found: 0."),
         (["profile", "num_classes=ten"], "`num_classes` must be a whole number >= 1 or null. Found: 'ten'."),
         (["doctor", "fresh=maybe"], "`fresh` must be true or false"),

@@ -9,18 +9,17 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from html import unescape
 from http.client import HTTPConnection, HTTPException
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,14 +27,15 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import forked
-import numpy as np
 import pytest
+from browser import CHROMIUM, browser
 from common import PROGRAM, tree
 from PIL import Image
+from test_parameters import OPS, OWN
 
 import gpuaug
+from gpuaug.errors import ConfigError
 from gpuaug.tools.main import main
 from gpuaug.tools.preview import controls
 from gpuaug.tools.preview.drawing import Settings
@@ -97,22 +97,94 @@ def live(*words: str, **more: Any) -> Live:
     return Live(request, Settings(**request.settings()))
 
 
-def pixels(png: bytes | Path) -> np.ndarray[Any, Any]:
-    with Image.open(png if isinstance(png, Path) else io.BytesIO(png)) as image:
-        return np.asarray(image.convert("RGB"))
+def shown(html: str) -> list[tuple[str, str, bytes]]:
+    """Caption, parameters and pixels of each picture of a page."""
+    found = re.findall(r'<label title="(.*?)">.*?base64,(.*?)" alt="(.*?)"', html, re.DOTALL)
+    made = []
+    for details, data, caption in found:
+        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+            made.append((caption, details, image.convert("RGB").tobytes()))
+    assert made
+    return made
 
 
-def test_the_picture_is_that_of_the_command(page: Page, tmp_path: Path) -> None:
-    for asked, more in (({}, []), ({"changes": CHANGES, "epoch": 2, "indices": [7]}, [*WORDS, "epoch=2", "indices=7"])):
-        status, png = page.ask("render", asked)
-        assert status == 200, png
-        assert main(["preview", *page.words, *more, f"out={tmp_path}/p.png"]) == 0
-        assert np.array_equal(pixels(png), pixels(tmp_path / "p.png"))
+def test_the_pictures_are_those_of_the_command(page: Page, tmp_path: Path) -> None:
+    edited = {"changes": CHANGES, "epoch": 2, "samples": [7], "seed": 5}
+    for asked, more in (({}, []), (edited, [*WORDS, "epoch=2", "samples=[7]", "seed=5"])):
+        status, html = page.ask("render", asked)
+        assert status == 200, html
+        assert main(["preview", *page.words, *more, f"out={tmp_path}/p.html"]) == 0
+        assert shown(html.decode()) == shown((tmp_path / "p.html").read_text())
 
 
 def test_what_is_copied_are_overrides(page: Page, photos: Path) -> None:
-    words = shlex.split(page.ask("overrides", {"changes": CHANGES})[1].decode())
-    assert words == [f"source.root={photos}", "augment=simclr", *WORDS]
+    state = json.loads(page.ask("state", {"changes": CHANGES})[1])
+    assert shlex.split(state["overrides"]) == [f"source.root={photos}", "augment=simclr", *WORDS]
+    assert (state["size"], state["seed"], state["epoch"]) == (65, 0, 0)
+
+
+def operations_of(words: str) -> dict[str, Any]:
+    """The operations of the recipe that overrides select, in their order."""
+    return {op["name"]: op for op in recipe(*shlex.split(words)[1:])["ops"]}
+
+
+def test_operations_are_left_out_added_and_moved(photos: Path) -> None:
+    known = live(f"source.root={photos}", "augment=simclr")
+    order = [name for name, _ in known.state()["ops"]["augment.ops"]]
+    whole = operations_of(known.state()["overrides"])
+    assert order == list(whole) == ["flip", "jitter", "gray", "blur"]
+    for wanted in (order, order[:2], order[::-1], ["gray", "flip", "blur"], []):
+        asked = {"ops": {"augment.ops": [[name, None] for name in wanted]}}
+        ops = operations_of(known.state(asked)["overrides"])
+        assert list(ops) == wanted
+        assert ops == {name: whole[name] for name in wanted}
+    more = [["solarize", "solarize"], ["flip", None], ["again", "solarize"]]
+    state = known.state({"ops": {"augment.ops": more}, "changes": {"augment.ops.again.p": 0.25}})
+    keys = {control["key"] for control in state["controls"]}
+    assert keys >= {"augment.ops.again.p", "augment.ops.flip.p"}
+    assert "augment.ops.jitter.p" not in keys
+    ops = operations_of(state["overrides"])
+    assert list(ops) == ["solarize", "flip", "again"]
+    assert ops["solarize"] | {"p": 0.25, "name": "again"} == ops["again"]
+
+
+@pytest.mark.parametrize("name", ["dinov2", "efficientnetv2"])
+def test_operations_of_views_and_stages_have_places_of_their_own(name: str, photos: Path) -> None:
+    known = live(f"source.root={photos}", f"augment={name}")
+    first, *others = known.state()["ops"]
+    words = shlex.split(known.state({"ops": {first: [["inverse", "invert"]]}})["overrides"])
+    ops = live(*words).state()["ops"]
+    assert ops == {**known.state()["ops"], first: [["inverse", "RandomInvert"]]}
+    assert len(others) >= 2
+
+
+def test_every_example_can_be_added(photos: Path) -> None:
+    known = live(f"source.root={photos}", "augment=flip", "augment.crop.size=32", "samples=1", "draws=1")
+    names = known.state()["examples"]
+    added = {"augment.ops": [[name, name] for name in names if name not in ("flip", "augmix")]}
+    state = known.state({"ops": added})
+    kinds = {str(value["_target_"]).rpartition(".")[2] for value in controls.examples().values()}
+    kornias = {type(make(p=0.5)).__name__ for make in OPS.values()}
+    assert kinds >= {*OWN, *kornias} - {"OneOf", "SomeOf", "RandomFisheye"}  # in need of operations, and of tensors
+    assert len(shown(known.render({"ops": added, "samples": [3]}))) == 2
+    assert len(state["controls"]) > 60
+
+
+def test_another_recipe(photos: Path) -> None:
+    known = live(f"source.root={photos}", "augment=simclr", "augment.ops.flip.p=0.9", *FEW)
+    words = shlex.split(known.state({"recipe": "dino", "changes": {"augment.views.local.copies": 2}})["overrides"])
+    assert words == [f"source.root={photos}", "augment=dino", "augment.views.local.copies=2"]
+    assert {"dino", "simclr", "eval"} <= set(known.state()["recipes"])
+    with pytest.raises(ConfigError, match="`recipe` must be one of"):
+        known.state({"recipe": "../x"})
+
+
+def test_the_next_images(photos: Path) -> None:
+    known = live(f"source.root={photos}", "samples=[1,60]")
+    seen = known.state()["next"]
+    assert seen == [3, 62]
+    assert known.state({"samples": seen})["next"] == [5, 64]
+    assert known.state({"samples": [64]})["next"] == [0]
 
 
 def recipe(*words: str) -> dict[str, Any]:
@@ -122,13 +194,16 @@ def recipe(*words: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["dino", "augmix"])
 def test_every_parameter_can_be_changed_and_copied(name: str, photos: Path) -> None:
     """All numbers of the recipe's own file have a control. The values here are others, but near."""
-    shown = live(f"source.root={photos}", f"augment={name}")
-    values = {c.key: c.value for c in shown.controls}
+    known = live(f"source.root={photos}", f"augment={name}")
+    listed = known.state()["controls"]
+    values = {c["key"]: c["value"] for c in listed}
     config = gpuaug.compose("train", [f"augment={name}"])
     assert {key for key in numbers(config.augment, "augment") if "normalize" not in key} <= values.keys()
-    changes = {c.key: c.choices[0] if c.choices else nearby(c.value) for c in shown.controls if c.name != "alpha"}
-    words = shlex.split(shown.overrides({"changes": changes}))
-    copied = {c.key: c.value for c in live(*words).controls}
+    changes = {
+        c["key"]: c["choices"][0] if c["choices"] else nearby(c["value"]) for c in listed if c["name"] != "alpha"
+    }
+    words = shlex.split(known.state({"changes": changes})["overrides"])
+    copied = {c["key"]: c["value"] for c in live(*words).state()["controls"]}
     assert copied == values | changes
     assert recipe(*words) != recipe(f"augment={name}")
 
@@ -162,13 +237,19 @@ def test_sliders_hold_their_value_and_it_is_a_step() -> None:
 
 def test_the_recipe_of_an_application(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "app.yaml").write_text("defaults: [gpuaug@train_data: train, _self_]\n")
-    out = ["samples=2", "draws=1", f"out={tmp_path}/p.png"]
-    shown = live(f"train_data.source.root={photos}", *FEW, config_dir=str(tmp_path), config_name="app", at="train_data")
+    out = ["samples=2", "draws=1", f"out={tmp_path}/p.html"]
+    known = live(f"train_data.source.root={photos}", *FEW, config_dir=str(tmp_path), config_name="app", at="train_data")
     changes = {"train_data.augment.ops.gray.p": 1.0}
-    words = shlex.split(shown.overrides({"changes": changes}))
+    words = shlex.split(known.state({"changes": changes})["overrides"])
     assert words[-1] == "train_data.augment.ops.gray.p=1.0"
     assert main(["preview", *words, *out]) == 0
-    assert not np.array_equal(pixels(shown.render({"changes": changes})), pixels(shown.render()))
+    made = shown(known.render({"changes": changes}))
+    assert made == shown((tmp_path / "p.html").read_text())
+    assert made != shown(known.render())
+    words = shlex.split(known.state({"recipe": "simclr", "seed": 3})["overrides"])
+    assert words[-2:] == ["gpuaug/augment@train_data.augment=simclr", "train_data.seed=3"]
+    assert main(["preview", *words, *out]) == 0
+    assert shown(known.render({"recipe": "simclr", "seed": 3})) == shown((tmp_path / "p.html").read_text())
 
 
 @pytest.mark.parametrize(
@@ -184,10 +265,21 @@ def test_the_recipe_of_an_application(photos: Path, tmp_path: Path) -> None:
         ({"changes": {"augment.crop.scale": [1, 0.5]}}, "`augment.crop.scale` must satisfy 0 < min <= max <= 1."),
         ({"changes": {"augment.crop.interpolation": "a,source.root=/etc"}}, "must be one of bilinear, bicubic. Found:"),
         ({"changes": ["augment.ops.jitter.p=1"]}, "`changes` must be a mapping of keys to values."),
-        ({"indices": ["../../etc/passwd"]}, "`indices` must be a list of sample numbers"),
-        ({"indices": [65]}, "Not among them: 65."),
+        ({"samples": ["../../etc/passwd"]}, "`samples` must be a count, such as 5, or a list of sample numbers"),
+        ({"samples": [65]}, "Not among them: 65."),
+        ({"ops": {"source": [["root", None]]}}, "`ops` must map keys of the recipe to lists of operations."),
+        ({"ops": {"augment.ops": [["x", "os.system"]]}}, "`ops` must list pairs: the name of an operation"),
+        ({"ops": {"augment.ops": [["x,source.root=/etc", "gray"]]}}, "`ops` must list pairs: the name of an operation"),
+        ({"ops": {"augment.ops": [["flip", None], ["flip", None]]}}, "`ops` must list pairs: the name of an operation"),
+        ({"ops": {"augment.ops": [[["flip"], None]]}}, "`ops` must list pairs: the name of an operation"),
+        ({"ops": {"augment.ops": [["jitter", "gray"]]}}, "`ops` must list pairs: the name of an operation"),
+        ({"ops": {"augment.ops": 3}}, "`ops` must list pairs: the name of an operation"),
+        ({"ops": ["augment.ops"]}, "`ops` must map keys of the recipe to lists of operations."),
+        ({"recipe": "simclr,source.root=/etc"}, "`recipe` must be one of augmix, "),
+        ({"recipe": ["simclr"]}, "`recipe` must be one of augmix, "),
+        ({"seed": "${oc.env:HOME}"}, "`seed` must be a whole number >= 0"),
         ({"epoch": -1}, "`epoch` must be a whole number >= 0"),
-        ({"out": "/tmp/picture.png"}, "A request must be a mapping with changes, indices, epoch."),
+        ({"out": "/tmp/picture.png"}, "A request must be a mapping with recipe, ops, changes, seed, samples, epoch."),
         (b"augment.ops.jitter.p=1", "The body must be JSON."),
         (b'{"changes": {"augment.ops.jitter.p": NaN}}', "`augment.ops.jitter.p` must be a number in"),
         (b"[" * 60000, "The body must be JSON."),
@@ -197,8 +289,8 @@ def test_the_recipe_of_an_application(photos: Path, tmp_path: Path) -> None:
 )
 def test_other_changes_are_refused(asked: Any, message: str, page: Page) -> None:
     status, text = page.ask("render", asked)
-    assert status == 400
     assert message in text.decode()
+    assert status == 400
 
 
 def test_no_file_can_be_asked_for(page: Page) -> None:
@@ -210,20 +302,20 @@ def test_no_file_can_be_asked_for(page: Page) -> None:
         status, text = page.ask(whole, whole=True)
         assert status == 404, whole
         assert b"root:" not in text
-    assert page.ask("render")[0] == page.ask("state", {})[0] == 404  # GET and POST are exchanged
+    assert page.ask("render")[0] == page.ask("state")[0] == page.ask("live.js", {})[0] == 404  # GET and POST
     assert page.ask("render", b" " * 100_000)[0] == 413
 
 
 def test_only_this_machine_is_answered(page: Page, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = urlsplit(page.url)
     for host in ("evil.example", f"evil.example:{address.port}", "127.0.0.1.evil.example", "localhost@evil.example"):
-        for path, body in (("", None), ("state", None), ("render", {})):
+        for path, body in (("", None), ("state", {}), ("render", {})):
             assert page.ask(path, body, host)[0] == 403, host
     for origin in ("http://evil.example", f"http://127.0.0.1.evil.example:{address.port}", "null"):
         assert page.ask("render", {}, Origin=origin)[0] == 403, origin
-    assert page.ask("overrides", {}, Origin="http://localhost:8000", Content_Type="text/plain; charset=nope")[0] == 200
+    assert page.ask("state", {}, Origin="http://localhost:8000", Content_Type="text/plain; charset=nope")[0] == 200
     for host in (f"LOCALHOST:{address.port}", "127.0.0.1:8000"):  # the port may be that of a tunnel
-        assert page.ask("state", host=host)[0] == 200
+        assert page.ask("state", {}, host=host)[0] == 200
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert [at for _, at, _, kind, *_ in listening if kind == "0A" and at.endswith(f":{address.port:04X}")] == [
         f"0100007F:{address.port:04X}"  # 127.0.0.1, and no other address of this machine
@@ -257,11 +349,11 @@ def test_tabs_are_drawn_one_at_a_time() -> None:
     drawing = threading.Lock()
 
     class Slow:
-        def render(self, asked: int) -> bytes:
+        def render(self, asked: int) -> str:
             assert drawing.acquire(blocking=False)
             time.sleep(0.01)
             drawing.release()
-            return b"%d" % asked
+            return f"{asked}"
 
     with served(Slow()) as page, ThreadPoolExecutor(5) as tabs:
         assert [*tabs.map(partial(page.ask, "render"), range(5))] == [(200, b"%d" % n) for n in range(5)]
@@ -271,10 +363,10 @@ def test_garbage_is_refused_silently_and_half_a_request_is_dropped(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpuaug.tools.preview.server._Handler.timeout", 1.0)
-    with served(SimpleNamespace(state=dict)) as page:
+    with served(SimpleNamespace()) as page:
         address = urlsplit(page.url)
-        get = f"GET {address.path}state HTTP/1.1\r\nHost: localhost\r\n".encode()
-        post = get.replace(b"GET", b"POST").replace(b"state", b"overrides")
+        get = f"GET {address.path} HTTP/1.1\r\nHost: localhost\r\n".encode()
+        post = get.replace(b"GET", b"POST").replace(b"/ HTTP", b"/state HTTP")
         for sent, status in (
             (b"\x16\x03\x01\xee\r\n\r\n", b"400"),
             (b"GET /" + b"a" * 99_999 + b"\r\n", b"414"),
@@ -348,159 +440,135 @@ def test_loaders_of_earlier_changes_are_closed(page: Page) -> None:
     assert before[0] == after[0] == 1  # no worker
 
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-
-
-class Tab:
-    """A page in a browser, controlled by the DevTools protocol."""
-
-    def __init__(self, socket: Any) -> None:
-        self.socket, self.count = socket, 0
-        self.context: dict[str, int] = {}  # set if the page to evaluate in is an inner frame
-
-    async def call(self, method: str, **arguments: Any) -> Any:
-        self.count += 1
-        await self.socket.send_json({"id": self.count, "method": method, "params": arguments})
-        while (answer := await self.socket.receive_json(timeout=60)).get("id") != self.count:
-            pass
-        assert "error" not in answer, answer
-        return answer["result"]
-
-    async def value(self, code: str) -> Any:
-        """The value of an expression, which may be a promise."""
-        asked = {"expression": code, "awaitPromise": True, "returnByValue": True, "userGesture": True, **self.context}
-        found = await self.call("Runtime.evaluate", **asked)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    async def until(self, code: str) -> None:
-        """Wait until the expression is true."""
-        for _ in range(600):
-            if await self.value(code):
-                return
-            await asyncio.sleep(0.05)
-        raise AssertionError(f"never true: {code}; {await self.value('document.body.innerText')}")
-
-
-@asynccontextmanager
-async def browser(folder: str) -> Any:
-    """A tab of a headless Chromium whose profile is in ``folder``."""
-    switches = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0"]
-    switches += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium has no sandbox for root
-    command = [str(CHROMIUM), *switches, f"--user-data-dir={folder}", "--window-size=1400,900", "about:blank"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        ready = Path(folder) / "DevToolsActivePort"
-        for _ in range(1200):
-            if ready.exists() and len(lines := ready.read_text().split()) == 2:
-                break
-            await asyncio.sleep(0.05)
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{lines[0]}/json") as answer:
-                (tab,) = [each for each in await answer.json() if each["type"] == "page"]
-            async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                yield Tab(socket)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-SHOWN = """(async () => {
-  const drawn = document.getElementById("picture"), canvas = document.createElement("canvas");
-  [canvas.width, canvas.height] = [drawn.naturalWidth, drawn.naturalHeight];
-  canvas.getContext("2d").drawImage(drawn, 0, 0);
-  return canvas.toDataURL("image/png").split(",")[1];
-})()"""
 SLIDER = "document.querySelector('[data-key=\"augment.ops.gray.p\"] input[type=range]')"
-DRAWN = 'document.getElementById("status").textContent.startsWith("drawn in") && !document.body.matches(".working")'
+DRAWN = (
+    'document.getElementById("status") && document.getElementById("status").textContent.startsWith("drawn in") '
+    '&& !document.body.matches(".working")'
+)
+HTML = 'document.querySelector("iframe").srcdoc'
+OVERFLOW = """[...document.querySelectorAll("nav input[type=number], header input")]
+    .filter((x) => x.scrollWidth > x.clientWidth).map((x) => x.value)"""
 
 
 async def drive(page: Page, notebook: str) -> dict[str, Any]:
-    """Move a slider, copy, type a wrong value; then open ``notebook``, which shows the page in a frame."""
+    """Change a recipe by every control, reload the page; then open ``notebook``, which shows the page in a frame."""
     seen: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        async with browser(folder) as tab:
-            origin = page.url[: page.url.index("/", 8)]
-            permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
-            await tab.call("Browser.grantPermissions", origin=origin, permissions=permissions)
-            await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
-            await tab.call("Log.enable")
-            await tab.call("Page.navigate", url=page.url)
-            await tab.until(f'document.getElementById("status") && {DRAWN}')
-            seen["before"] = pixels(base64.b64decode(await tab.value(SHOWN)))
-            await tab.value(f"{SLIDER}.value = 1, {SLIDER}.dispatchEvent(new Event('input'))")
-            await tab.until(DRAWN)
-            seen["after"] = pixels(base64.b64decode(await tab.value(SHOWN)))
-            await tab.value("document.getElementById('copy-overrides').click()")
-            await tab.until('document.getElementById("status").textContent === "copied"')
-            seen["overrides"] = await tab.value("navigator.clipboard.readText()")
-            await tab.value(f"{SLIDER}.nextSibling.select(), {SLIDER}.nextSibling.focus()")
-            await tab.call("Input.insertText", text="7")
-            await tab.until('!document.getElementById("error").hidden && !document.body.matches(".working")')
-            seen["error"] = await tab.value('document.getElementById("error").textContent')
-            await tab.value("document.getElementById('reset').click()")
-            await tab.until(f'document.getElementById("error").hidden && {DRAWN}')
-            seen["reset"] = pixels(base64.b64decode(await tab.value(SHOWN)))
-            entries = "performance.getEntriesByType('resource').map((entry) => entry.name)"
-            seen["requests"] = await tab.value(entries)
-            await tab.call("Page.navigate", url=notebook)
-            await tab.until('document.querySelector("iframe") && document.readyState === "complete"')
-            (frame,) = (await tab.call("Page.getFrameTree"))["frameTree"]["childFrames"]
-            world = await tab.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])
-            tab.context = {"contextId": world["executionContextId"]}
-            await tab.until(f'document.getElementById("status") && {DRAWN}')
-            seen["frame"] = pixels(base64.b64decode(await tab.value(SHOWN)))
+
+    async def keep(name: str, code: str = "") -> None:
+        await tab.value(code or "0")
+        await tab.until(DRAWN)
+        seen[name] = shown(await tab.value(HTML))
+        seen[f"{name}: words"] = shlex.split(await tab.value('document.getElementById("overrides").textContent'))[1:]
+
+    async with browser() as tab:
+        origin = page.url[: page.url.index("/", 8)]
+        permissions = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        await tab.call("Browser.grantPermissions", origin=origin, permissions=permissions)
+        await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        await tab.call("Page.navigate", url=page.url)
+        await tab.until(DRAWN)
+        await keep("before")
+        await keep("gray", f"{SLIDER}.value = 1, {SLIDER}.dispatchEvent(new Event('input'))")
+        await tab.value("document.getElementById('copy-overrides').click()")
+        await tab.until('document.getElementById("status").textContent === "copied"')
+        seen["copied"] = await tab.value("navigator.clipboard.readText()")
+        await keep("compared", "document.getElementById('before').click()")
+        await keep("compared again", "document.getElementById('before').click()")
+        await tab.value(f"{SLIDER}.nextSibling.select(), {SLIDER}.nextSibling.focus()")
+        await tab.call("Input.insertText", text="7")
+        await tab.until('!document.getElementById("error").hidden && !document.body.matches(".working")')
+        seen["error"] = await tab.value('document.getElementById("error").textContent')
+        await keep("reset", "document.getElementById('reset').click()")
+        await keep("off", "document.querySelector('[aria-label=\"jitter on or off\"]').click()")
+        await keep("moved", "document.querySelector('[aria-label=\"flip later\"]').click()")
+        await keep("moved", "document.querySelector('[aria-label=\"flip later\"]').click()")
+        menu = "document.querySelector('[aria-label=\"add to augment.ops\"]')"
+        await keep("added", f"{menu}.value = 'solarize', {menu}.dispatchEvent(new Event('change'))")
+        await keep("next", "document.getElementById('next').click()")
+        seed = "document.getElementById('seed')"
+        await keep("seed", f"{seed}.value = 7, {seed}.dispatchEvent(new Event('change'))")
+        seen["samples"] = await tab.value("document.getElementById('samples').value")
+        await tab.value("document.querySelector('iframe').contentDocument.querySelectorAll('label')[1].click()")
+        seen["open"] = await tab.value("""[...document.querySelector('iframe').contentDocument.querySelectorAll('pre')]
+            .filter((x) => x.getClientRects().length).map((x) => x.innerText)""")
+        await tab.call("Page.reload")
+        await tab.until(f"document.readyState === 'complete' && {DRAWN}")
+        await keep("reloaded")
+        recipe = "document.getElementById('recipe')"
+        await keep("dino", f"{recipe}.value = 'dino', {recipe}.dispatchEvent(new Event('change'))")
+        seen["overflow"] = await tab.value(OVERFLOW)
+        entries = "performance.getEntriesByType('resource').map((entry) => entry.name)"
+        seen["requests"] = await tab.value(entries)
+        size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        await tab.call("Emulation.setDeviceMetricsOverride", **size)
+        await tab.until("innerWidth === 390")
+        seen["narrow"] = await tab.value("document.documentElement.scrollWidth")
+        seen["overflow"] += await tab.value(OVERFLOW)
+        await tab.call("Page.navigate", url=notebook)
+        await tab.until('document.querySelector("iframe") && document.readyState === "complete"')
+        (frame,) = (await tab.call("Page.getFrameTree"))["frameTree"]["childFrames"]
+        world = await tab.call("Page.createIsolatedWorld", frameId=frame["frame"]["id"])
+        tab.context = {"contextId": world["executionContextId"]}
+        await tab.until(DRAWN)
+        await keep("frame")
     return seen
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 def test_in_a_browser(page: Page, tmp_path: Path) -> None:
-    """A slider moves, the picture changes, what is copied builds the same recipe; a notebook shows the page too."""
+    """Each control changes the pictures and the overrides; the address keeps the changes; a notebook shows the page."""
     (tmp_path / "index.html").write_text(LivePage._repr_html_(SimpleNamespace(src=page.url)))
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as notebook:
         threading.Thread(target=notebook.serve_forever, daemon=True).start()
         seen = asyncio.run(drive(page, f"http://127.0.0.1:{notebook.server_port}/"))
         notebook.shutdown()
-    gray = {"changes": {"augment.ops.gray.p": 1.0}}
-    assert np.array_equal(seen["before"], pixels(page.ask("render", {})[1]))
-    assert np.array_equal(seen["after"], pixels(page.ask("render", gray)[1]))
-    assert not np.array_equal(seen["before"], seen["after"])
-    assert np.array_equal(seen["reset"], seen["before"])
-    assert np.array_equal(seen["frame"], seen["before"])
-    assert shlex.split(seen["overrides"])[1:] == ["augment=simclr", "augment.ops.gray.p=1.0"]
+
+    def rendered(**asked: Any) -> Any:
+        return shown(page.ask("render", asked)[1].decode())
+
+    gray = {"augment.ops.gray.p": 1.0}
+    assert seen["before"] == seen["compared"] == seen["reset"] == seen["frame"] == rendered()
+    assert seen["gray"] == seen["compared again"] == rendered(changes=gray)
+    assert shlex.split(seen["copied"])[1:] == ["augment=simclr", "augment.ops.gray.p=1.0"] == seen["gray: words"]
     assert seen["error"] == "`augment.ops.gray.p` must be a number in [0, 1]. Found: 7.0."
-    assert all(address.startswith((page.url, f"blob:{page.url[:16]}")) for address in seen["requests"])
+    assert seen["off: words"] == ["augment=simclr", "~augment.ops.jitter"]
+    order = [["gray", None], ["flip", None], ["blur", None]]
+    assert seen["moved"] == rendered(ops={"augment.ops": order})
+    assert seen["added"] == rendered(ops={"augment.ops": [*order, ["solarize", "solarize"]]})
+    final = {"ops": {"augment.ops": [*order, ["solarize", "solarize"]]}, "samples": [18, 50], "seed": 7}
+    assert seen["samples"] == "18, 50"
+    assert seen["next"] == rendered(**{**final, "seed": 0})
+    assert seen["seed"] == seen["reloaded"] == rendered(**final)
+    assert seen["open"] == [unescape(seen["seed"][1][1])]
+    assert seen["dino: words"] == ["augment=dino", "seed=7"]
+    assert seen["dino"] == rendered(recipe="dino", samples=[18, 50], seed=7)
+    assert seen["overflow"] == []  # numbers that do not fit their boxes
+    assert seen["narrow"] <= 390
+    assert all(address.startswith(page.url) for address in seen["requests"])
 
 
 async def enlarge(file: Path, width: int) -> dict[str, Any]:
     """Read the tooltips of a page of `gpuaug preview`; click on a picture, and again."""
     seen: dict[str, Any] = {}
     count = 'document.querySelectorAll("figure").values().filter((x) => x.getClientRects().length).toArray().length'
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        async with browser(folder) as tab:
-            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            await tab.call("Emulation.setDeviceMetricsOverride", **size)
-            await tab.call("Page.navigate", url=file.as_uri())
-            await tab.until('document.readyState === "complete" && document.querySelector("label[title] img") !== null')
-            seen["titles"] = await tab.value('[...document.querySelectorAll("label")].map((x) => x.title)')
-            seen["all"] = await tab.value(count)
-            tops = (
-                '[...document.querySelectorAll("main > div")].map((row) => [...row.children].map((x) => x.offsetTop))'
-            )
-            seen["tops"] = await tab.value(tops)
-            seen["wide"] = await tab.value("document.documentElement.scrollWidth")
-            await tab.value('document.querySelectorAll("label")[2].click()')
-            await tab.until(f"{count} < {seen['all']}")
-            seen["open"] = await tab.value(count)
-            shown = (
-                '[...document.querySelectorAll("pre")].filter((x) => x.getClientRects().length).map((x) => x.innerText)'
-            )
-            seen["details"] = await tab.value(shown)
-            seen["sides"] = await tab.value(
-                '[...document.querySelectorAll("figure:has(:checked) img")].map((x) => x.getBoundingClientRect().width)'
-            )
-            await tab.value('document.querySelectorAll("label")[2].click()')
-            await tab.until(f"{count} === {seen['all']}")
+    async with browser(width) as tab:
+        await tab.call("Page.navigate", url=file.as_uri())
+        await tab.until('document.readyState === "complete" && document.querySelector("label[title] img") !== null')
+        seen["titles"] = await tab.value('[...document.querySelectorAll("label")].map((x) => x.title)')
+        seen["all"] = await tab.value(count)
+        tops = '[...document.querySelectorAll("main > div")].map((row) => [...row.children].map((x) => x.offsetTop))'
+        seen["tops"] = await tab.value(tops)
+        seen["wide"] = await tab.value("document.documentElement.scrollWidth")
+        await tab.value('document.querySelectorAll("label")[2].click()')
+        await tab.until(f"{count} < {seen['all']}")
+        seen["open"] = await tab.value(count)
+        shown = '[...document.querySelectorAll("pre")].filter((x) => x.getClientRects().length).map((x) => x.innerText)'
+        seen["details"] = await tab.value(shown)
+        seen["sides"] = await tab.value(
+            '[...document.querySelectorAll("figure:has(:checked) img")].map((x) => x.getBoundingClientRect().width)'
+        )
+        await tab.value('document.querySelectorAll("label")[2].click()')
+        await tab.until(f"{count} === {seen['all']}")
     return seen
 
 

@@ -233,12 +233,12 @@ def test_without_torchvision_it_says_what_to_install(photos: Path, monkeypatch: 
 def test_nothing_that_can_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "0.jpg").write_bytes(b"\xff\xd8 no image")
-    for word, message in (("samples=0", "whole number >= 1"), ("indices=[9]", "Not among them: 9")):
+    for word, message in (("samples=0", "`samples` must be a count"), ("samples=[9]", "Not among them: 9")):
         assert main(["parity", f"source.root={tmp_path}", word]) == 2
         assert message in capsys.readouterr().err
     assert main(["parity", f"source.root={tmp_path}"]) == 2
     captured = capsys.readouterr()
-    assert "`indices`" in captured.err
+    assert "Choose others with `samples`" in captured.err
     assert "a/0.jpg) is left out" in captured.out
 
 
@@ -256,7 +256,7 @@ def test_names_of_files_can_be_anything(photos: Path, tmp_path: Path, capsys: py
     assert "\x1b" not in shown
     shown.encode()
     assert "is left out" in shown
-    assert len(json.loads((tmp_path / "r.json").read_text())["indices"]) == 3
+    assert len(json.loads((tmp_path / "r.json").read_text())["numbers"]) == 3
 
 
 def test_packed_pixels_are_compared_from_the_crop_on(photos: Path, tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_originals_are_upright_and_named(photos: Path) -> None:
     [
         ((), 6),
         (("augment=dino", "samples=2"), 8),
-        (("augment=none", "augment.normalize=null", "draws=2", "indices=[5,40]", "epoch=7"), 2),
-        (("source.labels=none", "mix=cutmix", "draws=1", "indices=3", "cell=32", "dtype=bfloat16"), 1),
+        (("augment=none", "augment.normalize=null", "draws=2", "samples=[5,40]", "epoch=7"), 2),
+        (("source.labels=none", "mix=cutmix", "draws=1", "samples=[3]", "cell=32", "dtype=bfloat16"), 1),
         (("order=repeated", "source.subset=3", "samples=1000", "draws=1", "augment.backend=kornia"), 1),
     ],
 )
@@ -105,10 +105,10 @@ def test_writes_a_picture(more: tuple[str, ...], columns: int, photos: Path, tmp
     with Image.open(tmp_path / "p.png") as page:
         assert page.format == "PNG"
         assert page.width > 100
-        assert page.height > 30 * len(values["indices"])
+        assert page.height > 30 * len(values["numbers"])
         assert len(set(np.asarray(page.convert("L")).ravel().tolist())) > 100  # there is something to be seen
     if "epoch=7" in more:
-        assert values["indices"] == [5, 40]
+        assert values["numbers"] == [5, 40]
         assert values["epochs"] == [7, 8]
 
 
@@ -134,7 +134,7 @@ def test_only_samples_that_are_there_can_be_shown() -> None:
     source.indices = torch.tensor([2, 5, 9])
     assert preview.chosen(source, None, count=2) == [2, 9]
     assert preview.chosen(source, None, count=100) == [2, 5, 9]
-    assert preview.chosen(source, preview.Settings(indices=[9, 2, 9]).indices, count=2) == [9, 2, 9]
+    assert preview.chosen(source, preview.Settings(samples=[9, 2, 9]).samples, count=2) == [9, 2, 9]
     with pytest.raises(ConfigError, match="from 2 to 9.*: 3, 11"):
         preview.chosen(source, [11, 3, 5], count=2)
 
@@ -166,7 +166,7 @@ def test_pictures_beyond_all_bounds_are_refused_before_they_are_made(
 
 
 def test_a_page_holds_the_pixels_of_the_training(photos: Path, tmp_path: Path) -> None:
-    more = ["indices=[3,17]", "epoch=4", "draws=3", "augment=dino", "seed=5"]
+    more = ["samples=[3,17]", "epoch=4", "draws=3", "augment=dino", "seed=5"]
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.html", *more]) == 0
     text = (tmp_path / "p.html").read_text()
     data = iter(re.findall(r'<img src="data:image/webp;base64,([^"]+)"', text))
@@ -251,10 +251,15 @@ def test_operations_are_shown_with_those_values(backend: str) -> None:
     augment = gpuaug.Augment(
         ops={"flip": K.RandomHorizontalFlip(p=0.1), "jitter": K.ColorJitter(0.5, p=0.1)}, backend=backend
     )
-    flip, jitter = operations.rows(augment.views, [image], seed=0, device=torch.device("cpu"), cell=32)
-    assert (flip.notes, jitter.notes) == (["RandomHorizontalFlip", "p 0.1"], ["ColorJitter: brightness", "p 0.1"])
-    values = [np.asarray(cell.picture).mean() for cell in jitter.cells]
-    np.testing.assert_allclose(values, [100, 50, 100, 150], atol=0.51)
+    samples = [preview.Sample(3, "a/x.png", "a", Annotated(image))]
+    (row,), listed = operations.grid(augment.views, samples, seed=0, device=torch.device("cpu"), cell=32)
+    notes = [["RandomHorizontalFlip", "p 0.1"], ["ColorJitter: brightness", "p 0.1"]]
+    assert [each["notes"] for each in listed] == notes
+    captions = ["original", "flip: after", *(f"jitter: brightness {x}" for x in (0.5, 1, 1.5))]
+    assert [cell.caption for cell in row.cells] == captions
+    assert [cell.details for cell in row.cells] == ["", "\n".join(notes[0]), *["\n".join(notes[1])] * 3]
+    values = [np.asarray(cell.picture).mean() for cell in row.cells]
+    np.testing.assert_allclose(values, [100, 100, 50, 100, 150], atol=0.51)
 
 
 def test_the_notes_name_the_choice_and_the_view() -> None:
@@ -262,8 +267,9 @@ def test_the_notes_name_the_choice_and_the_view() -> None:
     some = SomeOf(2, ops={"dark": K.RandomGamma((2.0, 3.0)), "light": K.RandomGamma((0.2, 0.4)), "one": one})
     ops = {"one": one, "vflip": K.RandomVerticalFlip(p=0.5), "some": some}
     views = gpuaug.MultiView(views={"a": gpuaug.Augment(ops=ops)}).views
-    made = operations.rows(views, [Image.new("RGB", (32, 32))], seed=0, device=torch.device("cpu"), cell=32)
-    assert [(row.title, *row.notes) for row in made] == [
+    samples = [preview.Sample(0, "x", "", Annotated(Image.new("RGB", (32, 32))))]
+    _, made = operations.grid(views, samples, seed=0, device=torch.device("cpu"), cell=32)
+    assert [(each["name"], *each["notes"]) for each in made] == [
         ("one.gray", "OneOf:", "a: p 0.7", "RandomGrayscale"),
         ("vflip", "RandomVerticalFlip", "a: p 0.5"),
         *((f"some.{name}", "SomeOf:", "a: p 1", "RandomGamma: gamma") for name in ("dark", "light")),
@@ -276,8 +282,10 @@ def test_operations_of_a_recipe_are_drawn(photos: Path, tmp_path: Path) -> None:
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.png", *more]) == 0
     values = json.loads((tmp_path / "p.json").read_text())
     assert len(values["operations"]) >= 4
+    count = 1 + sum(len(each["values"]) for each in values["operations"])
     with Image.open(tmp_path / "p.png") as sheet:
-        assert sheet.height > 150 * len(values["operations"])
+        assert sheet.width < 1400
+        assert sheet.height > 112 * -(-count // 9)
         assert len(set(np.asarray(sheet.convert("L")).ravel().tolist())) > 100
 
 

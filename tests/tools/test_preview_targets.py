@@ -197,7 +197,7 @@ def test_command(name: str, ending: str, scenes: Path, tmp_path: Path) -> None:
     out = tmp_path / f"p.{ending}"
     words = ["preview", *COMMANDS[name], *where, f"out={out}", f"json={tmp_path}/p.json", "samples=2", "draws=1"]
     assert main(words) == 0
-    assert len(json.loads((tmp_path / "p.json").read_text())["indices"]) == 2
+    assert len(json.loads((tmp_path / "p.json").read_text())["numbers"]) == 2
     if ending == "html":
         text = out.read_text()
         assert ("2: triangle" in text) == (name not in ("segmentation", "instances"))

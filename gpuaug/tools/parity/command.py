@@ -10,7 +10,7 @@ from gpuaug.display.sheet import printable
 from gpuaug.errors import ConfigError
 from gpuaug.tools.parity.compare import BARE, compare
 from gpuaug.tools.parity.differences import Parity
-from gpuaug.tools.preview.drawing import chosen, indices_of
+from gpuaug.tools.preview.drawing import check_samples, chosen
 from gpuaug.tools.report import Report
 from gpuaug.tools.request import Keys, Request
 
@@ -19,15 +19,13 @@ from gpuaug.tools.request import Keys, Request
 class Settings(Keys):
     """The keys of `gpuaug parity`."""
 
-    indices: Any = None
-    samples: int = 8
+    samples: Any = 8
     epoch: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.whole_number("samples", self.samples, 1)
+        check_samples(self.samples)
         checks.whole_number("epoch", self.epoch, 0)
-        object.__setattr__(self, "indices", indices_of(self.indices))
 
 
 def main(request: Request) -> int:
@@ -41,17 +39,17 @@ def main(request: Request) -> int:
                 "`source` must have images to augment. Found: a packed source of augmented images. Compare the "
                 "original images: source=folder source.root=DIR."
             )
-        indices = chosen(loader.source, settings.indices, count=settings.samples)
+        indices = chosen(loader.source, settings.samples, count=8)
         parity = compare(loader, indices=indices, epoch=settings.epoch)
     for line in parity.lines():
         print(printable(line))
     said = summary(parity)
     print(said, flush=True)
     differences = [{**vars(d), "verdict": d.verdict} for d in parity.differences]
-    report.values |= {"indices": indices, **vars(parity), "summary": said, "differences": differences}
+    report.values |= {"numbers": indices, **vars(parity), "summary": said, "differences": differences}
     report.write()
     if not parity.samples:
-        raise ConfigError(f"no sample can be decoded. Tried: {indices[:5]}. Choose other samples with `indices`.")
+        raise ConfigError(f"no sample can be decoded. Tried: {indices[:5]}. Choose others with `samples`.")
     return 0
 
 

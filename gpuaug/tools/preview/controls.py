@@ -1,4 +1,4 @@
-"""The parameters of a recipe that the live page and the notebook can change, and the overrides that change them."""
+"""What the live page can change in a recipe, and the overrides that change it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from gpuaug import checks
+from gpuaug.config import literal
 from gpuaug.errors import ConfigError
 
 # Lower end, upper end and step of sliders, by argument name. Other numbers can be typed; the operation checks them.
@@ -47,7 +51,6 @@ class Control:
 
     key: str  # the full key, such as augment.ops.jitter.p
     group: str  # path of the operation in the recipe, such as ops.jitter; "" for the recipe's own parameters
-    title: str  # name of the operation's class
     value: Any  # the value in the configuration
     low: float | None = None  # ends and step of the slider; None if the value has no numbers
     high: float | None = None
@@ -80,29 +83,28 @@ def controls(augment: Any) -> list[Control]:
     """The parameters that can be changed in a recipe's configuration. Parameters of nested mappings come last."""
     if not OmegaConf.is_dict(augment):
         return []
-    return list(_walk(OmegaConf.to_container(augment, resolve=True), augment._get_full_key(None), "", ""))
+    return list(_walk(OmegaConf.to_container(augment, resolve=True), augment._get_full_key(None), ""))
 
 
-def _walk(node: Any, key: str, group: str, title: str) -> Iterator[Control]:
-    title = str(node.get("_target_") or title).rpartition(".")[2]
+def _walk(node: Any, key: str, group: str) -> Iterator[Control]:
     for name, value in sorted(node.items(), key=lambda item: isinstance(item[1], Mapping)):
         if name in LEFT_OUT or not NAME.fullmatch(str(name)) or str(name).startswith("_"):
             continue
         if isinstance(value, Mapping):
-            yield from _walk(value, f"{key}.{name}", f"{group}.{name}".removeprefix("."), title)
-        elif (control := _control(f"{key}.{name}", group, title, value)) is not None:
+            yield from _walk(value, f"{key}.{name}", f"{group}.{name}".removeprefix("."))
+        elif (control := _control(f"{key}.{name}", group, value)) is not None:
             yield control
 
 
-def _control(key: str, group: str, title: str, value: Any) -> Control | None:
+def _control(key: str, group: str, value: Any) -> Control | None:
     """The control for a value, or None for a value that cannot be changed, such as null."""
     name = key.rpartition(".")[2]
     if isinstance(value, bool):
-        return Control(key, group, title, value)
+        return Control(key, group, value)
     if isinstance(value, str):
         if name not in CHOICES or not NAME.fullmatch(value):
             return None
-        return Control(key, group, title, value, choices=tuple(dict.fromkeys((*CHOICES[name], value))))
+        return Control(key, group, value, choices=tuple(dict.fromkeys((*CHOICES[name], value))))
     numbers = value if isinstance(value, list) else [value]
     if not 0 < len(numbers) <= LONGEST or any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
         return None
@@ -114,7 +116,7 @@ def _control(key: str, group: str, title: str, value: Any) -> Control | None:
         if not whole:  # about a hundredth of the slider: 1, 2 or 5 times a power of ten
             power = 10.0 ** math.floor(math.log10(high / 100))
             step = next(n * power for n in (1, 2, 5, 10) if n * power * 100 >= high * (1 - 1e-9))
-    return Control(key, group, title, value, -high if min(numbers) < 0 else low, high, step)
+    return Control(key, group, value, -high if min(numbers) < 0 else low, high, step)
 
 
 def changed(known: list[Control], changes: Any) -> list[str]:
@@ -128,4 +130,61 @@ def changed(known: list[Control], changes: Any) -> list[str]:
         if control.key in changes and (value := control.checked(changes[control.key])) != control.value:
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             made.append(f"{control.key}={text}")
+    return made
+
+
+@cache
+def examples() -> dict[str, dict[str, Any]]:
+    """The operations that can be added: a name and an example of each."""
+    loaded = OmegaConf.load(Path(__file__).with_name("operations.yaml"))
+    return dict(OmegaConf.to_container(loaded))  # type: ignore[arg-type]
+
+
+def operations(augment: Any) -> dict[str, dict[str, Any]]:
+    """Every mapping ``ops`` of a recipe's configuration, by its full key, with unresolved values."""
+    if not OmegaConf.is_dict(augment):
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+
+    def look(node: Mapping[str, Any], key: str) -> None:
+        for name, inner in node.items():
+            if isinstance(inner, Mapping) and NAME.fullmatch(str(name)):
+                if name == "ops":
+                    found[f"{key}.ops"] = dict(inner)
+                look(inner, f"{key}.{name}")
+
+    look(OmegaConf.to_container(augment), augment._get_full_key(None))  # type: ignore[arg-type]
+    return found
+
+
+def arranged(known: Mapping[str, Mapping[str, Any]], wanted: Any) -> list[str]:
+    """The override strings that leave out, add and reorder operations.
+
+    Args:
+        known: from :func:`operations`.
+        wanted: for each changed mapping its operations in their order, as pairs (name, name of the example to add, or
+            None for an operation that the recipe has).
+    """
+    if not isinstance(wanted, Mapping) or wanted.keys() - known.keys():
+        raise ConfigError(f"`ops` must map keys of the recipe to lists of operations. Found: {wanted!r:.100}.")
+    made: list[str] = []
+    for key, pairs in wanted.items():
+        values, present = dict[str, Any](), known[key]
+        for pair in pairs if isinstance(pairs, list) else [pairs]:
+            match pair:
+                case [str(name), None] if name in present and name not in values:
+                    values[name] = present[name]
+                case [str(name), str(example)] if (
+                    NAME.fullmatch(name) and example in examples() and name not in present and name not in values
+                ):
+                    values[name] = examples()[example]
+                case _:
+                    raise ConfigError(
+                        "`ops` must list pairs: the name of an operation of the recipe and null, or a new name and "
+                        f"the name of an example, such as gray. Found: {pair!r:.100}."
+                    )
+        order, kept = list(values), [name for name in present if name in values]
+        same = next((n for n, (a, b) in enumerate(zip_longest(order, kept)) if a != b), len(order))
+        made += [f"~{key}.{name}" for name in present if name not in kept[:same]]
+        made += [f"+{key}.{name}={literal(values[name])}" for name in order[same:]]
     return made

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
+from omegaconf import OmegaConf
 from PIL import Image
 from tqdm import tqdm
 
@@ -28,6 +30,7 @@ from gpuaug.tools.request import Keys, Request
 
 WIDE, CELL = 6, 160  # defaults: augmented pictures in a row, and longer side of a picture in pixels
 WIDE_WITH_TARGETS, CELL_WITH_TARGETS = 4, 280
+OPERATIONS_WIDE, SMALL_CELL = 9, 112  # show=operations
 ORIGINAL = 1.35  # the original is larger than the other pictures by this factor, because it shows the crops too
 SHOWN = {"samples": 5, "operations": 1}  # default number of samples
 COLORS = (
@@ -42,8 +45,7 @@ class Settings(Keys):
 
     out: str = "preview.png"
     show: str = "samples"
-    indices: Any = None
-    samples: int | None = None
+    samples: Any = None
     epoch: int = 0
     draws: int | None = None
     cell: int | None = None
@@ -54,7 +56,8 @@ class Settings(Keys):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole_number("epoch", self.epoch, 0)
-        for name, low in (("cell", 16), ("samples", 1), ("draws", 1)):
+        check_samples(self.samples)
+        for name, low in (("cell", 16), ("draws", 1)):
             checks.whole_number(name, getattr(self, name), low, optional=True)
         checks.one_of("show", self.show, SHOWN)
         checks.whole_number("port", self.port, 0, 65535)
@@ -62,8 +65,9 @@ class Settings(Keys):
             raise ConfigError(f"`port={self.port}` has no effect without serve=true. Add serve=true, or remove `port`.")
         if self.serve and (self.out != Settings.out or self.json is not None):
             raise ConfigError("`serve=true` writes no file, but `out` or `json` names one. Remove `out` and `json`.")
-        object.__setattr__(self, "indices", indices_of(self.indices))
 
+
+RECIPE = re.compile(r"(?:gpuaug/)?augment(?:@[^=]*)?=(.*)")  # an override that selects a recipe
 
 # Rows of pictures, the other arguments of :func:`sheet`, and values for the report
 Drawing = tuple[list[SheetRow], dict[str, Any], dict[str, Any]]
@@ -76,9 +80,11 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
     """
     # workers would not change the pixels
     with request.build(config, mix=None, num_workers=0, prefetch=0, **objects) as loader:
-        indices = chosen(loader.source, settings.indices, count=settings.samples or SHOWN[settings.show])
+        indices = chosen(loader.source, settings.samples, count=SHOWN[settings.show])
         legend: Legend = ()
+        columns = None
         if settings.show == "operations":
+            columns = OPERATIONS_WIDE
             if loader.decode.pixels == "raw":
                 raise ConfigError("show=operations needs 8-bit RGB. Found: decode.pixels=raw. Use show=samples.")
             rows, values = _operations(loader, originals(loader, indices, epoch=settings.epoch), settings)
@@ -92,12 +98,18 @@ def drawing(request: Request, config: Any, settings: Settings, *, is_page: bool 
             rows, legend = draw(loader, indices, epochs=epochs, cell=cell, bands=settings.bands)
             views = [name_of(view) for view in loader.augment.at(settings.epoch).views]
             values = {"epochs": list(epochs), "views": views}
-        values |= {"indices": indices, "keys": [loader.source.key(i) for i in indices]}
-        named = [text.partition("=")[2] for text in request.overrides if text.startswith("augment=")]
-        named = named or ["standard" if request.config_name is None else request.at or type(loader.augment).__name__]
+        values |= {"numbers": indices, "keys": [loader.source.key(i) for i in indices]}
         lines = _lines(loader, len(indices), epoch=settings.epoch)
         lines[-1] += "" if (root := loader.source.root) is None else f" of {root}"
-        return rows, {"heading": named[-1], "lines": lines, "legend": legend}, values
+        above = {"heading": recipe_of(request, config), "lines": lines, "legend": legend, "columns": columns}
+        return rows, above, values
+
+
+def recipe_of(request: Request, config: Any) -> str:
+    """The name of the recipe that a request selects."""
+    named = [found[1] for text in request.overrides if (found := RECIPE.fullmatch(text))]
+    other = request.at or OmegaConf.select(config, "augment._target_", default="recipe")
+    return named[-1] if named else "standard" if request.config_name is None else str(other)
 
 
 def preview(
@@ -136,7 +148,7 @@ def preview(
     epochs = _listed("epochs", epochs, cell)
     if indices is not None:
         indices = _listed("indices", [indices] if isinstance(indices, int) else indices, cell)
-    numbers = chosen(loader.source, indices, count=SHOWN["samples"])
+    numbers = chosen(loader.source, indices, count=SHOWN["samples"], name="indices")
     if not epochs or not numbers:
         raise ConfigError(f"`epochs` and `indices` must not be empty. Found: {epochs} and {numbers}.")
     made, legend = draw(loader, numbers, epochs=epochs, cell=cell, bands=bands)
@@ -186,20 +198,17 @@ def _operations(loader: Loader, samples: list[Sample], settings: Settings) -> tu
     if bad := [sample for sample in samples if sample.absent]:
         raise ConfigError(
             "show=operations needs samples that can be decoded. Cannot be decoded: sample "
-            f"{bad[0].index} ({bad[0].key!r}). Choose others with `indices`."
+            f"{bad[0].index} ({bad[0].key!r}). Choose others with `samples`."
         )
     views = [view for view in loader.augment.at(settings.epoch).views if not view.copy]
-    cell = settings.cell or CELL
+    cell = settings.cell or SMALL_CELL
     check_pixels(len(samples) * len({name for view in views for name in view.augment.ops}) * cell**2)
-    images = [sample.original.picture for sample in samples]
-    rows = operations.rows(views, images, seed=loader.seed, device=loader.device, cell=cell)
+    rows, listed = operations.grid(views, samples, seed=loader.seed, device=loader.device, cell=cell)
     if not rows:
         raise ConfigError(
             "show=operations needs a recipe with operations. Found: none. Choose another recipe: augment=standard."
         )
-    captions = [[cell.caption for cell in row.cells[1:]] for row in rows]
-    named = [{"name": row.title, "notes": row.notes, "values": each} for row, each in zip(rows, captions, strict=True)]
-    return rows, {"operations": named}
+    return rows, {"operations": listed}
 
 
 def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
@@ -210,27 +219,32 @@ def _lines(loader: Loader, count: int, *, epoch: int) -> list[str]:
     return [*steps(loader.augment, epoch), *masks, f"seed {loader.seed}; {count} of {len(loader.source)} samples"]
 
 
-def indices_of(given: Any) -> list[int] | None:
-    """Return the key `indices` as a list of numbers, or None."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        given = [given]
-    if given is not None and (not isinstance(given, list) or not given or any(type(i) is not int for i in given)):
-        raise ConfigError(f"`indices` must be a list of sample numbers, such as [3,14,15]. Found: {given!r}.")
-    return given
-
-
-def chosen(source: Any, indices: list[int] | None, *, count: int) -> list[int]:
-    """Return ``indices``; None: ``count`` evenly spread samples that the source does not exclude."""
-    active = active_numbers(source)
-    if indices is None:
-        count = min(count, len(active))
-        return [int(active[(2 * n + 1) * len(active) // (2 * count)]) for n in range(count)]
-    if missing := sorted(set(indices) - set(active.tolist())):
+def check_samples(given: Any) -> None:
+    """Raise ConfigError unless ``given`` is a value of the key `samples`: a count, a list of numbers, or None."""
+    if isinstance(given, list) and given and all(type(i) is int for i in given):
+        return
+    if given is not None and (type(given) is not int or given < 1):
         raise ConfigError(
-            f"`indices` must be samples that the source has and does not exclude: {len(active)} samples from "
+            "`samples` must be a count, such as 5, or a list of sample numbers, such as [3,14,15]. "
+            f"Found: {given!r:.100}."
+        )
+
+
+def chosen(source: Any, samples: int | Sequence[int] | None, *, count: int, name: str = "samples") -> list[int]:
+    """The numbers of the ``samples``. A count, or None for ``count``: evenly spread ones that are not excluded.
+
+    ``name`` stands in errors.
+    """
+    active = active_numbers(source)
+    if samples is None or isinstance(samples, int):
+        count = min(samples or count, len(active))
+        return [int(active[(2 * n + 1) * len(active) // (2 * count)]) for n in range(count)]
+    if missing := sorted(set(samples) - set(active.tolist())):
+        raise ConfigError(
+            f"`{name}` must be samples that the source has and does not exclude: {len(active)} samples from "
             f"{active[0]} to {active[-1]}. Not among them: {', '.join(map(str, missing[:5]))}."
         )
-    return list(indices)
+    return list(samples)
 
 
 def samples_of(

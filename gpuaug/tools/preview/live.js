@@ -1,9 +1,14 @@
-// The page of `gpuaug preview serve=true`. It sends requests only to its own server, and never inserts text as HTML.
+// The page of `gpuaug preview serve=true`. It sends requests only to its own server. The pictures are a page of their
+// own, in a frame without scripts. Every other text is inserted as text, never as HTML.
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const values = new Map(); // the value that each control shows, by key
-let state, shown, busy = false, again = false, address; // shown: the request of the picture on the page
+const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+const drawn = new Map(); // the latest pages, by what was asked for
+const folded = new Map(); // whether the user opened an operation
+let state; // the server's latest answer
+let view; // what the user changed: recipe, seed, samples, epoch, changes, and ops: [name, example or null, is on]
+let busy = false, again = false;
 
 function make(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
@@ -11,29 +16,41 @@ function make(tag, properties = {}, ...children) {
   return node;
 }
 
-const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
-
-function asked() {
-  const changed = state.controls.filter((c) => !same(values.get(c.key), c.value));
-  const words = at("indices").value.split(/[\s,]+/).filter(Boolean);
-  return {
-    changes: Object.fromEntries(changed.map((c) => [c.key, values.get(c.key)])),
-    indices: words.length ? words.map((word) => (/^\d+$/.test(word) ? Number(word) : word)) : null,
-    epoch: at("epoch").value === "" ? null : Number(at("epoch").value),
-  };
+// What the server should draw. Parameters of operations that are switched off are left out.
+function asked(before) {
+  const { recipe, seed, samples, epoch } = view;
+  if (before) return { recipe, seed, samples, epoch };
+  const off = Object.entries(view.ops).flatMap(([key, list]) => list.filter((x) => !x[2]).map((x) => `${key}.${x[0]}.`));
+  const ops = Object.entries(view.ops).map(([key, list]) => [key, list.filter((x) => x[2]).map((x) => x.slice(0, 2))]);
+  const changes = Object.entries(view.changes).filter(([key]) => !off.some((prefix) => key.startsWith(prefix)));
+  return { recipe, seed, samples, epoch, ops: Object.fromEntries(ops), changes: Object.fromEntries(changes) };
 }
 
 async function call(name, body) {
-  const answer = await fetch(name, body && { method: "POST", body: JSON.stringify(body) }).catch(() => {
+  const answer = await fetch(name, { method: "POST", body: JSON.stringify(body) }).catch(() => {
     throw new Error("gpuaug does not answer. If it has ended, start it again and open the new address.");
   });
   if (!answer.ok) throw new Error(await answer.text());
-  return answer;
+  return answer.text();
 }
 
 function fail(error) {
   at("error").textContent = error.message;
   at("error").hidden = false;
+}
+
+// Show a page of pictures. The scroll position and the enlarged picture stay.
+async function put(text) {
+  const old = document.querySelector("iframe");
+  const frame = make("iframe", { title: "Samples, augmented with this recipe", sandbox: "allow-same-origin", srcdoc: text });
+  at("overrides").parentNode.append(frame);
+  await new Promise((loaded) => { frame.onload = loaded; });
+  if (!old) return;
+  const boxes = (of) => [...of.contentDocument.querySelectorAll("input")];
+  const open = boxes(frame)[boxes(old).findIndex((box) => box.checked)];
+  if (open) open.checked = true;
+  frame.contentWindow.scrollTo(old.contentWindow.scrollX, old.contentWindow.scrollY);
+  old.remove();
 }
 
 // Requests run one at a time. A change during a request is drawn after the answer.
@@ -45,16 +62,17 @@ async function draw() {
   while (again) {
     again = false;
     at("status").textContent = "drawing …";
-    const begin = performance.now(), body = asked();
+    history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(view))}`);
+    const begin = performance.now(), body = asked(at("before").checked), key = JSON.stringify(body);
     try {
-      const words = await (await call("overrides", body)).text();
-      const picture = await (await call("render", body)).blob();
-      if (address) URL.revokeObjectURL(address);
-      at("picture").src = address = URL.createObjectURL(picture);
-      await at("picture").decode();
-      at("overrides").textContent = words;
+      const found = JSON.parse(await call("state", asked()));
+      const changed = !state || !same(list(found), list(state));
+      state = found;
+      show(changed);
+      if (!drawn.has(key)) drawn.set(key, await call("render", body));
+      if (drawn.size > 12) drawn.delete(drawn.keys().next().value);
+      await put(drawn.get(key));
       at("error").hidden = true;
-      shown = body;
       at("status").textContent = `drawn in ${((performance.now() - begin) / 1000).toFixed(1)} s`;
     } catch (error) {
       fail(error);
@@ -65,9 +83,13 @@ async function draw() {
   document.body.classList.remove("working");
 }
 
+// What decides which controls there are.
+const list = (of) => [of.recipe, of.ops, of.controls];
+
 function set(control, value, row) {
-  values.set(control.key, value);
-  row.classList.toggle("changed", !same(value, control.value));
+  view.changes[control.key] = value;
+  if (same(value, control.value)) delete view.changes[control.key];
+  row.classList.toggle("changed", control.key in view.changes);
   draw();
 }
 
@@ -75,7 +97,7 @@ function set(control, value, row) {
 function number(control, first, label, change) {
   const limits = { min: control.low, max: control.high, step: control.step };
   const slider = make("input", { type: "range", ...limits, value: first, ariaLabel: label });
-  const field = make("input", { type: "number", step: control.step, value: first, ariaLabel: label });
+  const field = make("input", { type: "number", step: control.step, value: Number(first.toPrecision(5)), ariaLabel: label });
   slider.addEventListener("input", () => { field.value = slider.value; change(Number(slider.value)); });
   field.addEventListener("input", () => {
     if (field.value === "") return;
@@ -87,58 +109,122 @@ function number(control, first, label, change) {
 }
 
 function row(control) {
-  const { key, value } = control, line = make("div", { className: "row" }, make("label", { textContent: control.name }));
-  line.dataset.key = key;
-  line.title = key;
-  values.set(key, value);
+  const { key } = control, line = make("div", { className: "row" }, make("label", { textContent: control.name }));
+  const value = key in view.changes ? view.changes[key] : control.value;
+  line.dataset.key = line.title = key;
+  line.classList.toggle("changed", key in view.changes);
   if (typeof value === "boolean") {
     const box = make("input", { type: "checkbox", checked: value, className: "wide", ariaLabel: key });
     box.addEventListener("change", () => set(control, box.checked, line));
     line.append(box);
   } else if (typeof value === "string") {
-    const list = make("select", { className: "wide", ariaLabel: key });
-    list.append(...control.choices.map((word) => make("option", { textContent: word, selected: word === value })));
-    list.addEventListener("change", () => set(control, list.value, line));
-    line.append(list);
+    const words = make("select", { className: "wide", ariaLabel: key });
+    words.append(...control.choices.map((word) => make("option", { textContent: word, selected: word === value })));
+    words.addEventListener("change", () => set(control, words.value, line));
+    line.append(words);
   } else if (Array.isArray(value)) {
-    value.forEach((first, n) => line.append(...number(control, first, `${key} ${n + 1}`, (now) =>
-      set(control, values.get(key).map((old, m) => (m === n ? now : old)), line))));
+    const now = [...value];
+    value.forEach((first, n) => line.append(...number(control, first, `${key} ${n + 1}`, (changed) => {
+      now[n] = changed;
+      set(control, [...now], line);
+    })));
   } else {
     line.append(...number(control, value, key, (now) => set(control, now, line)));
   }
   return line;
 }
 
-function show() {
-  const groups = new Map();
-  for (const control of state.controls) {
-    if (!groups.has(control.group)) groups.set(control.group, []);
-    groups.get(control.group).push(control);
-  }
-  at("controls").replaceChildren(...[...groups].map(([group, members], number) => {
-    const title = make("summary", {}, group.replace(/(^|\.)(ops|views|stages)\./g, "$1") || "recipe",
-      make("span", { textContent: members[0].title }));
-    return make("details", { open: number < 6 }, title, ...members.map(row));
+// A block that can be folded. It stays as the user left it.
+function block(id, isOpen, title, rows) {
+  const made = make("details", { open: folded.get(id) ?? isOpen }, title, ...rows);
+  made.dataset.id = id;
+  made.addEventListener("toggle", () => folded.set(id, made.open));
+  return made;
+}
+
+// The operations of one mapping `ops`: switch, name, class, arrows, and the parameters.
+function operations(key, rowsOf) {
+  const items = view.ops[key] ?? state.ops[key].map(([name]) => [name, null, true]);
+  const kinds = Object.fromEntries(state.ops[key]);
+  const edit = (change) => { view.ops[key] = structuredClone(items); change(view.ops[key]); draw(); show(true); };
+  const blocks = items.map(([name, example, isOn], n) => {
+    const box = make("input", { type: "checkbox", checked: isOn, ariaLabel: `${name} on or off` });
+    box.addEventListener("change", () => edit((now) => { now[n][2] = box.checked; }));
+    const move = (label, text, to) => {
+      const button = make("button", { type: "button", textContent: text, ariaLabel: `${name} ${label}`, disabled: !items[to] });
+      button.addEventListener("click", () => edit((now) => now.splice(to, 0, ...now.splice(n, 1))));
+      return button;
+    };
+    const kind = make("span", { textContent: kinds[name] ?? example });
+    const title = make("summary", {}, box, ` ${name}`, kind, move("later", "↓", n + 1), move("earlier", "↑", n - 1));
+    const made = block(`${key}.${name}`, items.length < 7, title, isOn ? rowsOf(`${key}.${name}`) : []);
+    made.classList.toggle("off", !isOn);
+    return made;
+  });
+  const menu = make("select", { ariaLabel: `add to ${key}` }, make("option", { textContent: "add an operation …", value: "" }));
+  menu.append(...state.examples.map((name) => make("option", { textContent: name })));
+  menu.addEventListener("change", () => edit((now) => {
+    let name = menu.value;
+    for (let n = 2; now.some((x) => x[0] === name); n += 1) name = `${menu.value}${n}`;
+    now.push([name, menu.value, true]);
   }));
-  if (!groups.size) at("controls").textContent = "This recipe has no parameters to change.";
-  at("indices").value = state.indices.join(", ");
-  at("epoch").value = state.epoch;
+  return [make("h2", { textContent: key.replace(/^.*?augment\./, "") }), ...blocks, menu];
+}
+
+function show(withControls) {
+  at("recipe").replaceChildren(...[...new Set([state.recipe, ...state.recipes])].map((name) =>
+    make("option", { textContent: name, selected: name === state.recipe })));
+  for (const id of ["samples", "seed", "epoch"]) {
+    if (document.activeElement !== at(id)) at(id).value = id === "samples" ? state[id].join(", ") : state[id];
+  }
   at("size").textContent = `of ${state.size}`;
-  draw();
+  at("overrides").textContent = state.overrides;
+  if (!withControls) return;
+  const places = Object.entries(state.ops).flatMap(([key]) =>
+    (view.ops[key] ?? state.ops[key]).map(([name]) => `${key}.${name}`)).sort((a, b) => b.length - a.length);
+  const rows = new Map();
+  for (const control of state.controls) {
+    const place = places.find((path) => control.key.startsWith(`${path}.`)) ?? control.group;
+    if (!rows.has(place)) rows.set(place, []);
+    rows.get(place).push(row(control));
+  }
+  const others = [...rows].filter(([place]) => !places.includes(place)).map(([place, lines]) =>
+    block(place, true, make("summary", { textContent: place.replace(/(^|\.)(views|schedule)\./g, "$1") || "recipe" }), lines));
+  const lists = Object.keys(state.ops).flatMap((key) => operations(key, (place) => rows.get(place) ?? []));
+  at("controls").replaceChildren(...others, ...lists);
 }
 
 async function copy() {
-  if (!shown) return fail(new Error("Nothing is drawn yet, so there is nothing to copy."));
+  if (!state) return fail(new Error("Nothing is drawn yet, so there is nothing to copy."));
   try {
-    await navigator.clipboard.writeText(await (await call("overrides", shown)).text());
+    await navigator.clipboard.writeText(state.overrides);
     at("status").textContent = "copied";
   } catch (error) {
     fail(error);
   }
 }
 
+function reset(first = {}) {
+  view = { recipe: null, seed: null, samples: null, epoch: null, changes: {}, ops: {}, ...first };
+  at("before").checked = false;
+  state = undefined;
+  draw();
+}
+
+const whole = (text) => (text === "" ? null : Number(text));
+at("recipe").addEventListener("change", () => { Object.assign(view, { recipe: at("recipe").value, changes: {}, ops: {} }); draw(); });
+at("samples").addEventListener("change", () => {
+  const words = at("samples").value.split(/[\s,]+/).filter(Boolean);
+  view.samples = words.length ? words.map((word) => (/^\d+$/.test(word) ? Number(word) : word)) : null;
+  draw();
+});
+at("next").addEventListener("click", () => { if (state) { view.samples = state.next; draw(); } });
+for (const id of ["seed", "epoch"]) at(id).addEventListener("change", () => { view[id] = whole(at(id).value); draw(); });
+at("before").addEventListener("change", draw);
 at("copy-overrides").addEventListener("click", copy);
-at("reset").addEventListener("click", show);
-at("indices").addEventListener("change", draw);
-at("epoch").addEventListener("change", draw);
-call("state").then((answer) => answer.json()).then((found) => { state = found; show(); }).catch(fail);
+at("reset").addEventListener("click", () => reset());
+try {
+  reset(JSON.parse(decodeURIComponent(location.hash.slice(1))));
+} catch {
+  reset();
+}

@@ -25,6 +25,7 @@ from gpuaug.augment.recipe import View
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.display.sheet import Cell, SheetRow, scaled
 from gpuaug.random.keyed import Float, Stream, sample_keys
+from gpuaug.tools.preview.originals import Sample
 
 ENDS = np.array([0, 0.5, 1 - 2**-24], dtype=np.float32)  # smallest, middle and largest uniform random number
 EXAMPLES = 3  # largest number of pictures of one range; exact for a seeded operation
@@ -121,24 +122,37 @@ def _short_name(name: str) -> str:
     return name.removesuffix("_factor").replace("_", " ")
 
 
-def rows(
-    views: Sequence[View], pictures: Sequence[Image.Image], *, seed: int, device: torch.device, cell: int
-) -> list[SheetRow]:
-    """A row for each combination of view, operation, range and picture."""
-    made = []
-    for view in views:
-        images = [torch.from_numpy(np.array(fitted(each, view.augment.crop))).to(device) for each in pictures]
+def grid(
+    views: Sequence[View], samples: Sequence[Sample], *, seed: int, device: torch.device, cell: int
+) -> tuple[list[SheetRow], list[dict[str, Any]]]:
+    """A row for each sample: the original, then every operation of every view over its range.
+
+    Also returns, for each range, the operation's name, notes and values.
+    """
+    images = [[torch.from_numpy(np.array(fitted(s.original.picture, v.augment.crop))) for v in views] for s in samples]
+    rows = [SheetRow(s.label or s.key, [f"{s.index}: {s.key}"], []) for s in samples]
+    for own, row in zip(images, rows, strict=True):
+        row.cells.append(Cell(_picture(own[0].numpy(), cell), "original"))
+    listed = []
+    for place, view in enumerate(views):
         kind = FusedBackend if view.augment.backend == "fused" else ReferenceBackend
         for entry, (key, op) in ((each, leaf) for each in view.augment.prepared for leaf in each.leaves(each.name)):
             one = kind((replace(op, chains=0),), None)  # `chains=0`: one operation of AugMix alone, without mixing
-            for span in spans(op, (images[0].shape[0], images[0].shape[1])):
-                notes = _notes(entry, span, view.name)
-                for image in images:
-                    arrays = [image.cpu().numpy(), *_applied(one, op, span, image, seed=seed)]
-                    shown = [scaled(Image.fromarray(array), cell / max(image.shape)) for array in arrays]
-                    title = key.replace(".ops.", ".")
-                    made.append(SheetRow(title, notes, [*map(Cell, shown, ("before", *span.captions))]))
-    return made
+            name = key.replace(".ops.", ".")
+            for span in spans(op, tuple(images[0][place].shape[:2])):  # type: ignore[arg-type]
+                notes, module = _notes(entry, span, view.name), op.slots[span.slot][span.alternative]
+                of_policy = op.seeded is None and isinstance(module, PillowOp)
+                shown = f"{name}.{module.name}" if of_policy else name
+                listed.append({"name": name, "notes": notes, "values": span.captions})
+                for own, row in zip(images, rows, strict=True):
+                    made = _applied(one, op, span, own[place].to(device), seed=seed)
+                    for array, caption in zip(made, span.captions, strict=True):
+                        row.cells.append(Cell(_picture(array, cell), f"{shown}: {caption}", details="\n".join(notes)))
+    return (rows if listed else []), listed
+
+
+def _picture(array: np.ndarray[Any, Any], cell: int) -> Image.Image:
+    return scaled(Image.fromarray(array), cell / max(array.shape[:2]))
 
 
 def fitted(picture: Image.Image, crop: Any) -> Image.Image:

@@ -6,7 +6,6 @@ host name point to this machine (DNS rebinding). So only the host names 127.0.0.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -22,12 +21,18 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpuaug.display.sheet import sheet
+import numpy as np
+from omegaconf import DictConfig
+
+from gpuaug import checks
+from gpuaug.config import group_options
+from gpuaug.display.sheet import page
 from gpuaug.errors import ConfigError, GpuaugError
-from gpuaug.tools.preview.controls import changed, controls
-from gpuaug.tools.preview.drawing import SHOWN, Settings, chosen, drawing
+from gpuaug.source.adapt import active_numbers
+from gpuaug.tools.preview.controls import Control, arranged, changed, controls, examples, operations
+from gpuaug.tools.preview.drawing import SHOWN, Settings, chosen, drawing, recipe_of
 from gpuaug.tools.request import Request
 
 log = logging.getLogger("gpuaug")
@@ -37,9 +42,9 @@ LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # any por
 LARGEST_BODY = 1 << 16  # bytes
 TEXT = "text/plain; charset=utf-8"
 FILES = {"": ("live.html", "text/html; charset=utf-8"), "live.js": ("live.js", "text/javascript; charset=utf-8")}
-PLACES = {"GET": (*FILES, "state"), "POST": ("render", "overrides")}
+PLACES = {"GET": (*FILES,), "POST": ("state", "render")}
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src blob:; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors http://127.0.0.1:* http://localhost:* https://localhost:* vscode-webview:",  # notebooks
     "Cache-Control": "no-store",
@@ -63,49 +68,104 @@ def main(request: Request, settings: Settings) -> int:
     return 0
 
 
-QUESTION = ("changes", "indices", "epoch")  # keys of a request, all optional; `changes` maps parameters to values
+# Keys of a request, all optional. `recipe`: another recipe's name. `ops`: see `arranged` in controls.py. `changes`: new
+# values of parameters, by key.
+QUESTION = ("recipe", "ops", "changes", "seed", "samples", "epoch")
 
 
 class Live:
-    """Draws samples with changed parameters of a recipe. The source is opened only once."""
+    """Draws samples with a changed recipe. The source is opened only once."""
 
     def __init__(self, request: Request, settings: Settings) -> None:
         self.request, self.settings = request, settings
         config = request.loader()
-        self.controls = controls(config.get("augment"))
+        self.recipe = recipe_of(request, config)
+        self.recipes = group_options("augment", config_dir=request.config_dir)
         with request.build(config, mix=None, num_workers=0, prefetch=0) as loader:
             self.source = loader.source
-        self.indices = chosen(self.source, settings.indices, count=settings.samples or SHOWN[settings.show])
+        self.samples = chosen(self.source, settings.samples, count=SHOWN[settings.show])
+        self._latest: tuple[Any, Any] = (None, None)  # the latest question and what it asks for
 
-    def state(self) -> dict[str, Any]:
-        """The values that the page needs to show its controls, ready for JSON."""
-        listed = [{**asdict(control), "name": control.name} for control in self.controls]
-        return {"controls": listed, "indices": self.indices, "epoch": self.settings.epoch, "size": len(self.source)}
+    def state(self, asked: Any = None) -> dict[str, Any]:
+        """What the page needs to show its controls, ready for JSON. ``QUESTION`` explains ``asked``."""
+        changed = self._changed(asked)
+        active = active_numbers(self.source)
+        samples = chosen(self.source, changed.settings.samples or self.samples, count=1)
+        following = active[(np.searchsorted(active, samples) + len(samples)) % len(active)]
+        listed = [{**asdict(control), "name": control.name} for control in changed.controls]
+        return {
+            "recipe": (asked or {}).get("recipe") or self.recipe,
+            "recipes": self.recipes,
+            "examples": list(examples()),
+            "ops": {key: [[name, _class(value)] for name, value in ops.items()] for key, ops in changed.ops.items()},
+            "controls": listed,
+            "overrides": self._words(changed.request),
+            "samples": samples,
+            "next": following.tolist(),
+            "size": len(self.source),
+            "seed": changed.config.get("seed"),
+            "epoch": changed.settings.epoch,
+        }
 
-    def render(self, asked: Any = None) -> bytes:
-        """The PNG that ``gpuaug preview`` writes with the changed parameters. ``QUESTION`` explains ``asked``."""
-        request, stream = self._changed(asked), io.BytesIO()
-        given = {name: value for name, value in (asked or {}).items() if name != "changes" and value is not None}
-        settings = replace(self.settings, **given)
+    def render(self, asked: Any = None) -> str:
+        """The page that ``gpuaug preview out=FILE.html`` writes for the changed recipe."""
+        changed = self._changed(asked)
+        settings = replace(changed.settings, samples=changed.settings.samples or self.samples)
         objects = {"source": self.source, "self_check": False}  # each change would be a new recipe to check
-        rows, above, _ = drawing(request, request.loader(), settings, **objects)
-        sheet(rows, **above).save(stream, "PNG", compress_level=1)  # fast, and large files do not matter here
-        return stream.getvalue()
+        rows, above, _ = drawing(changed.request, changed.config, settings, is_page=True, **objects)
+        return page(rows, **above, live=True)
 
-    def overrides(self, asked: Any = None) -> str:
-        """The command-line options and overrides that select the changed recipe, quoted for a shell."""
-        call = self._changed(asked)
+    @staticmethod
+    def _words(call: Request) -> str:
+        """The command-line options and overrides that select the recipe, quoted for a shell."""
         options = {"--config-dir": call.config_dir, "--config-name": call.config_name, "--at": call.at}
         words = [word for option, value in options.items() if value is not None for word in (option, value)]
         words += [word for prefix in call.trust for word in ("--trust", prefix)]
         return shlex.join([*words, *(text for _, text in call.others())])
 
-    def _changed(self, asked: Any) -> Request:
+    def _changed(self, asked: Any) -> Changed:
         asked = {} if asked is None else asked
         if not isinstance(asked, Mapping) or any(name not in QUESTION for name in asked):
             raise ConfigError(f"A request must be a mapping with {', '.join(QUESTION)}. Found: {asked!r:.100}.")
-        more = changed(self.controls, asked.get("changes", {}))
-        return replace(self.request, overrides=(*self.request.overrides, *more))
+        if asked == self._latest[0]:
+            return self._latest[1]
+        request, at = self.request, self.request.prefix
+        if (recipe := asked.get("recipe")) is not None:
+            checks.one_of("recipe", recipe, self.recipes)
+            replaced = (f"{at}augment", "gpuaug/augment@")
+            own = tuple(text for text in request.overrides if not text.lstrip("+~").startswith(replaced))
+            group = "augment" if request.config_name is None else f"gpuaug/augment@{at}augment"
+            request = replace(request, overrides=(*own, f"{group}={recipe}"))
+        if (seed := asked.get("seed")) is not None:
+            checks.whole_number("seed", seed, 0)
+            request = replace(request, overrides=(*request.overrides, f"{at}seed={seed}"))
+        config = request.loader()
+        ops = operations(config.get("augment"))
+        if more := arranged(ops, asked.get("ops") or {}):
+            request = replace(request, overrides=(*request.overrides, *more))
+            config = request.loader()
+        known = controls(config.get("augment"))
+        if more := changed(known, asked.get("changes") or {}):
+            request = replace(request, overrides=(*request.overrides, *more))
+            config = request.loader()
+        given = {name: asked[name] for name in ("samples", "epoch") if asked.get(name) is not None}
+        self._latest = asked, Changed(request, config, replace(self.settings, **given), ops, known)
+        return self._latest[1]
+
+
+class Changed(NamedTuple):
+    """What a request asks for."""
+
+    request: Request
+    config: DictConfig  # of the loader
+    settings: Settings
+    ops: dict[str, dict[str, Any]]  # the operations of the recipe as it is in its file
+    controls: list[Control]  # of the operations that the request asks for
+
+
+def _class(operation: Any) -> str:
+    target = operation.get("_target_") if isinstance(operation, Mapping) else operation
+    return str(target).rpartition(".")[2]
 
 
 class PageServer(ThreadingTCPServer):  # HTTPServer would first look up the host's name, which can take seconds
@@ -168,8 +228,6 @@ class _Handler(BaseHTTPRequestHandler):
             return 404, TEXT, "There is nothing here. Open the address that the terminal shows."
         if name in FILES:
             return 200, FILES[name][1], Path(__file__).with_name(FILES[name][0]).read_bytes()
-        if name == "state":
-            return 200, "application/json", json.dumps(self.server.live.state())
         return self._made(name, body)
 
     def _made(self, name: str, body: bytes) -> tuple[int, str, str | bytes]:
@@ -179,12 +237,12 @@ class _Handler(BaseHTTPRequestHandler):
             return 400, TEXT, "The body must be JSON."
         try:
             with self.server.drawing:
-                made: str | bytes = getattr(self.server.live, name)(asked)
+                made = getattr(self.server.live, name)(asked)
         except GpuaugError as error:
             return 400, TEXT, str(error)
         except Exception as error:  # no memory, source gone, error in torch: the page shows it
             return 500, TEXT, f"{type(error).__name__}: {error}"
-        return 200, "image/png" if isinstance(made, bytes) else TEXT, made
+        return 200, TEXT, made if isinstance(made, str) else json.dumps(made)
 
 
 class LivePage(AbstractContextManager["LivePage"]):
