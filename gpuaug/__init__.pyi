@@ -50,6 +50,7 @@ from gpuaug.augment.patch_masks import MultiBlockMasks as MultiBlockMasks
 from gpuaug.augment.patch_masks import RandomMasks as RandomMasks
 from gpuaug.augment.patch_masks import PatchMasks as PatchMasks
 from gpuaug.augment.positions import match_patches as match_patches
+from gpuaug.augment.tta import tta as tta
 
 # operations
 from gpuaug.augment.auto import RandAugment as RandAugment

@@ -31,6 +31,7 @@ BASE = {
     "timm": ["augment=timm"],
     "solo-learn": ["augment=simclr"],
     "lightly": ["augment=simclr"],
+    "lerobot": ["augment=lerobot"],
 }  # the recipe that the overrides change
 SMALL = ["batch_size=4", "num_workers=0", "device=cpu"]
 COUNT = 300  # draws of each operation
@@ -87,7 +88,7 @@ def here(code: str, data: Path) -> str:
 def test_the_page_has_all_libraries_and_lines() -> None:
     assert [*sections()] == [
         *("torchvision", "timm", "Albumentations", "FFCV", "DALI", "solo-learn", "lightly", "stable-pretraining"),
-        *("Ultralytics", "DETR", "Segmentation"),
+        *("lerobot", "Ultralytics", "DETR", "Segmentation"),
     ]
     lines = [line for line in TEXT.splitlines() if line.startswith("| ") and "gpuaug | what differs" not in line]
     assert len(lines) == len(ROWS) > 100
@@ -110,11 +111,13 @@ def test_lines_of_gpuaug_run(
     section: str, theirs: list[str], ours: list[str], differs: str, data: Path, photo_batch: Tensor
 ) -> None:
     if ours[0].startswith("gpuaug pack"):
-        return main([*shlex.split(here(ours[0], data))[1:], "num_workers=0"])
+        main([*shlex.split(here(ours[0], data))[1:], "num_workers=0"])
+        return
     if is_override(ours[0]):
         overrides = [shlex.split(code)[0] for code in ours]
         base = [] if overrides[0].startswith("augment=") else BASE.get(section, [])
-        cfg = gpuaug.compose("train", [f"source.root={data}/train", *SMALL, *base, *overrides])
+        resize = ["augment.crop={_target_: gpuaug.Resize, size: [64, 64]}"] if section == "lerobot" else []
+        cfg = gpuaug.compose("train", [f"source.root={data}/train", *SMALL, *base, *overrides, *resize])
         with gpuaug.build(cfg) as loader:
             images = loader.fetch([0, 1], mix=loader.mix is not None).images
     else:
@@ -132,7 +135,6 @@ def test_lines_of_gpuaug_run(
             images = images[0] if needed else images
     for view in images if isinstance(images, list) else [images]:
         assert view.isfinite().all()
-    return None
 
 
 # -- the same change of pixels
@@ -154,7 +156,10 @@ def change(images: Any, photo: np.ndarray) -> tuple[float, float, float]:
 def our_change(entry: str, photo: np.ndarray) -> tuple[float, float, float]:
     # the box is filled with the mean, which the normalization makes 0; on the other side it is filled with 0
     entry = entry.replace('mode="const"', 'mode="const", mean=(0.0, 0.0, 0.0)')
-    ops = eval(f"{{{entry}}}", {"gpuaug": gpuaug, "K": K})
+    return change_by(eval(f"{{{entry}}}", {"gpuaug": gpuaug, "K": K}), photo)
+
+
+def change_by(ops: dict[str, Any], photo: np.ndarray) -> tuple[float, float, float]:
     batch = torch.from_numpy(photo).permute(2, 0, 1).expand(COUNT, -1, -1, -1).contiguous()
     made = gpuaug.Augment(ops=ops)(batch, seed=1, indices=range(COUNT))
     return change(made.permute(0, 2, 3, 1) * 255, photo)
@@ -180,6 +185,35 @@ def test_operations_change_pixels_as_torchvisions(
         else:
             made = [np.asarray(transform(image)) for _ in range(COUNT)]
     assert same(change(made, photo), our_change(ours, photo)), (change(made, photo), our_change(ours, photo))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [row[:2] for row in rows("lerobot")], ids=lambda value: str(value)[:60])
+def test_lines_of_lerobot_are_its_settings(
+    theirs: list[str], ours: list[str], v2: ModuleType, photo: np.ndarray
+) -> None:
+    def sharpness(sharpness: list[float]) -> Any:
+        return lambda image: v2.functional.adjust_sharpness(image, torch.empty(1).uniform_(*sharpness).item())
+
+    settings = yaml.safe_load(f"{{{theirs[0]}}}")
+    overrides = [*BASE["lerobot"], *(shlex.split(code)[0] for code in ours)]
+    cfg = gpuaug.compose("train", ["source.root=.", *overrides])
+    choice = gpuaug.build(cfg.augment).ops["choice"]
+    assert choice.n == settings.get("max_num_transforms", 3)
+    assert choice.random_order is settings.get("random_order", False)
+    for name, transform in settings.get("tfs", {}).items():
+        weight = transform.get("weight", 1)
+        assert (choice.ops[name] is None) == (weight == 0)
+        assert weight in (0, choice.weights.get(name, 1))
+        if "kwargs" in transform:
+            ours_of = cfg.augment.ops.choice.ops[name]
+            assert {key: ours_of[key] for key in transform["kwargs"]} == transform["kwargs"]
+            kind = sharpness if transform["type"] == "SharpnessJitter" else getattr(v2, transform["type"])
+            made, image = kind(**transform["kwargs"]), torch.from_numpy(photo).permute(2, 0, 1)
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                images = [made(image).permute(1, 2, 0).numpy() for _ in range(COUNT)]
+            found = change(images, photo), change_by({name: choice.ops[name]}, photo)
+            assert same(*found), found
 
 
 def test_operations_change_pixels_as_dalis(photo: np.ndarray) -> None:

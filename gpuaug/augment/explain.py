@@ -71,7 +71,8 @@ class Explanation:
     Attributes:
         view: the view's name; empty if the recipe has one view.
         copy: number of the view's copy.
-        window: (top, left, height, width) of the crop in the image, in pixels, after EXIF orientation.
+        window: (top, left, height, width) of the crop in the image, in pixels, after EXIF orientation; all 0 if the
+            sample could not be read.
         resized: (height, width) of the window after resizing.
         offset: (y, x) of the resized window's top left corner in the view; above 0: the view was padded.
         size: (height, width) of the view.
@@ -96,6 +97,8 @@ class Explanation:
     def lines(self) -> list[str]:
         """The text, one line for the crop and for each operation."""
         top, left, height, width = self.window
+        if not height:
+            return ["could not be read"]
         text = f"crop: {width} x {height} at ({left}, {top})"
         text += f", resized to {self.resized[1]} x {self.resized[0]}" if self.resized != self.window[2:] else ""
         placed = self.resized != self.size or any(self.offset)
@@ -105,7 +108,8 @@ class Explanation:
         return [text, *(f"{name}: {', '.join(filter(None, texts)) or 'applied'}" for name, texts in groups)]
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
+        name = ", ".join(filter(None, [self.view, f"copy {self.copy + 1}" * bool(self.copy)]))
+        return "\n".join([f"{name}:"] * bool(name) + self.lines)
 
 
 def explain(recipe: RecipeBase, drawn: Drawn, windows: list[CropWindows], row: int, channels: int) -> list[Explanation]:

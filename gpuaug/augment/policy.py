@@ -205,6 +205,10 @@ def _checked_settings(op: SomeOf, members: Sequence[Prepared], key: str) -> tupl
             f"Found: {op.weights!r:.200}. The names are {', '.join(op.ops)}."
         )
     for name, weight in weights.items():
+        if weight == 0:
+            raise ConfigError(
+                f"`{key}.weights.{name}` must be above 0. To switch {name} off, set `{key}.ops.{name}=null`."
+            )
         checks.number(f"{key}.weights.{name}", weight, 1e-6, 1e6)
     return np.array([float(weights.get(m.name, 1)) for m in members]), low, high
 

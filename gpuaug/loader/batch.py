@@ -104,7 +104,8 @@ class Batch:
         """What the recipe did to the sample at ``row``: its crop window, and each operation with its parameters.
 
         Returns an :class:`~gpuaug.Explanation`; a list of them, as ``images``, if the recipe has several views. What
-        ``mix`` did to the batch is not in it. It is computed at each call.
+        ``mix`` did to the batch is not in it, and nothing of a sample that could not be read. It is computed at each
+        call.
 
         Raises:
             ConfigError: the batch is not from a loader, or is a copy that was pickled.
@@ -112,6 +113,8 @@ class Batch:
         if self.explained is None:
             raise ConfigError("`explain` needs a batch from a gpuaug.Loader. Found: another batch, or a copy.")
         made = self.explained(checks.whole_number("row", row, 0, len(self) - 1))
+        if self.look is not None and row in (self.look.bad or ()):
+            made = [replace(each, steps=[], window=(0, 0, 0, 0)) for each in made]
         return made if isinstance(self.images, list) else made[0]
 
     def digest(self) -> str:

@@ -126,3 +126,25 @@ def test_an_operation_with_its_own_random_numbers():
         (step,) = made[0].explain().steps
         assert step.seeded
         assert str(step) == "own: its own random numbers"
+
+
+def test_a_sample_that_could_not_be_read_has_no_explanation():
+    recipe = gpuaug.Augment(crop=CROP, ops={"flip": K.RandomHorizontalFlip(p=1.0)})
+    with loader([(b"no image", 0), SOURCE[0]], augment=recipe, faults=gpuaug.Faults(policy="blank")) as made:
+        batch = made.fetch([0, 1])
+        assert batch.valid.tolist() == [False, True]
+        assert (batch.explain(0).lines, batch.explain(0).steps) == (["could not be read"], [])
+        assert batch.explain(1).lines[1] == "flip: applied"
+
+
+def test_the_text_names_view_and_copy():
+    views = {"global": gpuaug.Augment(crop=CROP), "local": gpuaug.Augment(crop=CROP, copies=2)}
+    with loader(SOURCE, augment=gpuaug.MultiView(views=views)) as made:
+        texts = [str(each).splitlines()[0] for each in made[0].explain()]
+    assert texts == ["global:", "local:", "local, copy 2:"]
+
+
+def test_a_weight_of_zero_says_how_to_switch_off():
+    ops = {"flip": K.RandomHorizontalFlip(p=1.0), "gray": K.RandomGrayscale(p=1.0)}
+    with pytest.raises(ConfigError, match="must be above 0. To switch gray off, set `.*ops.gray=null`"):
+        gpuaug.Augment(ops={"some": gpuaug.SomeOf(1, ops=ops, weights={"gray": 0})})

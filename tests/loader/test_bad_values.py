@@ -175,6 +175,7 @@ MADE: dict[str, Attack] = {
     "Targets": (lambda p: {"masks": gpuaug.Masks()}, lambda p, made: pairs(p, targets=made)),
     "Repeated": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
+    "tta": (lambda p: {"model": torch.nn.Identity(), "views": gpuaug.Augment()}, lambda p, made: made),
     "export": (lambda p: {"recipe": gpuaug.Augment(crop=gpuaug.Resize((8, 8))), "path": "x.md"}, lambda p, made: made),
 }
 OTHERS = {

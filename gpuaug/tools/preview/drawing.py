@@ -258,7 +258,7 @@ def samples_of(
         drawn = contents(batch, replace(batch.look, bands=bands))
         for row, (sample, views, valid) in enumerate(zip(samples, drawn, batch.valid.tolist(), strict=True)):
             sample.augmented += views
-            sample.details += map(str, explanations(batch, row))
+            sample.details += ["\n".join(x.lines) for x in explanations(batch, row)]
             if not valid:
                 for view in views:
                     cross(view.picture)

@@ -170,7 +170,7 @@ def _rows(loader: Loader, title: str, batches: list[Batch], most: int, *, is_pag
         for each in [] if sample.absent else explained:
             top, left, height, width = each.window
             sample.crops.append((left, top, left + width, top + height))
-        sample.augmented, sample.details = drawn[rank][row], [*map(str, explained)]
+        sample.augmented, sample.details = drawn[rank][row], ["\n".join(x.lines) for x in explained]
         place = f"{title}{f', rank {rank}' if len(batches) > 1 else ''}, row {row}"
         sample.notes = [place + ("" if bool(batch.valid[row]) else ", not valid")]
         if not is_page:  # a page shows them on hover and on click
