@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import site_pictures
 from griffe import Extension
 from mkdocs.structure.files import File, Files
 
 import gpuaug
+from gpuaug.tools.preview import controls
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -18,7 +20,6 @@ PAGES = (
     "notebooks/*.ipynb",
 )  # fmt: skip
 FILES = ("assets/*", "docs/*.css")
-GENERATED = "docs/recipes.md"
 
 
 class Page(File):
@@ -39,7 +40,14 @@ def on_files(files: Files, config: Any) -> Files:
     }
     listed = [kind.generated(config, name, abs_src_path=path) for name, (kind, path) in made.items()]
     theme = [file for file in files if file.src_dir != config.docs_dir]  # stylesheets, scripts and the icon
-    return Files([*theme, *listed, Page.generated(config, GENERATED, content=recipes())])
+    drawn = {"recipes": site_pictures.of_recipes(), "operations": site_pictures.of_operations()}
+    listed += [
+        File.generated(config, f"docs/pictures/{kind}/{name}.webp", content=picture)
+        for kind, pictures in drawn.items()
+        for name, picture in pictures.items()
+    ]
+    listed += [Page.generated(config, f"docs/{make.__name__}.md", content=make()) for make in (recipes, operations)]
+    return Files([*theme, *listed])
 
 
 def on_page_read_source(page: Any, config: Any) -> str | None:
@@ -89,14 +97,34 @@ def notebook(content: dict[str, Any]) -> str:
 
 def recipes() -> str:
     """A page with every recipe: what its first lines say, and the file."""
-    parts = ["# Recipes\n\nEvery file of `conf/gpuaug/augment`. Select one with `augment=NAME`."]
+    parts = [
+        "# Recipes\n\nEvery file of `conf/gpuaug/augment`. Select one with `augment=NAME`. A picture shows an image "
+        "with the crops of several epochs, and what training sees of it."
+    ]
     for path in sorted((ROOT / "conf/gpuaug/augment").glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
         first = next(k for k, line in enumerate(lines) if not line.startswith("#"))
         said = " ".join(line.lstrip("# ") for line in lines[:first])
         said = re.sub(r"arXiv:([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", said)
         body = "\n".join(f"    {line}".rstrip() for line in fenced("\n".join(lines[first:]), "yaml").splitlines())
-        parts.append(f'## {path.stem}\n\n{said}\n\n??? note "{path.stem}.yaml"\n\n{body}')
+        picture = f"![a photograph, and what {path.stem} makes of it](pictures/recipes/{path.stem}.webp)"
+        parts.append(f'## {path.stem}\n\n{said}\n\n{picture}\n\n??? note "{path.stem}.yaml"\n\n{body}')
+    return "\n\n".join(parts) + "\n"
+
+
+def operations() -> str:
+    """A page with a picture of every operation."""
+    parts = [
+        "# Operations\n\nWhat each operation does, with strong settings: a photograph, and four random draws. A recipe "
+        "takes these lines below `ops`. What the arguments mean is in Kornia's documentation, and for gpuaug's own "
+        "classes in the [reference](reference/operations.md)."
+    ]
+    for name, settings in controls.examples().items():
+        kind = settings["_target_"].rpartition(".")[2]
+        values = "".join(f", {key}: {json.dumps(value)}" for key, value in settings.items() if key != "_target_")
+        line = fenced(f"{name}: {{_target_: {settings['_target_']}{values.replace(chr(34), '')}}}", "yaml")
+        picture = f"![a photograph, and four draws of {kind}](pictures/operations/{name}.webp)"
+        parts.append(f"## {kind}\n\n{picture}\n\n{line}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -294,6 +294,27 @@ def test_commands_of_the_readme_run(
         assert not word.startswith("out=") or (tmp_path / word.removeprefix("out=")).stat().st_size > 0
 
 
+def test_the_five_steps_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command and the program, in order, with fewer images."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/start.md").read_text(encoding="utf-8")
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines()]
+    few = {"train": ["limit_batches=2", "num_workers=0"], "preview": ["samples=1"]}
+    for words in map(shlex.split, lines):
+        if words[0] == "gpuaug":
+            assert main([*words[1:], *few.get(words[1], [])]) == 0
+        elif words[0] == "python":
+            assert forked.run([sys.executable, str(ROOT / words[1]), *words[2:]]).returncode == 0
+        else:
+            assert words[:2] == ["pip", "install"]
+    capsys.readouterr()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(compile(program, "start.md", "exec"), {})
+    assert capsys.readouterr().out.strip() in {path.name for path in (tmp_path / "photographs/train").iterdir()}
+
+
 def test_what_the_readme_names_is_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", README)) <= targets
@@ -312,7 +333,9 @@ def test_the_layout_in_contributing_is_that_of_the_package() -> None:
     assert folders <= named
 
 
-@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/guide.md", "docs/migrate.md"])
+@pytest.mark.parametrize(
+    "file", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/guide.md", "docs/migrate.md", "docs/start.md"]
+)
 def test_links_and_files_that_are_named_are_there(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     folder = (ROOT / file).parent

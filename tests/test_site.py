@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 import zlib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from browser import CHROMIUM, browser
 from conftest import ROOT
+from PIL import Image
 from test_docs import PUBLIC
 
 import gpuaug
+from gpuaug.tools.preview.controls import examples
 
 REFERENCE = ROOT / "docs/reference"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md"))}
@@ -96,6 +105,53 @@ def test_every_configuration_file_is_in_the_site(site: Path) -> None:
         )
         assert listed, f"{name}.yaml is missing. Add a link to docs/reference/configuration.md."
         assert (site / name / "index.html").exists()
+
+
+def test_every_recipe_and_operation_has_a_picture(site: Path) -> None:
+    recipes = {path.stem for path in (ROOT / "conf/gpuaug/augment").glob("*.yaml")}
+    for kind, names in (("recipes", recipes), ("operations", set(examples()))):
+        page = (site / "docs" / kind / "index.html").read_text(encoding="utf-8")
+        assert set(re.findall(rf'src="\.\./pictures/{kind}/(\w+)\.webp"', page)) == names
+        for name in names:
+            with Image.open(site / "docs/pictures" / kind / f"{name}.webp") as picture:
+                assert picture.width > 200
+                levels = np.asarray(picture.convert("L"))
+                assert levels.std() > 10
+    with Image.open(site / "docs/pictures/operations/invert.webp") as picture:
+        before, *after = (np.asarray(picture)[8:130, x : x + 150].astype(int) for x in (10, 178, 346, 514))
+    assert all(np.abs(255 - before - each).mean() < 12 for each in after)
+
+
+async def look(site: str, width: int) -> list[tuple[str, Any]]:
+    """For each of some pages: its first heading, the width of its content, and pictures that did not load."""
+    seen = []
+    async with browser(width) as tab:
+        for page in ("", "docs/start/", "docs/recipes/", "docs/operations/", "docs/guide/", "docs/reference/loader/"):
+            await tab.call("Page.navigate", url=f"{site}{page}")
+            await tab.until("document.readyState === 'complete' && document.querySelector('h1') !== null")
+            code = "[...document.images].filter((x) => x.loading !== 'lazy' && !(x.complete && x.naturalWidth)).length"
+            missing = await tab.value(code)
+            wide = await tab.value("document.documentElement.scrollWidth")
+            seen.append((await tab.value("document.querySelector('h1').innerText"), wide, missing))
+    return seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(width: int, site: Path) -> None:
+    """Pages fit the window, and every picture loads."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        seen = asyncio.run(look(f"http://127.0.0.1:{server.server_port}/", width))
+        server.shutdown()
+    headings = ["gpuaug", "From a folder to a trained model", "Recipes", "Operations", "Guide", "Loader"]
+    assert [name.rstrip("¶") for name, *_ in seen] == headings
+    assert all(wide <= width and not missing for _, wide, missing in seen), seen
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Log no requests."""
 
 
 def test_the_workflow_runs_what_the_makefile_has() -> None:

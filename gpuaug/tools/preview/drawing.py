@@ -13,6 +13,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from gpuaug import checks
+from gpuaug.augment.crop import pair
 from gpuaug.augment.explain import Explanation
 from gpuaug.display.annotations import Style
 from gpuaug.display.batches import check_bands, contents, cross, name_of
@@ -181,7 +182,8 @@ def draw(
     check_bands(bands, loader.decode.channels or 3)
     crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.schedule.values()]
     least = (cell or 16) ** 2
-    of_epoch = max(sum(max(math.prod(crop.size) if crop else 0, least) for crop in views) for views in crops)
+    areas = [[math.prod(pair("size", crop.size)) if crop else 0 for crop in of_views] for of_views in crops]
+    of_epoch = max(sum(max(area, least) for area in of_views) for of_views in areas)
     check_pixels(len(indices) * (len(epochs) * of_epoch + math.ceil(ORIGINAL**2) * least))
     samples, style = samples_of(loader, indices, epochs=epochs, bands=bands), Style.of(loader.source, loader.targets)
     known = [each.annotations for sample in samples for each in (*sample.augmented, sample.original)]
@@ -254,14 +256,17 @@ def samples_of(
     samples = originals(loader, indices, epoch=epochs[0], cropped=epochs, bands=bands)
     faults = Faults(policy="blank", truncated=loader.faults.truncated)
     for epoch in tqdm(epochs, desc="preview", unit="epoch", leave=False, disable=None):
-        batch = loader.fetch(indices, epoch=epoch, faults=faults)
-        drawn = contents(batch, replace(batch.look, bands=bands))
-        for row, (sample, views, valid) in enumerate(zip(samples, drawn, batch.valid.tolist(), strict=True)):
-            sample.augmented += views
-            sample.details += ["\n".join(x.lines) for x in explanations(batch, row)]
-            if not valid:
-                for view in views:
-                    cross(view.picture)
+        crops = [view.augment.crop for view in loader.augment.at(epoch).views]
+        one_size = all(crop is not None and isinstance(crop.size, tuple) for crop in crops)
+        for part in [samples] if one_size else [[sample] for sample in samples]:
+            batch = loader.fetch([sample.index for sample in part], epoch=epoch, faults=faults)
+            drawn = contents(batch, replace(batch.look, bands=bands))
+            for row, (sample, views, valid) in enumerate(zip(part, drawn, batch.valid.tolist(), strict=True)):
+                sample.augmented += views
+                sample.details += ["\n".join(x.lines) for x in explanations(batch, row)]
+                if not valid:
+                    for view in views:
+                        cross(view.picture)
     return samples
 
 

@@ -156,8 +156,8 @@ def _picture(array: np.ndarray[Any, Any], cell: int) -> Image.Image:
 
 
 def fitted(picture: Image.Image, crop: Any) -> Image.Image:
-    """The picture center-cropped to the size of a view's crop, if the view has one."""
-    return picture if crop is None else ImageOps.fit(picture, crop.size[::-1])
+    """The picture center-cropped to the size of a view's crop, if this is one size."""
+    return picture if crop is None or isinstance(crop.size, int) else ImageOps.fit(picture, crop.size[::-1])
 
 
 def _notes(op: Prepared, span: Span, view: str) -> list[str]:
