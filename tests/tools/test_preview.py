@@ -303,6 +303,22 @@ def test_the_notes_name_the_choice_and_the_view() -> None:
     ]
 
 
+def test_an_operation_of_several_views_is_shown_once() -> None:
+    views = {
+        name: gpuaug.Augment(
+            ops={"blur": K.RandomGaussianBlur(5, (0.1, 2.0), p=p), "jitter": K.ColorJitter(0.2 * n, p=1)}
+        )
+        for n, (name, p) in enumerate((("a", 1.0), ("b", 0.1)), 1)
+    }
+    samples = [preview.Sample(0, "x", "", Annotated(Image.new("RGB", (32, 32))))]
+    (row,), made = operations.grid(
+        gpuaug.MultiView(views=views).views, samples, seed=0, device=torch.device("cpu"), cell=32
+    )
+    assert [each["name"] for each in made] == ["blur", "jitter", "jitter"]
+    assert made[0]["notes"] == ["RandomGaussianBlur: sigma", "a: p 1", "b: p 0.1"]
+    assert len(row.cells) == 10
+
+
 def test_operations_of_a_recipe_are_drawn(photos: Path, tmp_path: Path) -> None:
     more = ["augment=threeaugment", "show=operations", f"json={tmp_path}/p.json"]
     assert main(["preview", f"source.root={photos}", f"out={tmp_path}/p.png", *more]) == 0

@@ -125,30 +125,33 @@ def _short_name(name: str) -> str:
 def grid(
     views: Sequence[View], samples: Sequence[Sample], *, seed: int, device: torch.device, cell: int
 ) -> tuple[list[SheetRow], list[dict[str, Any]]]:
-    """A row for each sample: the original, then every operation of every view over its range.
+    """A row for each sample: the original, then every operation over its range.
 
-    Also returns, for each range, the operation's name, notes and values.
+    An operation that several views have with the same range is shown once, with the notes of all of them. Also returns,
+    for each range, the operation's name, notes and values.
     """
     images = [[torch.from_numpy(np.array(fitted(s.original.picture, v.augment.crop))) for v in views] for s in samples]
+    shown: dict[Any, tuple[int, Prepared, Span, dict[str, Any]]] = {}
+    for place, view in enumerate(views):
+        for entry, (key, op) in ((each, leaf) for each in view.augment.prepared for leaf in each.leaves(each.name)):
+            for span in spans(op, tuple(images[0][place].shape[:2])):  # type: ignore[arg-type]
+                name, module = key.replace(".ops.", "."), op.slots[span.slot][span.alternative]
+                if op.seeded is None and isinstance(module, PillowOp):
+                    name = f"{name}.{module.name}"
+                new = {"name": name, "notes": list[str](), "values": span.captions}
+                *_, known = shown.setdefault((name, span.what, *span.captions), (place, op, span, new))
+                known["notes"] += [note for note in _notes(entry, span, view.name) if note not in known["notes"]]
     rows = [SheetRow(s.label or s.key, [f"{s.index}: {s.key}"], []) for s in samples]
     for own, row in zip(images, rows, strict=True):
         row.cells.append(Cell(_picture(own[0].numpy(), cell), "original"))
-    listed = []
-    for place, view in enumerate(views):
-        kind = FusedBackend if view.augment.backend == "fused" else ReferenceBackend
-        for entry, (key, op) in ((each, leaf) for each in view.augment.prepared for leaf in each.leaves(each.name)):
+        for place, op, span, known in shown.values():
+            kind = FusedBackend if views[place].augment.backend == "fused" else ReferenceBackend
             one = kind((replace(op, chains=0),), None)  # `chains=0`: one operation of AugMix alone, without mixing
-            name = key.replace(".ops.", ".")
-            for span in spans(op, tuple(images[0][place].shape[:2])):  # type: ignore[arg-type]
-                notes, module = _notes(entry, span, view.name), op.slots[span.slot][span.alternative]
-                of_policy = op.seeded is None and isinstance(module, PillowOp)
-                shown = f"{name}.{module.name}" if of_policy else name
-                listed.append({"name": name, "notes": notes, "values": span.captions})
-                for own, row in zip(images, rows, strict=True):
-                    made = _applied(one, op, span, own[place].to(device), seed=seed)
-                    for array, caption in zip(made, span.captions, strict=True):
-                        row.cells.append(Cell(_picture(array, cell), f"{shown}: {caption}", details="\n".join(notes)))
-    return (rows if listed else []), listed
+            made = _applied(one, op, span, own[place].to(device), seed=seed)
+            for array, caption in zip(made, span.captions, strict=True):
+                text, details = f"{known['name']}: {caption}", "\n".join(known["notes"])
+                row.cells.append(Cell(_picture(array, cell), text, details=details))
+    return (rows if shown else []), [known for *_, known in shown.values()]
 
 
 def _picture(array: np.ndarray[Any, Any], cell: int) -> Image.Image:
