@@ -33,6 +33,7 @@ def trained(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on three ranks, stopped by SIGTERM or by its end, and continued by one rank."""
     out = tmp_path_factory.mktemp("run")
     words = [f"source.root={photos}/train", *SMALL, f"out={out}", "digests=true"]
+    (out / "digests.rank0.jsonl").write_text('{"step": 999, "digest": "of an earlier run"}\n')
     process = subprocess.Popen([*torchrun(3), "train", *words, "epochs=2"], stderr=subprocess.PIPE, text=True)
     for _ in range(1200):  # until the first epoch has begun
         file = out / "digests.rank0.jsonl"

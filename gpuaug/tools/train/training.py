@@ -312,7 +312,8 @@ class Training:
 
     def _add_digest(self, step: int, batch: Batch) -> None:
         line = json.dumps({"step": step, "digest": batch.digest()}) + "\n"
-        with _written(Path(self.settings.out) / f"digests.rank{self.rank}.jsonl") as file, open(file, "a") as lines:
+        file = Path(self.settings.out) / f"digests.rank{self.rank}.jsonl"
+        with _written(file), open(file, "a" if step else "w") as lines:  # without the lines of an earlier run
             lines.write(line)
 
     def _write(self, name: str, data: memoryview | str) -> None:
