@@ -46,6 +46,14 @@ def pair(name: str, value: Any, low: float | None, high: float = _HUGE) -> tuple
     return float(given[0]), float(given[1])
 
 
+def interval(name: str, value: Any) -> tuple[int, int | None]:
+    """Check that ``value`` is [first epoch, first epoch without]. The second may be None: there is none."""
+    first, end = value if isinstance(value, Sequence) and len(value) == 2 else (None, None)
+    good = type(first) is int and first >= 0 and (end is None or (type(end) is int and first < end < 2**32))
+    _checked(good, name, value, "[first epoch, first epoch without it], such as [0, 90] or [10, null]")
+    return first, end  # type: ignore[return-value]
+
+
 def flag(name: str, value: Any, *, optional: bool = False) -> Any:
     """Check that ``value`` is a bool."""
     return _checked(isinstance(value, bool), name, value, "true or false", optional=optional)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -32,6 +33,8 @@ class Mix:
         p: probability that a batch is mixed.
         switch_p: probability of CutMix if both MixUp and CutMix are on.
         label_smoothing: epsilon. A label y with C classes becomes ``(1 - epsilon) y + epsilon / C``.
+        epochs: (first epoch, first epoch without); an end of None: there is none. In other epochs nothing is mixed, and
+            labels are soft as before. None: all epochs.
 
     >>> Mix(mixup_alpha=0.8, cutmix_alpha=1, label_smoothing=0.1).p
     1.0
@@ -42,14 +45,22 @@ class Mix:
     p: float = 1.0
     switch_p: float = 0.5
     label_smoothing: float = 0.0
+    epochs: Sequence[int | None] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        if self.epochs is not None:
+            object.__setattr__(self, "epochs", checks.interval("epochs", self.epochs))
+        for field in fields(self)[:-1]:
             high = _LARGEST_ALPHA if field.name.endswith("alpha") else 1
             value = checks.number(field.name, getattr(self, field.name), 0, high)
             if field.name == "label_smoothing" and value == 1:
                 raise ConfigError("`label_smoothing` must be below 1: 1 would erase the label. Found: 1. Use e.g. 0.1.")
             object.__setattr__(self, field.name, float(value))  # 1 and 1.0 are stored alike in a loader's state
+
+    def __repr__(self) -> str:
+        """The settings, as in a loader's state; without ``epochs`` if they are not set."""
+        named = (field.name for field in fields(self) if field.name != "epochs" or self.epochs is not None)
+        return f"Mix({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"
 
     def __call__(
         self,
@@ -80,7 +91,9 @@ class Mix:
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
         cut = u[1] < self.switch_p if self.cutmix_alpha and self.mixup_alpha else self.cutmix_alpha > 0
-        if u[0] >= self.p or not (self.cutmix_alpha or self.mixup_alpha) or len(rows) < 2:
+        first, end = self.epochs or (0, None)
+        off = not first <= epoch < (end or math.inf)  # type: ignore[operator]
+        if off or u[0] >= self.p or not (self.cutmix_alpha or self.mixup_alpha) or len(rows) < 2:
             return images, soft
 
         order = rows[torch.from_numpy(np.argsort(u[_FIXED:][rows.numpy()], kind="stable"))]

@@ -117,6 +117,17 @@ class MultiView(RecipeBase):
             for at in found
         ]
 
+    def changes(self) -> set[int]:
+        """The epochs at which a view changes."""
+        return {epoch for view in self.views for epoch in view.augment.changes()}
+
+    def _of_epoch(self, epoch: int) -> MultiView:
+        views: dict[str, Augment] = {view.name: view.augment.at(epoch) for view in self.views}
+        share = {
+            op: names for op, names in self.share.items() if any(op in ("crop", *views[name].ops) for name in names)
+        }
+        return self.replace(views=views, share=share)
+
     @property
     def _relations(self) -> dict[str, dict[str, Any]]:
         return {name: value for name in ("like", "share", "inside") if (value := getattr(self, name))}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from gpuaug import checks
@@ -57,7 +57,7 @@ class Progressive(ReadOnly):
             checks.instance(f"augment.schedule.{key}", recipe, Augment, MultiView)
             if first in given:
                 raise ConfigError(f"`augment.schedule` must have one recipe per epoch. Found: two for {first}.")
-            if (backend is not None and isinstance(recipe, Augment)) or backend is not None:
+            if backend is not None:
                 recipe = recipe.replace(backend=backend)
             given[first] = recipe
         if 0 not in given:
@@ -68,6 +68,9 @@ class Progressive(ReadOnly):
             raise ConfigError(
                 f"`augment.schedule` must have recipes with the same views, in one order. Found, by epoch: {names}."
             )
+        for first, end in pairwise([*sorted(given), EPOCHS]):  # operations with `epochs` make further recipes
+            recipe = given[first]
+            given |= {epoch: recipe.at(epoch) for epoch in {first, *recipe.changes()} if first <= epoch < end}
         self._firsts = sorted(given)
         self._recipes = nn.ModuleList(given[first] for first in self._firsts)  # torch's repr shows them
         self.backend = backend
@@ -78,12 +81,6 @@ class Progressive(ReadOnly):
         """Maps the first epoch of each recipe to the recipe, in the order of epochs."""
         schedule = dict(zip(self._firsts, self._recipes, strict=True))
         return MappingProxyType(schedule)  # type: ignore[arg-type]
-
-    def at(self, epoch: int) -> Augment | MultiView:
-        """Return the recipe of ``epoch``."""
-        checks.whole_number("epoch", int(epoch) if isinstance(epoch, np.integer) else epoch, 0)
-        schedule = self.schedule
-        return schedule[max(first for first in schedule if first <= epoch)]
 
     @property
     def main_thread(self) -> bool:

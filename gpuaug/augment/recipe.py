@@ -6,6 +6,7 @@ A sample's random numbers and pixels do not depend on other samples or other vie
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -109,6 +110,17 @@ class ReadOnly(nn.Module):
 
     _read_once: tuple[str, ...]
 
+    @property
+    def schedule(self) -> Mapping[int, Any]:
+        """Maps the first epoch of each recipe to the recipe."""
+        raise NotImplementedError
+
+    def at(self, epoch: int) -> Any:
+        """Return the recipe of ``epoch``: an :class:`Augment` or :class:`MultiView`."""
+        checks.whole_number("epoch", int(epoch) if isinstance(epoch, np.integer) else epoch, 0)
+        schedule = self.schedule
+        return schedule[max(first for first in schedule if first <= epoch)]
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._read_once and "_made" in self.__dict__:
             raise ReadOnlyError(f"`{type(self).__name__}.{name}` cannot be assigned: {_READ_ONCE}")
@@ -120,14 +132,22 @@ class RecipeBase(ReadOnly):
 
     views: list[View]
 
-    def at(self, epoch: int) -> Self:
-        """Return the recipe of ``epoch``: always this object."""
-        return self
-
     @property
     def schedule(self) -> Mapping[int, Self]:
-        """Maps the first epoch of each recipe to the recipe. Only a :class:`~gpuaug.Progressive` has several."""
-        return {0: self}
+        """Maps the first epoch of each recipe to the recipe. There are several only if operations have ``epochs``."""
+        return self._stages or {0: self}
+
+    @cached_property
+    def _stages(self) -> dict[int, Self]:
+        return {first: self._of_epoch(first) for first in sorted({0, *changes})} if (changes := self.changes()) else {}
+
+    def changes(self) -> set[int]:
+        """The epochs at which the recipe changes."""
+        raise NotImplementedError
+
+    def _of_epoch(self, epoch: int) -> Self:
+        """The recipe of an epoch, without ``epochs``."""
+        raise NotImplementedError
 
     def check_unchanged(self, *, key: str = "augment") -> None:
         """Raise ReadOnlyError if a setting was changed after the recipe was created. Such a change has no effect.
@@ -297,7 +317,8 @@ class RecipeBase(ReadOnly):
             ConfigError: an operation cannot take such images, or an argument is wrong.
         """
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
-        call: Any = self._of_cameras if isinstance(images, Mapping) else self.augment_rows
+        recipe = self.at(epoch)
+        call: Any = recipe._of_cameras if isinstance(images, Mapping) else recipe.augment_rows
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy code and gpuaug's kernels
             call = torch.compiler.disable(call)
         reading = {"layout": layout, "white": white, "nan": nan}
@@ -418,6 +439,9 @@ class Augment(RecipeBase):
             default: all random numbers. False: none. ``field``: all but random fields, such as the noise of each pixel.
         same_on_camera: mapping of names to whether the cameras of a sample share the random numbers; the entry
             ``default`` is for all others. The default is False.
+        epochs: mapping of names of operations, or ``crop``, to [first epoch, first epoch without], such as
+            ``{"erase": [0, 90]}``; an end of None: there is none. In other epochs the operation is left out, and a
+            :class:`RandomIoUCrop` only resizes. Other operations keep their random numbers.
 
     >>> import torch, gpuaug, kornia.augmentation as K
     >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})
@@ -433,6 +457,7 @@ class Augment(RecipeBase):
         "backend",
         "same_on_frame",
         "same_on_camera",
+        "epochs",
         "prepared",
         "views",
     )
@@ -448,6 +473,7 @@ class Augment(RecipeBase):
         backend: str = "fused",
         same_on_frame: Mapping[str, Same] | None = None,
         same_on_camera: Mapping[str, bool] | None = None,
+        epochs: Mapping[str, Sequence[int | None]] | None = None,
     ) -> None:
         super().__init__()
         if crop is not None and not isinstance(crop, (*CROPS, Window)):
@@ -465,6 +491,7 @@ class Augment(RecipeBase):
         self.shared_by_cameras = check_cameras(same_on_camera, names, key="augment.same_on_camera")
         self.same_on_camera = dict(same_on_camera or {})
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
+        self.epochs = self._check_epochs(epochs, ops or {})
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
 
@@ -484,7 +511,7 @@ class Augment(RecipeBase):
 
     def replace(self, **changes: Any) -> Augment:
         """Return a new recipe with ``changes`` of the settings, for example ``replace(normalize=None)``."""
-        names = ("crop", "ops", "normalize", "copies", "backend", "same_on_frame", "same_on_camera")
+        names = ("crop", "ops", "normalize", "copies", "backend", "same_on_frame", "same_on_camera", "epochs")
         return Augment(**{name: getattr(self, name) for name in names} | changes)
 
     def settings(self) -> dict[str, Any]:
@@ -495,13 +522,38 @@ class Augment(RecipeBase):
             # a list, because the order matters
             "ops": [{"name": name, **settings(op)} for name, op in self.ops.items()],
             "normalize": None if normalize is None else normalize.values(),
-            **{name: value for name in ("same_on_frame", "same_on_camera") if (value := getattr(self, name))},
+            **{name: value for name in ("same_on_frame", "same_on_camera", "epochs") if (value := getattr(self, name))},
         }
+
+    def _check_epochs(self, epochs: Any, ops: Mapping[str, Any]) -> dict[str, list[int | None]]:
+        if epochs is not None and not isinstance(epochs, Mapping):
+            raise ConfigError(f"`augment.epochs` must be a mapping of names. Found: a {type(epochs).__name__}.")
+        names = [*ops, *(["crop"] if hasattr(self.crop, "plain") else [])]
+        for name in epochs or {}:
+            if name not in names:
+                raise ConfigError(
+                    "`augment.epochs` must name operations, or `crop` if it is a gpuaug.RandomIoUCrop. "
+                    f"Found: {name!r}. The names are {', '.join(names) or 'none'}."
+                )
+        return {name: [*checks.interval(f"augment.epochs.{name}", each)] for name, each in (epochs or {}).items()}
+
+    def changes(self) -> set[int]:
+        return {epoch for each in self.epochs.values() for epoch in each if epoch is not None}
+
+    def _of_epoch(self, epoch: int) -> Augment:
+        off = {name for name, (first, end) in self.epochs.items() if not (first <= epoch < (end or math.inf))}  # type: ignore[operator]
+        return self.replace(
+            crop=self.crop.plain() if "crop" in off else self.crop,
+            ops={name: op for name, op in self.ops.items() if name not in off},
+            same_on_frame={name: same for name, same in self.same_on_frame.items() if name not in off - {"crop"}},
+            same_on_camera={name: same for name, same in self.same_on_camera.items() if name not in off - {"crop"}},
+            epochs=None,
+        )
 
     def extra_repr(self) -> str:
         """Crop, operations, what is shared, copies and backend."""
         ops = (f"{name}={op!r}" for name, op in self.ops.items())
-        names = ("same_on_frame", "same_on_camera")
+        names = ("same_on_frame", "same_on_camera", "epochs")
         same = (f"{name}={value}" for name in names if (value := getattr(self, name)))
         return ",\n".join([f"crop={self.crop!r}", *ops, *same, f"copies={self.copies}", f"backend={self.backend!r}"])
 

@@ -5,6 +5,7 @@ torchvision's formulas are computed in float32, so that the same uniforms give t
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -330,6 +331,12 @@ class RandomIoUCrop(Crop):
         self.fill = color(fill)
         self.p = float(checks.number("p", p, 0, 1))
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
+
+    def plain(self) -> RandomIoUCrop:
+        """The same crop without zooming out and cropping: it resizes the image."""
+        made = copy.copy(self)
+        made.zoom_p = made.p = 0.0
+        return made
 
     @property
     def count(self) -> int:  # type: ignore[override]

@@ -36,8 +36,8 @@ def remaining(recipe: Recipe, source: Any, seed: int) -> Recipe:
     stored: dict[str, Any] | None = source.augmented_by
     if stored is None:
         return recipe
-    if isinstance(recipe, Progressive):
-        different = "augment: one recipe stored, a gpuaug.Progressive here"
+    if len(recipe.schedule) > 1 or isinstance(recipe, Progressive):
+        different = "augment: one recipe stored, a recipe that changes with the epoch here"
     else:
         different = compare(stored["made_of"], made_of(recipe, seed), "stored", "here")
     if different:

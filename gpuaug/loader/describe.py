@@ -36,7 +36,7 @@ def facts(loader: Any) -> dict[str, str]:
 
 
 def steps(recipe: Any, epoch: int) -> list[str]:
-    """List the recipe's steps at ``epoch``, one line for each view and its copies."""
+    """List the recipe's steps at ``epoch``, one line for each view and its copies, and the epochs of changes."""
     made = []
     for view in recipe.at(epoch).views:
         augment = view.augment
@@ -46,6 +46,8 @@ def steps(recipe: Any, epoch: int) -> list[str]:
             name = f"{view.name} ({copies})" if view.name and copies else view.name or copies
             listed = ", ".join([*crop, *augment.ops]) or "nothing"
             made.append(f"{name}: {listed}" if name else listed)
+    if others := [str(first) for first in recipe.schedule if first]:
+        made.append(f"this is epoch {epoch}; the recipe changes at epoch {', '.join(others)}")
     return made
 
 

@@ -148,6 +148,15 @@ def test_operations_are_left_out_added_and_moved(photos: Path) -> None:
     assert ops["solarize"] | {"p": 0.25, "name": "again"} == ops["again"]
 
 
+def test_an_operation_with_epochs_can_be_left_out(photos: Path) -> None:
+    known = live(f"source.root={photos}", "augment=simclr", "+augment.epochs={gray:[0,1],blur:[0,2]}")
+    order = [[name, None] for name in ("blur", "jitter", "flip")]
+    words = shlex.split(known.state({"ops": {"augment.ops": order}})["overrides"])
+    assert "~augment.epochs.gray" in words
+    assert "~augment.epochs.blur" not in words
+    assert [*operations_of(shlex.join(words))] == ["blur", "jitter", "flip"]
+
+
 @pytest.mark.parametrize("name", ["dinov2", "efficientnetv2"])
 def test_operations_of_views_and_stages_have_places_of_their_own(name: str, photos: Path) -> None:
     known = live(f"source.root={photos}", f"augment={name}")

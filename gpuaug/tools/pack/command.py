@@ -200,6 +200,11 @@ def pack(
 def _check_recipe(augment: Any, targets: dict[str, Any] | None) -> None:
     """Raise ConfigError if the versions cannot be stored. ``targets``: the description of the source's targets."""
     checks.instance("augment", augment, Augment, MultiView)
+    if len(augment.schedule) > 1:
+        raise ConfigError(
+            "`epochs` stores versions of one recipe. Found: a recipe that changes at epoch "
+            f"{', '.join(str(first) for first in augment.schedule if first)}. Remove `epochs` from the recipe."
+        )
     if targets is not None:
         raise ConfigError(
             "`epochs` stores augmented images and labels, but no masks, boxes or keypoints. Found: a source with "

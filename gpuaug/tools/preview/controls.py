@@ -157,14 +157,15 @@ def operations(augment: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def arranged(known: Mapping[str, Mapping[str, Any]], wanted: Any) -> list[str]:
+def arranged(augment: Any, wanted: Any) -> list[str]:
     """The override strings that leave out, add and reorder operations.
 
     Args:
-        known: from :func:`operations`.
+        augment: the recipe's configuration.
         wanted: for each changed mapping its operations in their order, as pairs (name, name of the example to add, or
             None for an operation that the recipe has).
     """
+    known = operations(augment)
     if not isinstance(wanted, Mapping) or wanted.keys() - known.keys():
         raise ConfigError(f"`ops` must map keys of the recipe to lists of operations. Found: {wanted!r:.100}.")
     made: list[str] = []
@@ -186,5 +187,8 @@ def arranged(known: Mapping[str, Mapping[str, Any]], wanted: Any) -> list[str]:
         order, kept = list(values), [name for name in present if name in values]
         same = next((n for n, (a, b) in enumerate(zip_longest(order, kept)) if a != b), len(order))
         made += [f"~{key}.{name}" for name in present if name not in kept[:same]]
+        epochs = f"{key.removesuffix('ops')}epochs"
+        named = OmegaConf.select(augment._get_root(), epochs) or {}
+        made += [f"~{epochs}.{name}" for name in present if name not in kept and name in named]
         made += [f"+{key}.{name}={literal(values[name])}" for name in order[same:]]
     return made

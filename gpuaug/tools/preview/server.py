@@ -141,7 +141,7 @@ class Live:
             request = replace(request, overrides=(*request.overrides, f"{at}seed={seed}"))
         config = request.loader()
         ops = operations(config.get("augment"))
-        if more := arranged(ops, asked.get("ops") or {}):
+        if more := arranged(config.get("augment"), asked.get("ops") or {}):
             request = replace(request, overrides=(*request.overrides, *more))
             config = request.loader()
         known = controls(config.get("augment"))
