@@ -8,6 +8,7 @@ Every 500 steps, rank 0 logs a picture of 16 samples, and as text what the recip
 about 0.2 s on one CPU core, and 0.5 MB. Meanwhile the other ranks wait for rank 0.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -63,7 +64,7 @@ def what_was_done(batch: gpuaug.Batch, row: int) -> str:
 
 def train(overrides: list[str], log_to: AbstractContextManager[Log], *, epochs: int = 3, every: int = 500) -> None:
     """Train a linear classifier."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    rank = int(os.environ.get("RANK", 0))  # set by torchrun
     with gpuaug.build(gpuaug.compose("train", overrides)) as loader, log_to if rank == 0 else nullcontext() as log:
         layers = torch.nn.AdaptiveAvgPool2d(8), torch.nn.Flatten(), torch.nn.Linear(192, loader.num_classes or 1)
         net = torch.nn.Sequential(*layers).to(loader.device)
@@ -72,7 +73,8 @@ def train(overrides: list[str], log_to: AbstractContextManager[Log], *, epochs: 
             for batch in loader:
                 if log and step % every == 0:
                     log(step, batch.show(), what_was_done(batch, row=0))
-                loss = torch.nn.functional.cross_entropy(net(batch.images), batch.labels)
+                images = batch.images[0] if isinstance(batch.images, list) else batch.images
+                loss = torch.nn.functional.cross_entropy(net(images.float()), batch.labels)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,12 @@ def hostile(kind: str) -> str:
         ("text.md", b"---\ngpuaug: {recipes: {eval: text}}\n---\n", "damaged"),
         ("none.md", b"---\ngpuaug: {recipes: {}}\n---\n", "Found recipes: none"),
         ("oc.md", hostile("${oc.env:HOME}").encode(), "an interpolation"),
+        ("alias.md", b"---\nx: &x [1]\ngpuaug: {recipes: {eval: {a: *x}}}\n---\n", "it has aliases"),
+        ("date.md", b"---\ngpuaug: {recipes: {eval: {a: 2020-01-01}}}\n---\n", "TypeError"),
+        ("null.md", b"---\ngpuaug: {recipes: {1: null}}\n---\n", "Found recipes: 1"),
+        ("long.md", hostile("x" * 200_000).encode(), "damaged"),
+        ("large.md", hostile("x" * 2_000_000).encode(), "more than 1048576"),
+        ("deep.md", hostile("").replace("null", "[" * 5000 + "]" * 5000).encode(), "augment=file:"),
     ],
 )
 def test_files_that_hold_no_recipe(name, content, message, tmp_path):
@@ -204,6 +211,46 @@ def test_files_that_hold_no_recipe(name, content, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         gpuaug.compose("eval", [f"augment=file:{tmp_path / name}"])
+
+
+def test_a_pt2_with_a_huge_member_is_not_unpacked(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.pt2", "w", zipfile.ZIP_DEFLATED) as members:
+        members.writestr("x/extra/gpuaug.json", b" " * 50_000_000)
+    with pytest.raises(ConfigError, match="has 50000000 bytes"):
+        gpuaug.compose("eval", [f"augment=file:{tmp_path / 'x.pt2'}"])
+
+
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+def test_a_crop_larger_than_the_resized_image(kind, tmp_path):
+    recipe = gpuaug.Augment(crop=gpuaug.ResizeCenterCrop(40, 56), normalize=NORMALIZE)
+    assert gpuaug.export(recipe, tmp_path / f"x.{kind}")["largest_difference"] < 1.01
+
+
+def test_models_with_other_outputs(evaluation, tmp_path):
+    class Other(nn.Module):
+        def __init__(self, make: Any) -> None:
+            super().__init__()
+            self.make = make
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.make(x.mean((2, 3)))
+
+    for make, message in (
+        (lambda x: (x, x), "must return one tensor. Found: tuple"),
+        (lambda x: {"a": x}, "must return one tensor. Found: dict"),
+        (lambda x: x * float("nan"), "gives other values"),
+    ):
+        with pytest.raises(GpuaugError, match=message):
+            gpuaug.export(evaluation, tmp_path / "x.pt2", model=Other(make))
+    gpuaug.export(evaluation, tmp_path / "x.pt2", model=Other(lambda x: x > 0))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt2"]
+
+
+def test_onnx_holds_two_gigabytes(evaluation, tmp_path):
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(torch.empty(1, dtype=torch.float32).expand(2**15, 2**15))  # no memory
+    with pytest.raises(ConfigError, match="at most 2 GB. Found: a model of 4.3 GB. Write a .pt2 file"):
+        gpuaug.export(evaluation, tmp_path / "x.onnx", model=model)
 
 
 def test_text_in_a_file_is_only_text(tmp_path):

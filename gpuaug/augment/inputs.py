@@ -35,7 +35,7 @@ def pixels(
             "as in FakeTensorMode, torch.func and torch.export. Pass a usual tensor, outside of these."
         )
     images = images.resolve_neg()  # the kernels read memory, where such values have the other sign
-    last = _is_channels_last(images, layout)
+    last = is_channels_last(images, layout)
     frames = images.shape[1] if images.dim() == 5 else None
     if 0 in images.shape[1:]:
         raise ConfigError(f"{_WANTED}, without empty axes after the first. Found: {list(images.shape)}.")
@@ -57,7 +57,8 @@ def _is_stored(images: Tensor) -> bool:
         return False
 
 
-def _is_channels_last(images: Tensor, layout: str | None) -> bool:
+def is_channels_last(images: Tensor, layout: str | None) -> bool:
+    """Whether the channels are the last axis of images [B, C, H, W] or [B, H, W, C]."""
     if layout is not None:
         return checks.one_of("layout", layout, LAYOUTS) == "channels_last"
     first, last = images.shape[-3] == 3, images.shape[-1] == 3

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug import checks
+from gpuaug.augment.inputs import is_channels_last
 from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.recipe import Augment, RecipeBase
 from gpuaug.errors import ConfigError
 from gpuaug.targets.batch import BatchTargets
-from gpuaug.targets.rules import Boxes, Targets
+from gpuaug.targets.rules import Boxes, Masks, Targets
 
 DETECTION = {"boxes", "scores", "labels"}
 
@@ -31,10 +32,10 @@ def tta(
             - floats [B, K], such as logits of classes: their average;
             - floats [B, C, h', w'] for the whole view, such as logits of a segmentation, also of a lower resolution.
               They are moved back to the pixels of the images, bilinear, and averaged over the views that cover a pixel.
-              They are 0 where no view does;
+              They are float32, and 0 where no view does;
             - a list of B dictionaries with boxes [n, 4] in pixels of the view, scores [n] and labels [n], as
               torchvision's detectors: boxes are moved back, and those of one object are averaged with their scores as
-              weights (weighted boxes fusion, arXiv:1910.13302).
+              weights (weighted boxes fusion, arXiv:1910.13302). They carry no gradient.
         views: a recipe, or a mapping of names to :class:`~gpuaug.Augment`, one for each view. Give operations ``p=1``:
             random ones are drawn with seed 0.
         iou: boxes of one label that overlap by more than this are one object.
@@ -57,11 +58,18 @@ def tta(
         raise ConfigError(f"`model` must be a module or a function. Found: {model!r:.100}.")
     checks.number("iou", iou, 0, 1)
     recipe = MultiView(views=views) if isinstance(views, Mapping) else views
-    checks.instance("views", recipe, RecipeBase)
+    if not isinstance(recipe, RecipeBase):
+        raise ConfigError(
+            "`views` must be a gpuaug.Augment, a gpuaug.MultiView, or a mapping of names to gpuaug.Augment. "
+            f"Found: {type(recipe).__name__}. Of a gpuaug.Progressive, take the recipe of an epoch: .at(0)."
+        )
 
     def predict(images: Tensor, **reading: Any) -> Any:
-        empty = [torch.zeros(0, 4)] * len(images)  # boxes ask for the matrices
-        made, moved = recipe(images, boxes=empty, targets=Targets(boxes=Boxes()), seed=0, **reading)
+        last = images.ndim == 4 and is_channels_last(images, reading.get("layout"))
+        empty = [torch.zeros(0, 4)] * len(images)  # boxes ask for the matrices, masks for what a view covers
+        whole = torch.zeros(len(images), *images.shape[1:3] if last else images.shape[2:4], dtype=torch.uint8)
+        rules = Targets(boxes=Boxes(), masks=Masks())
+        made, moved = recipe(images, boxes=empty, masks=whole, targets=rules, seed=0, **reading)
         made, moved = (made, moved) if isinstance(made, list) else ([made], [moved])
         return _average([model(view) for view in made], moved, iou)
 
@@ -75,12 +83,18 @@ def _average(outputs: list[Any], moved: Sequence[BatchTargets], iou: float) -> A
     if isinstance(first, Tensor) and first.is_floating_point() and first.ndim == 2:
         return torch.stack(outputs).mean(0)
     if isinstance(first, Tensor) and first.is_floating_point() and first.ndim == 4:
-        total: Any = 0
+        total, count = torch.zeros(()), torch.zeros((), device=first.device)
         for output, view in zip(outputs, moved, strict=True):
-            covered = torch.cat([output, torch.ones_like(output[:, :1])], dim=1)
-            total = total + torch.stack([image["logits"] for image in view.restore(logits=covered)])
-        return total[:, :-1] / total[:, -1:].clamp(min=1)
+            restored = view.restore(logits=output, masks=view.masks)
+            covered = torch.stack([image["masks"] == 0 for image in restored])[:, None]
+            total = total.to(output.device) + torch.where(covered, torch.stack([x["logits"] for x in restored]), 0.0)
+            count = count + covered
+        return total / count.clamp(min=1)
     if isinstance(first, list) and all(isinstance(image, Mapping) and image.keys() == DETECTION for image in first):
+        for image in (image for output in outputs for image in output):
+            if len({len(value) for value in image.values()}) > 1:
+                counts = ", ".join(f"{len(value)} {name}" for name, value in image.items())
+                raise ConfigError(f"`boxes`, `scores` and `labels` of an image must be equally many. Found: {counts}.")
         boxes = [
             [image["boxes"] for image in view.restore(boxes=[image["boxes"] for image in output])]
             for output, view in zip(outputs, moved, strict=True)
@@ -108,11 +122,13 @@ def fused(boxes: Tensor, scores: Tensor, labels: Tensor, *, views: int, iou: flo
     """Weighted boxes fusion of one image, arXiv:1910.13302.
 
     Boxes in the order of their scores join the object of their label that they overlap most, if by more than ``iou``.
-    The score of an object is the average of its scores, less if there are fewer of them than ``views``.
+    The score of an object is the average of its scores, less if there are fewer of them than ``views``. Boxes and
+    scores that are not finite are left out.
     """
-    order = scores.argsort(descending=True, stable=True).cpu()
-    corners, weights = (x.detach().cpu().double().numpy()[order] for x in (boxes, scores))
-    kinds = labels.detach().cpu().numpy()[order]
+    corners, weights = (x.detach().cpu().double().numpy() for x in (boxes, scores))
+    good = np.flatnonzero(np.isfinite(corners).all(axis=1) & np.isfinite(weights))
+    order = good[np.argsort(-weights[good], kind="stable")]
+    corners, weights, kinds = corners[order], weights[order], labels.detach().cpu().numpy()[order]
     members = list[list[int]]()
     objects, label = np.empty((len(corners), 4)), np.empty(len(corners), dtype=np.int64)
     for n in range(len(corners)):
@@ -127,11 +143,11 @@ def fused(boxes: Tensor, scores: Tensor, labels: Tensor, *, views: int, iou: flo
         objects[place] = np.average(corners[own], axis=0, weights=weight)
     score = np.array([weights[own].mean() * min(len(own), views) / views for own in members])
     rank = np.argsort(-score, kind="stable")
-    chosen = torch.tensor([members[k][0] for k in rank], dtype=torch.int64)
+    chosen = torch.from_numpy(order[np.array([members[k][0] for k in rank], dtype=np.int64)])
     return {
         "boxes": torch.from_numpy(objects[rank]).to(boxes),
         "scores": torch.from_numpy(score[rank]).to(scores),
-        "labels": labels[order[chosen].to(labels.device)],
+        "labels": labels[chosen.to(labels.device)],
     }
 
 

@@ -31,6 +31,7 @@ from gpuaug.errors import ConfigError, GpuaugError
 log = logging.getLogger("gpuaug")
 
 OPSET = 18  # the first one of ONNX whose Resize has antialiasing
+LARGEST_ONNX = 2**31 - 2**20  # bytes: protobuf's limit, less some for the graph itself
 WORST, MEAN = 2.01, 0.03  # limits of the difference from the recipe, in levels of 255
 # added before rounding down: Pillow rounds halves up, and a computed half may lie a little below
 HALF = 0.5 + 2**-12
@@ -84,8 +85,10 @@ class Evaluation(nn.Module):
             borders += [before, missing - before]
             starts.append(extra // 2 + (extra % 2) * (extra // 2 % 2))  # of extra / 2, halves round to even
         x = pad(x - self.fill, borders) + self.fill
-        left, top = starts
-        return x[:, :, top : top + height, left : left + width]
+        columns, rows = (
+            start + torch.arange(size, device=x.device) for start, size in zip(starts, (width, height), strict=True)
+        )
+        return x.index_select(2, rows).index_select(3, columns)
 
 
 class _WithModel(nn.Module):
@@ -174,7 +177,7 @@ def export(
     if kind not in (".pt2", ".onnx", ".md"):
         raise ConfigError(f"`path` must end in .pt2, .onnx or .md. Found: {os.fspath(path)!r}.")
     check_exportable(recipe)
-    recipe = recipe.replace(ops=None)
+    recipe = recipe.replace(ops=None, epochs=None)
     info = described(recipe, classes)
     if kind == ".md":
         if model is not None:
@@ -184,6 +187,9 @@ def export(
     head = Evaluation(recipe)
     whole: nn.Module = head if model is None else _WithModel(head, copy.deepcopy(model).cpu())
     whole.eval()
+    size = sum(each.numel() * each.element_size() for each in (*whole.parameters(), *whole.buffers()))
+    if kind == ".onnx" and size > LARGEST_ONNX:
+        raise ConfigError(f"an ONNX file holds at most 2 GB. Found: a model of {size / 1e9:.1f} GB. Write a .pt2 file.")
     program = _traced(whole)
     data, run = _torch(program, info) if kind == ".pt2" else _onnx(program, info)
     largest, mean = _compared(recipe, head, whole, run)
@@ -283,8 +289,12 @@ def _compared(recipe: Augment, head: Evaluation, whole: nn.Module, run: Run | No
             if run is not None and whole is head:
                 pixels = run(images)
             elif run is not None:
-                a, b = run(images), whole(images)
-                if (worst := float((a - b).abs().max())) > 0.02 * float(b.abs().max()):
+                b = whole(images)
+                if not isinstance(b, torch.Tensor):
+                    raise GpuaugError(f"the model must return one tensor. Found: {type(b).__name__}.")
+                a, b = run(images).double(), b.double()
+                worst = float((a - b).abs().max())
+                if not worst <= 0.02 * float(b.abs().max()):  # also NaN
                     raise GpuaugError(f"the graph of the model gives other values: they differ by up to {worst:.3g}.")
             levels = ((pixels - expected) * head.std * 255).abs()
             largest, means = max(largest, float(levels.max())), [*means, float(levels.mean())]

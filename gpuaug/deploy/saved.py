@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from gpuaug.errors import ConfigError, GpuaugError
 
 KEY = "gpuaug"  # of ONNX's metadata, of a model card's YAML, and of a checkpoint
 MEMBER = "gpuaug.json"  # extra file of a .pt2
+LIMIT = 100_000  # bytes of a recipe as JSON; Hydra reads longer ones in seconds
+CARD = 1 << 20  # bytes of a model card
 _FRONT = re.compile(r"---\n(.*?)^---$", re.DOTALL | re.MULTILINE)
 
 
@@ -68,8 +71,10 @@ def read(path: str, name: str) -> dict[str, Any]:
         info = _info(path)
         recipes = info["recipes"]
         recipe = recipes.get("eval" if name == "eval" or "train" not in recipes else "train")
-        if not isinstance(recipe, dict | None):
+        text = json.dumps(recipe)
+        if not isinstance(recipe, dict | None) or len(text) > LIMIT:
             raise ValueError("its recipe is damaged")
+        recipe = json.loads(text)
     except ImportError as error:
         raise ConfigError(f"{path!r} needs another package ({error}). Run `pip install gpuaug[export]`.") from error
     except Exception as error:  # of torch, onnx, yaml
@@ -77,20 +82,22 @@ def read(path: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{expected}{path!r} ({reason}).") from error
     if recipe is None:
         raise ConfigError(
-            f"{path!r} must hold the recipe of the evaluation. Found recipes: {', '.join(recipes) or 'none'}. Train "
-            "with val.source.root=DIR, or set augment=eval."
+            f"{path!r} must hold the recipe of the evaluation. Found recipes: "
+            f"{', '.join(map(str, recipes)) or 'none'}. Train with val.source.root=DIR, or set augment=eval."
         )
-    if "${" in json.dumps(recipe):
+    if "${" in text:
         raise ConfigError(f"the recipe in {path!r} must hold plain values. Found: an interpolation, ${{...}}.")
-    return recipe
+    return dict(recipe)
 
 
 def _info(path: str) -> Any:
     kind = os.path.splitext(path)[1].lower()
-    files.check_regular(os.stat(path), path)
+    files.check_regular(os.stat(path), path, limit=CARD if kind == ".md" else sys.maxsize)
     if kind == ".pt2":
         with zipfile.ZipFile(path) as members:
-            (member,) = (x for x in members.namelist() if x.endswith(f"/{MEMBER}"))
+            (member,) = (x for x in members.infolist() if x.filename.endswith(f"/{MEMBER}"))
+            if member.file_size > 10 * LIMIT:
+                raise ValueError(f"{MEMBER} has {member.file_size} bytes")
             return json.loads(members.read(member))
     if kind == ".onnx":
         import onnx
@@ -100,8 +107,16 @@ def _info(path: str) -> Any:
     if kind == ".md":
         import yaml
 
+        class Plain(yaml.SafeLoader):
+            """YAML without aliases, which can make a short text huge."""
+
+            def compose_node(self, parent: Any, index: Any) -> Any:
+                if self.check_event(yaml.AliasEvent):
+                    raise yaml.YAMLError("it has aliases")
+                return super().compose_node(parent, index)
+
         front = _FRONT.match(Path(path).read_text(encoding="utf-8"))
-        return yaml.safe_load(front[1] if front else "")[KEY]
+        return yaml.load(front[1] if front else "", Plain)[KEY]  # a SafeLoader
     import torch
 
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY]

@@ -31,16 +31,19 @@ PAGE = """<!DOCTYPE html>
   :root {{ color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; }}
   h1, h2, p {{ margin: 8px; overflow-wrap: anywhere; }} h2 {{ font-size: 16px; }} p, figcaption {{ font-size: 13px; }}
   img {{ max-width: 100%; }}
-  figure {{ margin: 8px; }} figcaption {{ border-top: 4px solid; }} pre {{ display: none; font-size: 13px; }}
+  figure {{ margin: 8px; width: {figure}; }} figcaption {{ border-top: 4px solid; }}
+  pre {{ display: none; font-size: 13px; }}
   main {{ display: grid; grid-template-columns: repeat({columns}, {width}); overflow-x: auto; }}
   main > h2, main > p {{ grid-column: 1 / -1; margin: 0 8px; }} main > h2 {{ margin-top: 16px; }}
   main > div {{ display: contents; }}
-  label {{ cursor: zoom-in; }} input {{ position: absolute; opacity: 0; }}
+  label {{ cursor: zoom-in; position: relative; }} input {{ position: absolute; opacity: 0; }}
   :focus-visible + img {{ outline: 3px solid; }}
   main > div:has(:checked) {{ display: flex; position: fixed; inset: 0; z-index: 1; overflow: auto; }}
   main > div:has(:checked) {{ background: Canvas; align-content: flex-start; }}
   div:has(:checked) figure:not(:first-child, :has(:checked)) {{ display: none; }}
-  div:has(:checked) label {{ cursor: zoom-out; }} figure:has(:checked) pre {{ display: block; white-space: pre-wrap; }}
+  div:has(:checked) figure {{ width: auto; }} div:has(:checked) label {{ cursor: zoom-out; }}
+  div:has(:checked) figure:not(:has(:checked)) label {{ pointer-events: none; }}
+  figure:has(:checked) pre {{ display: block; white-space: pre-wrap; }}
   div:has(:checked) img {{ max-width: 46vw; min-width: min(46vw, 70vh); max-height: 85vh; object-fit: contain; }}
   @media (max-width: 700px) {{
     main {{ display: block; }} main > div, main > div:has(:checked) {{ display: flex; flex-wrap: wrap; }}
@@ -180,19 +183,23 @@ def page(
     for row in rows:
         body += [f"<h2>{html.escape(row.title)}</h2>"] * bool(row.title)
         body += [*(f"<p>{html.escape(note)}</p>" for note in row.notes), "<div>"]
+        name = html.escape(f"{row.title}, ") if row.title else ""
         for cell in row.cells:
             stream = io.BytesIO()
             cell.picture.save(stream, kind, **options)
             uri = f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"
             caption, details = html.escape(cell.caption), html.escape(cell.details)
             color = "#{:02x}{:02x}{:02x}".format(*cell.color)
-            body.append(f'<figure><label title="{details}"><input type="checkbox"><img src="{uri}" alt="{caption}">')
+            body.append(
+                f'<figure><label title="{details}"><input type="checkbox"><img src="{uri}" alt="{name}{caption}">'
+            )
             body.append(f'</label><figcaption style="border-color:{color}">{caption}</figcaption>')
             body.append(f"<pre>{details}</pre></figure>" if details else "</figure>")
         body.append("</div>")
     columns = columns or max((len(row.cells) for row in rows), default=1)
     parts = {"intro": "\n".join(intro), "body": "\n".join(body)}
-    parts["width"] = "minmax(0, 1fr)" if live else "max-content"
+    parts["width"] = "minmax(64px, 1fr)" if live else "max-content"
+    parts["figure"] = "auto" if live else "min-content"
     text = PAGE.format(heading=html.escape(heading), columns=columns, **parts)
     return text.encode("utf-8", "replace").decode()  # file names may not be valid UTF-8
 

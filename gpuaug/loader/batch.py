@@ -128,7 +128,7 @@ class Batch:
         for each in [*(self.images if isinstance(self.images, list) else [self.images]), self.labels, self.indices]:
             if each is not None:
                 total.update(f"{each.dtype} {list(each.shape)}".encode())
-                total.update(each.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+                total.update(each.detach().cpu().resolve_neg().contiguous().view(torch.uint8).numpy().data)
         return total.hexdigest()
 
     def show(

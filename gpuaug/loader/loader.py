@@ -463,6 +463,11 @@ class Loader:
             raise ConfigError(f"`step` must be {self._passes[0].step} or more, where this run began. Found: {step}.")
         epoch, start, number = rows[-1].place(step)
         ordered, batches = self._ordered(_check_epoch(epoch)), list[Batch]()
+        if rows[-1].samples != len(ordered):
+            raise StateError(
+                f"an epoch of the run had {rows[-1].samples} samples, and has {len(ordered)} here. Use the same files, "
+                "and the same `subset` and `exclude` of the source."
+            )
         for rank in range(rows[-1].world_size):
             tasks = rows[-1].split(ordered, start=start, rank=rank)
             if number < len(tasks):

@@ -98,10 +98,11 @@ class Row(NamedTuple):
 def check_rows(value: Any) -> list[Row]:
     """The rows of a state. Raises StateError if they are damaged."""
     rows = []
-    for each in value if isinstance(value, list) else [None]:
+    for each in value if isinstance(value, list) and len(value) <= 10_000 else [None]:
         given = each if isinstance(each, list) and len(each) == 8 else [-1] * 8
         numbers = [*given[:6], 1 if given[7] is None else given[7]]
-        if not all(type(x) is int and 0 <= x < 2**62 for x in numbers) or min(numbers[4:]) < 1 or given[6] not in LASTS:
+        whole = all(type(x) is int and 0 <= x < 2**62 for x in numbers) and given[6] in LASTS
+        if not whole or min(numbers[4:]) < 1 or max(numbers[4:6]) > 2**20 or given[2] > given[3]:
             raise StateError(f"the passes of the loader state are damaged. Found: {str(value)[:200]!r}.")
         rows.append(Row(*given))
     return rows

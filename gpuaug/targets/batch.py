@@ -161,6 +161,11 @@ class BatchTargets:
         for name, value in given.items():
             if value is not None and len(value) != len(self):
                 raise ConfigError(f"`{name}` must be those of {len(self)} images. Found: {len(value)}.")
+        if masks is not None and tuple(masks.shape[1:]) != self.size:
+            raise ConfigError(
+                f"`masks` must have the size of the output, {list(self.size)}. Found: {list(masks.shape[1:])}. For "
+                "another resolution, give `logits`."
+            )
         images: list[dict[str, Tensor]] = [{} for _ in range(len(self))]
         for row, (image, (h, w)) in enumerate(zip(images, self.annotated.tolist(), strict=True)):
             forward = self.matrices[row].double()
@@ -187,7 +192,7 @@ class BatchTargets:
                 inside = ((places >= 0) & (places < 1)).all(-1)
                 grid = (places * 2 - 1).float()[None]
                 made = grid_sample(logits[row : row + 1].float(), grid, padding_mode="border", align_corners=False)[0]
-                image["logits"] = made * inside
+                image["logits"] = torch.where(inside, made, 0.0)
         return images
 
     def pixel_mask(self) -> Tensor:

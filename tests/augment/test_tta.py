@@ -144,3 +144,52 @@ def test_other_outputs_are_refused(output, found):
     elastic = gpuaug.Augment(ops={"elastic": K.RandomElasticTransform(p=1.0)})
     with pytest.raises(ConfigError, match="must move pixels by a matrix"):
         gpuaug.tta(nn.Identity(), {"elastic": elastic})(images(2))
+
+
+def test_one_box_in_all_and_values_that_are_not_finite():
+    x = torch.zeros(1, 3, 8, 12, dtype=torch.uint8)
+    one = {"boxes": torch.tensor([[1.0, 1, 4, 4]]), "scores": torch.tensor([0.9]), "labels": torch.tensor([1])}
+    (found,) = gpuaug.tta(lambda v: [one], gpuaug.Augment())(x)
+    assert found["boxes"].tolist() == [[1, 1, 4, 4]]
+    assert found["scores"].tolist() == pytest.approx([0.9])
+    scores = torch.tensor([0.9, float("nan"), 0.5])
+    got = fused(one["boxes"].repeat(3, 1), scores, torch.ones(3, dtype=torch.int64), views=1, iou=0.5)
+    assert got["scores"].tolist() == pytest.approx([0.7])
+    with pytest.raises(ConfigError, match="equally many. Found: 1 boxes, 2 scores, 1 labels"):
+        gpuaug.tta(lambda v: [{**one, "scores": torch.ones(2)}], gpuaug.Augment())(x)
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        {"affine": K.RandomAffine((20.0, 20.0), scale=(0.5, 0.5), p=1.0)},
+        {"perspective": K.RandomPerspective(0.6, p=1.0)},
+        {"there": K.RandomRotation((45.0, 45.0), p=1.0), "back": K.RandomRotation((-45.0, -45.0), p=1.0)},
+    ],
+)
+def test_padding_of_a_view_does_not_count(ops):
+    """What a crop or an earlier operation has left out is black in the view, and no prediction."""
+    x = torch.full((2, 3, 60, 84), 200, dtype=torch.uint8)
+    view = gpuaug.Augment(crop=gpuaug.ResizeCenterCrop(60, 30), ops=ops)
+    got = gpuaug.tta(lambda v: torch.cat([v, v * 0 + 1], 1), {"view": view})(x)
+    covered = got[:, 3] > 0.99
+    assert 50 < int(covered.sum()) < 2 * 960
+    border = F.max_pool2d((~covered).float()[:, None], 3, stride=1, padding=1)[:, 0] > 0
+    assert (got[:, :3].transpose(0, 1)[:, covered & ~border] > 0.5).all()
+
+
+def test_logits_that_are_not_finite_stay_where_they_are():
+    x = images(1)
+    shifted = gpuaug.Augment(crop=gpuaug.ResizeCenterCrop(40, 20))
+
+    def model(view):
+        made = torch.ones(1, 2, *view.shape[2:])
+        made[:, 0, 0, 0] = float("nan")
+        return made
+
+    assert int(gpuaug.tta(model, {"view": shifted})(x)[:, 0].isnan().sum()) <= 4
+
+
+def test_a_progressive_recipe_is_refused():
+    with pytest.raises(ConfigError, match="take the recipe of an epoch"):
+        gpuaug.tta(nn.Identity(), gpuaug.Progressive(schedule={0: gpuaug.Augment()}))

@@ -25,7 +25,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import forked
 import pytest
@@ -120,7 +120,7 @@ def test_the_pictures_are_those_of_the_command(page: Page, tmp_path: Path) -> No
 def test_what_is_copied_are_overrides(page: Page, photos: Path) -> None:
     state = json.loads(page.ask("state", {"changes": CHANGES})[1])
     assert shlex.split(state["overrides"]) == [f"source.root={photos}", "augment=simclr", *WORDS]
-    assert (state["size"], state["seed"], state["epoch"]) == (65, 0, 0)
+    assert (state["size"], state["seed"], state["epoch"]) == (65, "0", 0)
 
 
 def operations_of(words: str) -> dict[str, Any]:
@@ -146,6 +146,50 @@ def test_operations_are_left_out_added_and_moved(photos: Path) -> None:
     ops = operations_of(state["overrides"])
     assert list(ops) == ["solarize", "flip", "again"]
     assert ops["solarize"] | {"p": 0.25, "name": "again"} == ops["again"]
+
+
+def test_nested_operations_follow_the_outer_one(photos: Path) -> None:
+    """Whatever was changed first."""
+    known = live(f"source.root={photos}", "augment=threeaugment")
+    outer, inner = (known.state()["ops"][key] for key in ("augment.ops", "augment.ops.choice.ops"))
+    rest = [[name, None] for name, _ in outer if name != "choice"]
+    without = [[name, None] for name, _ in inner if name != "gray"]
+    assert outer[-1][0] != "choice"
+    for keys in (("augment.ops.choice.ops", "augment.ops"), ("augment.ops", "augment.ops.choice.ops")):
+        wanted = dict.fromkeys(keys) | {"augment.ops": [*rest, ["choice", None]], "augment.ops.choice.ops": without}
+        state = live(*shlex.split(known.state({"ops": wanted})["overrides"])).state()
+        assert [name for name, _ in state["ops"]["augment.ops.choice.ops"]] == [name for name, _ in without]
+        assert state["ops"]["augment.ops"][-1][0] == "choice"
+        state = live(*shlex.split(known.state({"ops": wanted | {"augment.ops": rest}})["overrides"])).state()
+        assert list(state["ops"]) == ["augment.ops"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "left"),
+    [
+        ("lerobot", "augment.ops.choice.ops", "hue"),
+        ("data2vec", "augment.views.teacher.ops", "flip"),
+    ],
+)
+def test_what_else_names_an_operation_is_changed_with_it(name: str, key: str, left: str, photos: Path) -> None:
+    known = live(f"source.root={photos}", f"augment={name}")
+    assert left in [each for each, _ in known.state()["ops"][key]]
+    kept = [[each, None] for each, _ in known.state()["ops"][key] if each != left]
+    words = shlex.split(known.state({"ops": {key: kept}})["overrides"])
+    assert left not in [each for each, _ in live(*words).state()["ops"][key]]
+    recipe(*words[1:])  # it can be built
+
+
+def test_an_operation_that_is_null_is_not_listed(photos: Path) -> None:
+    known = live(f"source.root={photos}", "augment=simclr", "augment.ops.flip=null")
+    names = [name for name, _ in known.state()["ops"]["augment.ops"]]
+    assert names == ["jitter", "gray", "blur"]
+    order = [[name, None] for name in names]
+    moved = known.state({"ops": {"augment.ops": order[::-1]}})["overrides"]
+    assert [*operations_of(moved)] == names[::-1]
+    assert known.state()["nulls"] == {"augment.ops": ["flip"]}
+    added = known.state({"ops": {"augment.ops": [*order, ["flip2", "flip"]]}})["overrides"]
+    assert [*operations_of(added)] == [*names, "flip2"]
 
 
 def test_an_operation_with_epochs_can_be_left_out(photos: Path) -> None:
@@ -488,11 +532,11 @@ async def drive(page: Page, notebook: str) -> dict[str, Any]:
         await tab.until('!document.getElementById("error").hidden && !document.body.matches(".working")')
         seen["error"] = await tab.value('document.getElementById("error").textContent')
         await keep("reset", "document.getElementById('reset').click()")
-        await keep("off", "document.querySelector('[aria-label=\"jitter on or off\"]').click()")
-        await keep("moved", "document.querySelector('[aria-label=\"flip later\"]').click()")
-        await keep("moved", "document.querySelector('[aria-label=\"flip later\"]').click()")
+        await keep("off", "document.querySelector('[aria-label=\"augment.ops.jitter on or off\"]').click()")
+        await keep("moved", "document.querySelector('[aria-label=\"augment.ops.flip later\"]').click()")
+        await keep("moved", "document.querySelector('[aria-label=\"augment.ops.flip later\"]').click()")
         menu = "document.querySelector('[aria-label=\"add to augment.ops\"]')"
-        await keep("added", f"{menu}.value = 'solarize', {menu}.dispatchEvent(new Event('change'))")
+        await keep("added", f"{menu}.value = 'solarize', {menu}.nextSibling.click()")
         await keep("next", "document.getElementById('next').click()")
         seed = "document.getElementById('seed')"
         await keep("seed", f"{seed}.value = 7, {seed}.dispatchEvent(new Event('change'))")
@@ -521,6 +565,47 @@ async def drive(page: Page, notebook: str) -> dict[str, Any]:
         await tab.until(DRAWN)
         await keep("frame")
     return seen
+
+
+ADDRESSES = ("%", "5", "[5]", "null", '{"ops":null}', '{"changes":null}', '{"ops":{"augment.ops":5}}', '{"x":1}')
+
+
+async def addresses(page: Page) -> dict[str, Any]:
+    """What the page shows for bad addresses, for a pasted one, and while another recipe loads."""
+    seen: dict[str, Any] = {}
+    async with browser() as tab:
+        for address in ADDRESSES:
+            await tab.call("Page.navigate", url="about:blank")
+            await tab.call("Page.navigate", url=f"{page.url}#{quote(address, safe='%')}")
+            await tab.until(DRAWN)
+            seen[address] = shown(await tab.value(HTML))
+        await tab.call("Page.navigate", url="about:blank")
+        wrong = json.dumps({"recipe": "no such", "changes": {}})
+        await tab.call("Page.navigate", url=f"{page.url}#{quote(wrong)}")
+        failed = 'document.getElementById("error") && !document.getElementById("error").hidden'
+        await tab.until(f'{failed} && !document.body.matches(".working")')
+        seen["status"] = await tab.value('document.getElementById("status").textContent')
+        await tab.value("document.getElementById('reset').click()")
+        await tab.until(DRAWN)
+        seen["reset"] = shown(await tab.value(HTML))
+        await tab.value(f"location.hash = {json.dumps('#' + quote(json.dumps({'seed': 4})))}")
+        await tab.until(f"document.getElementById('seed').value === '4' && {DRAWN}")
+        seen["pasted"] = shown(await tab.value(HTML))
+        recipe, controls = "document.getElementById('recipe')", "document.getElementById('controls')"
+        choose = f"{recipe}.value = 'dino', {recipe}.dispatchEvent(new Event('change')), {controls}.inert"
+        seen["inert"] = await tab.value(choose)
+        await tab.until(f"!{controls}.inert && {DRAWN}")
+    return seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+def test_addresses_in_a_browser(page: Page) -> None:
+    seen = asyncio.run(addresses(page))
+    plain, seeded = (shown(page.ask("render", asked)[1].decode()) for asked in ({}, {"seed": 4}))
+    assert seen.pop("status") == "not drawn; Reset begins again"
+    assert seen.pop("inert") is True
+    assert seen.pop("pasted") == seeded
+    assert [name for name, pictures in seen.items() if pictures != plain] == []
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")

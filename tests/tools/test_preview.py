@@ -236,7 +236,7 @@ def test_the_boxes_of_the_first_draws_are_on_the_original() -> None:
 
 
 OPS = {
-    "flip": (K.RandomHorizontalFlip(p=0.5), [["after"]]),
+    "flip": (K.RandomHorizontalFlip(p=0.5), [["applied"]]),
     "jitter": (
         K.ColorJitter(0.4, 0.2, 0.0, 0.1, p=0.8),
         [["brightness 0.6", "brightness 1", "brightness 1.4"], ["contrast 0.8", "contrast 1", "contrast 1.2"],
@@ -246,10 +246,10 @@ OPS = {
     "blur": (K.RandomGaussianBlur(5, (0.1, 2.0)), [["sigma 0.1", "sigma 1.05", "sigma 2"]]),
     "solarize": (K.RandomSolarize((0.5, 0.5), (0.0, 0.0)), [["thresholds 0.5, additions 0"]]),
     "rotate": (K.RandomRotation(30.0), [["degrees -30", "degrees 0", "degrees 30"]]),
-    "noise": (K.RandomGaussianNoise(0.0, 0.2), [["after"]]),
+    "noise": (K.RandomGaussianNoise(0.0, 0.2), [["applied"]]),
     "one": (
         OneOf(ops={"gray": K.RandomGrayscale(p=0.2), "gamma": K.RandomGamma((0.5, 1.5))}),
-        [["after"], ["gamma 0.5", "gamma 1", "gamma 1.5"]],
+        [["applied"], ["gamma 0.5", "gamma 1", "gamma 1.5"]],
     ),
 }  # fmt: skip
 
@@ -281,7 +281,7 @@ def test_operations_are_shown_with_those_values(backend: str) -> None:
     (row,), listed = operations.grid(augment.views, samples, seed=0, device=torch.device("cpu"), cell=32)
     notes = [["RandomHorizontalFlip", "p 0.1"], ["ColorJitter: brightness", "p 0.1"]]
     assert [each["notes"] for each in listed] == notes
-    captions = ["original", "flip: after", *(f"jitter: brightness {x}" for x in (0.5, 1, 1.5))]
+    captions = ["original", "flip: applied", *(f"jitter: brightness {x}" for x in (0.5, 1, 1.5))]
     assert [cell.caption for cell in row.cells] == captions
     assert [cell.details for cell in row.cells] == ["", "\n".join(notes[0]), *["\n".join(notes[1])] * 3]
     values = [np.asarray(cell.picture).mean() for cell in row.cells]

@@ -115,6 +115,7 @@ def test_one_sample_of_an_epoch(photos: Path, tmp_path: Path, capsys: Any) -> No
         (["epoch=1", "step=1"], "Found: step, epoch"),
         (["step=-1"], "`step` must be"),
         (["step=x"], "`step` must be"),
+        (["step=[]"], "`step` must be a number or a list of numbers"),
         (["step=1", "out=x.txt"], "must end in .png or .html"),
         (["epoch=1", "sample=none.jpg"], "`sample` must be the number or the key of a sample"),
         (["epoch=1", "sample=99999"], "must be sample numbers"),
@@ -129,6 +130,34 @@ def test_errors(words: list[str], message: str, photos: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert main(["replay", f"source.root={photos}/train", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_another_subset_is_refused(trained: Path, photos: Path, tmp_path: Path, capsys: Any) -> None:
+    words = ["replay", f"source.root={photos}/train", f"state={trained}/last.pt", f"out={tmp_path}/x.html", "step=1"]
+    assert main([*words, "source.subset=20"]) == 2
+    assert "samples, and has 20 here. Use the same files, and the same `subset`" in capsys.readouterr().err
+
+
+def test_steps_without_a_digest_are_counted(trained: Path, photos: Path, tmp_path: Path, capsys: Any) -> None:
+    words = ["replay", f"source.root={photos}/train", f"state={trained}/last.pt", f"out={tmp_path}/x.html", "samples=1"]
+    last = max(lines(trained / "digests.rank0.jsonl"))
+    assert main([*words, f"step=[{last},{last + 1}]", f"digests={trained}"]) == 0
+    assert "1 of 1 batches equal those of the training, bit for bit; 1 more have no digest" in capsys.readouterr().out
+
+
+def test_digests_of_a_run_that_continues_another(photos: Path, tmp_path: Path) -> None:
+    """What an older run wrote into the folder from this step on goes; also a torn line."""
+    words = ["train", f"source.root={photos}/train", *SMALL, "digests=true", "num_workers=0"]
+    with threads(1):
+        assert main([*words, f"out={tmp_path}/a", "epochs=1"]) == 0
+        (tmp_path / "b").mkdir()
+        older = [json.dumps({"step": n, "digest": "x"}) for n in range(99)]
+        (tmp_path / "b/digests.rank0.jsonl").write_text("\n".join(older) + '\n{"step": 1')
+        assert main([*words, f"out={tmp_path}/b", "epochs=2", f"resume={tmp_path}/a/last.pt"]) == 0
+    first = len(lines(tmp_path / "a/digests.rank0.jsonl"))
+    found = lines(tmp_path / "b/digests.rank0.jsonl")
+    assert sorted(found) == list(range(2 * first))
+    assert [step for step, digest in found.items() if digest == "x"] == list(range(first))
 
 
 def test_a_state_of_other_settings(trained: Path, photos: Path, tmp_path: Path, capsys: Any) -> None:

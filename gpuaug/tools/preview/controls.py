@@ -29,6 +29,7 @@ RANGES = {
     "copies": (1, 8, 1),
     "size": (32, 512, 1),
     "kernel_size": (1, 31, 2),  # odd
+    "additions": (-0.5, 0.5, 0.01),
 }
 CHOICES = {  # words that every class with this argument accepts
     "interpolation": ("bilinear", "bicubic"),
@@ -168,27 +169,51 @@ def arranged(augment: Any, wanted: Any) -> list[str]:
     known = operations(augment)
     if not isinstance(wanted, Mapping) or wanted.keys() - known.keys():
         raise ConfigError(f"`ops` must map keys of the recipe to lists of operations. Found: {wanted!r:.100}.")
-    made: list[str] = []
-    for key, pairs in wanted.items():
-        values, present = dict[str, Any](), known[key]
-        for pair in pairs if isinstance(pairs, list) else [pairs]:
-            match pair:
-                case [str(name), None] if name in present and name not in values:
-                    values[name] = present[name]
-                case [str(name), str(example)] if (
-                    NAME.fullmatch(name) and example in examples() and name not in present and name not in values
-                ):
-                    values[name] = examples()[example]
-                case _:
-                    raise ConfigError(
-                        "`ops` must list pairs: the name of an operation of the recipe and null, or a new name and "
-                        f"the name of an example, such as gray. Found: {pair!r:.100}."
-                    )
+    made, gone = list[str](), list[str]()
+    for key in sorted(wanted, key=len):  # an operation before those inside it
+        if key.startswith(tuple(f"{path}." for path in gone)):
+            continue
+        values = _wanted(known[key], wanted[key])
+        present = [name for name, value in known[key].items() if value is not None]
         order, kept = list(values), [name for name in present if name in values]
         same = next((n for n, (a, b) in enumerate(zip_longest(order, kept)) if a != b), len(order))
         made += [f"~{key}.{name}" for name in present if name not in kept[:same]]
-        epochs = f"{key.removesuffix('ops')}epochs"
-        named = OmegaConf.select(augment._get_root(), epochs) or {}
-        made += [f"~{epochs}.{name}" for name in present if name not in kept and name in named]
         made += [f"+{key}.{name}={literal(values[name])}" for name in order[same:]]
+        gone += [f"{key}.{name}" for name in present if name not in values]
+    return made + _forgotten(augment, gone)
+
+
+def _wanted(present: Mapping[str, Any], pairs: Any) -> dict[str, Any]:
+    """The configurations of the wanted operations, in their order."""
+    values = dict[str, Any]()
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
+        match pair:
+            case [str(name), None] if present.get(name) is not None and name not in values:
+                values[name] = present[name]
+            case [str(name), str(example)] if (
+                NAME.fullmatch(name) and example in examples() and name not in present and name not in values
+            ):
+                values[name] = examples()[example]
+            case _:
+                raise ConfigError(
+                    "`ops` must list pairs: the name of an operation of the recipe and null, or a new name and "
+                    f"the name of an example, such as gray. Found: {pair!r:.100}."
+                )
+    return values
+
+
+def _forgotten(augment: Any, gone: list[str]) -> list[str]:
+    """Overrides for what else names the operations at the paths ``gone``: epochs, weights and shared random numbers."""
+    root, shared, made = augment._get_root(), dict[str, list[str]](), list[str]()
+    for path in gone:
+        above, _, name = path.rpartition(".ops.")
+        for table in ("epochs", "weights"):
+            if name in (OmegaConf.select(root, f"{above}.{table}") or {}):
+                made.append(f"~{above}.{table}.{name}")
+        recipe, _, view = above.rpartition(".views.")
+        if recipe and name in (OmegaConf.select(root, f"{recipe}.share") or {}):
+            key = f"{recipe}.share.{name}"
+            shared.setdefault(key, list(OmegaConf.select(root, key) or [])).remove(view)
+    for key, views in shared.items():
+        made.append(f"{key}=[{','.join(views)}]" if len(views) > 1 else f"~{key}")
     return made

@@ -17,7 +17,7 @@ function make(tag, properties = {}, ...children) {
 }
 
 // What the server should draw. Parameters of operations that are switched off are left out.
-function asked(before) {
+function asked(before = false) {
   const { recipe, seed, samples, epoch } = view;
   if (before) return { recipe, seed, samples, epoch };
   const off = Object.entries(view.ops).flatMap(([key, list]) => list.filter((x) => !x[2]).map((x) => `${key}.${x[0]}.`));
@@ -62,12 +62,15 @@ async function draw() {
   while (again) {
     again = false;
     at("status").textContent = "drawing …";
-    history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(view))}`);
-    const begin = performance.now(), body = asked(at("before").checked), key = JSON.stringify(body);
+    const begin = performance.now();
     try {
+      history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(view))}`);
+      const body = asked(view.before), key = JSON.stringify(body);
       const found = JSON.parse(await call("state", asked()));
+      if (again) continue; // what was asked for has changed
       const changed = !state || !same(list(found), list(state));
       state = found;
+      if (view.before) state.overrides = JSON.parse(await call("state", body)).overrides; // those of the pictures
       show(changed);
       if (!drawn.has(key)) drawn.set(key, await call("render", body));
       if (drawn.size > 12) drawn.delete(drawn.keys().next().value);
@@ -76,7 +79,8 @@ async function draw() {
       at("status").textContent = `drawn in ${((performance.now() - begin) / 1000).toFixed(1)} s`;
     } catch (error) {
       fail(error);
-      at("status").textContent = "not drawn";
+      at("status").textContent = state ? "not drawn" : "not drawn; Reset begins again";
+      at("controls").inert = !state;
     }
   }
   busy = false;
@@ -146,34 +150,46 @@ function block(id, isOpen, title, rows) {
 function operations(key, rowsOf) {
   const items = view.ops[key] ?? state.ops[key].map(([name]) => [name, null, true]);
   const kinds = Object.fromEntries(state.ops[key]);
-  const edit = (change) => { view.ops[key] = structuredClone(items); change(view.ops[key]); draw(); show(true); };
+  const edit = (change) => {
+    const now = structuredClone(items);
+    change(now);
+    view.ops[key] = now;
+    draw();
+    show(true);
+  };
   const blocks = items.map(([name, example, isOn], n) => {
-    const box = make("input", { type: "checkbox", checked: isOn, ariaLabel: `${name} on or off` });
+    const box = make("input", { type: "checkbox", checked: isOn, ariaLabel: `${key}.${name} on or off` });
     box.addEventListener("change", () => edit((now) => { now[n][2] = box.checked; }));
     const move = (label, text, to) => {
-      const button = make("button", { type: "button", textContent: text, ariaLabel: `${name} ${label}`, disabled: !items[to] });
+      const button = make("button", { type: "button", textContent: text, ariaLabel: `${key}.${name} ${label}`, disabled: !items[to] });
       button.addEventListener("click", () => edit((now) => now.splice(to, 0, ...now.splice(n, 1))));
       return button;
     };
     const kind = make("span", { textContent: kinds[name] ?? example });
-    const title = make("summary", {}, box, ` ${name}`, kind, move("later", "↓", n + 1), move("earlier", "↑", n - 1));
+    const title = make("summary", {}, name, kind);
     const made = block(`${key}.${name}`, items.length < 7, title, isOn ? rowsOf(`${key}.${name}`) : []);
-    made.classList.toggle("off", !isOn);
-    return made;
+    const moves = make("span", {}, move("earlier", "↑", n - 1), move("later", "↓", n + 1));
+    return make("div", { className: isOn ? "op" : "op off" }, box, made, moves);
   });
   const menu = make("select", { ariaLabel: `add to ${key}` }, make("option", { textContent: "add an operation …", value: "" }));
   menu.append(...state.examples.map((name) => make("option", { textContent: name })));
-  menu.addEventListener("change", () => edit((now) => {
+  const add = make("button", { type: "button", textContent: "Add", ariaLabel: `add the operation to ${key}` });
+  add.addEventListener("click", () => menu.value && edit((now) => {
     let name = menu.value;
-    for (let n = 2; now.some((x) => x[0] === name); n += 1) name = `${menu.value}${n}`;
+    const taken = [...now.map((x) => x[0]), ...state.nulls[key]]; // Hydra keeps the place of a name that is null
+    for (let n = 2; taken.includes(name); n += 1) name = `${menu.value}${n}`;
     now.push([name, menu.value, true]);
   }));
-  return [make("h2", { textContent: key.replace(/^.*?augment\./, "") }), ...blocks, menu];
+  return [make("h2", { textContent: key.replace(/^.*?augment\./, "") }), ...blocks, make("div", { className: "add" }, menu, add)];
 }
 
 function show(withControls) {
-  at("recipe").replaceChildren(...[...new Set([state.recipe, ...state.recipes])].map((name) =>
-    make("option", { textContent: name, selected: name === state.recipe })));
+  const focused = document.activeElement?.ariaLabel;
+  if (!same([...at("recipe").options].map((x) => x.value), state.recipes)) {
+    at("recipe").replaceChildren(...state.recipes.map((name) => make("option", { textContent: name })));
+  }
+  at("recipe").value = state.recipe;
+  at("before").checked = view.before;
   for (const id of ["samples", "seed", "epoch"]) {
     if (document.activeElement !== at(id)) at(id).value = id === "samples" ? state[id].join(", ") : state[id];
   }
@@ -192,6 +208,8 @@ function show(withControls) {
     block(place, true, make("summary", { textContent: place.replace(/(^|\.)(views|schedule)\./g, "$1") || "recipe" }), lines));
   const lists = Object.keys(state.ops).flatMap((key) => operations(key, (place) => rows.get(place) ?? []));
   at("controls").replaceChildren(...others, ...lists);
+  at("controls").inert = false;
+  if (focused) [...document.querySelectorAll("nav [aria-label]")].find((x) => x.ariaLabel === focused)?.focus();
 }
 
 async function copy() {
@@ -204,27 +222,43 @@ async function copy() {
   }
 }
 
+// Begin with what an address says. The controls wait for the server's answer.
 function reset(first = {}) {
-  view = { recipe: null, seed: null, samples: null, epoch: null, changes: {}, ops: {}, ...first };
-  at("before").checked = false;
+  const none = { recipe: null, seed: null, samples: null, epoch: null, before: false, changes: {}, ops: {} };
+  const good = first && same(Object.keys({ ...none, ...first }), Object.keys(none)) && [first.changes, first.ops].every(
+    (x) => x === undefined || (x && typeof x === "object" && !Array.isArray(x)),
+  ) && Object.values(first.ops ?? {}).every((x) => Array.isArray(x) && x.every((y) => Array.isArray(y) && y.length === 3));
+  view = { ...none, ...(good ? first : {}) };
   state = undefined;
+  at("controls").inert = true;
   draw();
 }
 
-const whole = (text) => (text === "" ? null : Number(text));
-at("recipe").addEventListener("change", () => { Object.assign(view, { recipe: at("recipe").value, changes: {}, ops: {} }); draw(); });
+function fromAddress() {
+  try {
+    reset(JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}"));
+  } catch {
+    reset();
+  }
+}
+
+const kept = new Map(); // the changes of each recipe that was left
+const whole = (text) => (text === "" ? null : Number.isSafeInteger(Number(text)) ? Number(text) : text);
+at("recipe").addEventListener("change", () => {
+  kept.set(state.recipe, { changes: view.changes, ops: view.ops });
+  Object.assign(view, { recipe: at("recipe").value, changes: {}, ops: {}, ...kept.get(at("recipe").value) });
+  at("controls").inert = true;
+  draw();
+});
 at("samples").addEventListener("change", () => {
   const words = at("samples").value.split(/[\s,]+/).filter(Boolean);
   view.samples = words.length ? words.map((word) => (/^\d+$/.test(word) ? Number(word) : word)) : null;
   draw();
 });
-at("next").addEventListener("click", () => { if (state) { view.samples = state.next; draw(); } });
+at("next").addEventListener("click", () => { if (state && !busy) { view.samples = state.next; draw(); } });
 for (const id of ["seed", "epoch"]) at(id).addEventListener("change", () => { view[id] = whole(at(id).value); draw(); });
-at("before").addEventListener("change", draw);
+at("before").addEventListener("change", () => { view.before = at("before").checked; draw(); });
 at("copy-overrides").addEventListener("click", copy);
 at("reset").addEventListener("click", () => reset());
-try {
-  reset(JSON.parse(decodeURIComponent(location.hash.slice(1))));
-} catch {
-  reset();
-}
+addEventListener("hashchange", fromAddress);
+fromAddress();

@@ -79,7 +79,7 @@ def _spans_of(op: Prepared, size: Size, slot: int, alternative: int) -> list[Spa
     if read and all(float(v[0]) == (0 if k == "hue_factor" else 1) for k, v in values.items()):
         return []  # a jitter that is switched off
     fixed = {k: v for k, v in values.items() if v.ndim == 1}
-    return [Span(kind, slot, alternative, u[:1], [_caption(fixed, 0) if 0 < len(fixed) <= 2 else "after"])]
+    return [Span(kind, slot, alternative, u[:1], [_caption(fixed, 0) if 0 < len(fixed) <= 2 else "applied"])]
 
 
 def _kind(module: Any) -> str:

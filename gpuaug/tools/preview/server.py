@@ -95,15 +95,19 @@ class Live:
         listed = [{**asdict(control), "name": control.name} for control in changed.controls]
         return {
             "recipe": (asked or {}).get("recipe") or self.recipe,
-            "recipes": self.recipes,
+            "recipes": list(dict.fromkeys([self.recipe, *self.recipes])),
             "examples": list(examples()),
-            "ops": {key: [[name, _class(value)] for name, value in ops.items()] for key, ops in changed.ops.items()},
+            "ops": {
+                key: [[name, _class(value)] for name, value in ops.items() if value is not None]
+                for key, ops in changed.ops.items()
+            },
+            "nulls": {key: [name for name, value in ops.items() if value is None] for key, ops in changed.ops.items()},
             "controls": listed,
             "overrides": self._words(changed.request),
             "samples": samples,
             "next": following.tolist(),
             "size": len(self.source),
-            "seed": changed.config.get("seed"),
+            "seed": str(changed.config.get("seed")),  # JavaScript has no large integers
             "epoch": changed.settings.epoch,
         }
 
@@ -130,7 +134,7 @@ class Live:
         if asked == self._latest[0]:
             return self._latest[1]
         request, at = self.request, self.request.prefix
-        if (recipe := asked.get("recipe")) is not None:
+        if (recipe := asked.get("recipe")) not in (None, self.recipe):
             checks.one_of("recipe", recipe, self.recipes)
             replaced = (f"{at}augment", "gpuaug/augment@")
             own = tuple(text for text in request.overrides if not text.lstrip("+~").startswith(replaced))

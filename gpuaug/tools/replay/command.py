@@ -25,7 +25,7 @@ from gpuaug.tools.preview.drawing import cell_of, explanations, rows_of
 from gpuaug.tools.preview.originals import Sample, originals
 from gpuaug.tools.report import Report, output, save
 from gpuaug.tools.request import Keys, Request
-from gpuaug.tools.train.checkpoint import about, read_checkpoint
+from gpuaug.tools.train.checkpoint import about, digests_in, read_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,13 @@ class Settings(Keys):
             )
         if self.spikes is None:
             values = self.step if isinstance(self.step, list) else [] if self.step is None else [self.step]
+            if self.step == []:
+                raise ConfigError("`step` must be a number or a list of numbers. Found: [].")
         else:
             found = _json(self.spikes, "spikes")
             listed = found.get("steps") if isinstance(found, dict) else None
-            values = [x.get("step") if isinstance(x, dict) else x for x in listed or []][: self.top]
+            listed = listed if isinstance(listed, list) else []
+            values = [x.get("step") if isinstance(x, dict) else x for x in listed][: self.top]
             if not values:
                 raise ConfigError(f"`spikes` must be a spikes.json of `gpuaug train`. Found: {self.spikes!r}.")
         return [checks.whole_number("step", x, 0) for x in values]
@@ -116,7 +119,7 @@ def _groups(loader: Loader, numbers: list[int], settings: Settings) -> Iterator[
 def _json(file: str, key: str) -> Any:
     try:
         return json.loads(read_file(file, limit=LARGEST_FILE))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"`{key}` must be a JSON file. Found: {file!r} ({error}).") from error
 
 
@@ -206,9 +209,8 @@ def _compare(report: Report, folder: Path, made: dict[int, list[str]]) -> None:
     for rank in range(max(map(len, made.values()), default=0)):
         file = folder / f"digests.rank{rank}.jsonl"
         try:
-            lines = [json.loads(line) for line in read_file(str(file), limit=LARGEST_FILE).splitlines()]
-            known = {line["step"]: line["digest"] for line in lines}
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            known = digests_in(read_file(str(file), limit=LARGEST_FILE).decode(errors="replace"))
+        except OSError as error:
             expected = "`digests` must be the folder `out` of `gpuaug train digests=true`"
             raise ConfigError(f"{expected}. Found: {str(file)!r} ({error!r}).") from error
         for step, each in made.items():
@@ -217,9 +219,11 @@ def _compare(report: Report, folder: Path, made: dict[int, list[str]]) -> None:
                 equal += each[rank] == known[step]
     if not total:
         raise ConfigError(f"`digests` must hold the steps. Found: none of {sorted(made)} in {str(folder)!r}.")
-    report.add("equal_batches", equal, f"{equal} of {total} batches equal those of the training, bit for bit")
+    said = f"{equal} of {total} batches equal those of the training, bit for bit"
+    missing = sum(map(len, made.values())) - total
+    report.add("equal_batches", equal, f"{said}; {missing} more have no digest there" if missing else said)
     if equal < total:
         raise StateError(
             f"{total - equal} of {total} batches differ from those of the training. Use the same files, device and "
-            "`decode` settings."
+            "`decode` settings, and give the run's last state, such as state=OUT/last.pt."
         )

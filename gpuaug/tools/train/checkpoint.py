@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import zipfile
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from pickle import UnpicklingError
@@ -63,6 +65,16 @@ def packed(checkpoint: dict[str, Any]) -> memoryview:
     with zipfile.ZipFile(stream, "a") as members:
         members.comment = _digest(members)
     return stream.getbuffer()
+
+
+def digests_in(text: str) -> dict[int, str]:
+    """The hash of the batch of each step in a file of digests. Torn lines are left out, such as the last of a crash."""
+    found: dict[int, str] = {}
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            each = json.loads(line)
+            found[int(each["step"])] = str(each["digest"])
+    return found
 
 
 def _digest(members: zipfile.ZipFile) -> bytes:

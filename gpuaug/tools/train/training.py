@@ -34,7 +34,7 @@ from gpuaug.loader.loader import Loader
 from gpuaug.random.generators import restore_generators
 from gpuaug.tools.report import Report, output
 from gpuaug.tools.request import Keys, count_batches
-from gpuaug.tools.train.checkpoint import VERSION, packed, read_checkpoint
+from gpuaug.tools.train.checkpoint import VERSION, digests_in, packed, read_checkpoint
 
 log = logging.getLogger("gpuaug")
 
@@ -182,6 +182,7 @@ class Training:
         self.classes = loader.source.classes and list(loader.source.classes)
         self.losses: list[tuple[int, Tensor, float]] = []  # step, summed loss of this rank, valid samples of all ranks
         self.spikes: list[dict[str, Any]] = []  # the steps with the largest losses
+        self.keeps_digests = False  # whether this process has written a digest
 
     def run(self, report: Report) -> int:
         """Train to the end and report. Returns 0, or 143 if SIGTERM stopped the training."""
@@ -311,10 +312,14 @@ class Training:
             self._write("spikes.json", json.dumps({"steps": self.spikes}, indent=1) + "\n")
 
     def _add_digest(self, step: int, batch: Batch) -> None:
-        line = json.dumps({"step": step, "digest": batch.digest()}) + "\n"
-        file = Path(self.settings.out) / f"digests.rank{self.rank}.jsonl"
-        with _written(file), open(file, "a" if step else "w") as lines:  # without the lines of an earlier run
-            lines.write(line)
+        file, digest = Path(self.settings.out) / f"digests.rank{self.rank}.jsonl", batch.digest()
+        with _written(file):
+            if not self.keeps_digests:  # the lines of an earlier run that this one continues stay
+                known = digests_in(file.read_text(errors="replace")) if file.exists() else {}
+                files.write(file, *(_line(n, each) for n, each in known.items() if n < step))
+            self.keeps_digests = True
+            with open(file, "a") as lines:
+                lines.write(_line(step, digest))
 
     def _write(self, name: str, data: memoryview | str) -> None:
         with _written(Path(self.settings.out) / name) as file:
@@ -440,6 +445,10 @@ class Training:
         report.add("checkpoint", str(file), str(file))
         report.values["history"] = self.history
         report.write()
+
+
+def _line(step: int, digest: str) -> str:
+    return json.dumps({"step": step, "digest": digest}) + "\n"
 
 
 @contextmanager
