@@ -115,9 +115,10 @@ def recipes() -> str:
 def operations() -> str:
     """A page with a picture of every operation."""
     parts = [
-        "# Operations\n\nWhat each operation does: a photograph, and four random draws in which it is applied (`p: 1`). A "
-        "recipe takes these lines below `ops`; with `p: 0.5` the operation changes half of the images. What the arguments mean is in Kornia's documentation, and for gpuaug's own "
-        "classes in the [reference](reference/operations.md)."
+        "# Operations\n\nWhat each operation does: a photograph, and four random draws in which it is applied "
+        "(`p: 1`). A recipe takes these lines below `ops`; with `p: 0.5` the operation changes half of the images. "
+        "What the arguments mean is in Kornia's documentation, and for gpuaug's own classes in the "
+        "[reference](reference/operations.md)."
     ]
     for name, settings in controls.examples().items():
         kind = settings["_target_"].rpartition(".")[2]

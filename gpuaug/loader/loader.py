@@ -453,6 +453,7 @@ class Loader:
 
         Raises:
             ConfigError: no batch has this number.
+            StateError: an epoch of the run had another number of samples.
             DataError: depending on ``faults``.
         """
         checks.whole_number("step", step, 0)
