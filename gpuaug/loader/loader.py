@@ -456,6 +456,10 @@ class Loader:
             StateError: an epoch of the run had another number of samples.
             DataError: depending on ``faults``.
         """
+        return list(self.by_rank(step).values())
+
+    def by_rank(self, step: int) -> dict[int, Batch]:
+        """Like :meth:`replay`: the batch of each rank that has one."""
         checks.whole_number("step", step, 0)
         self.pipeline.check_open()
         self.augment.check_unchanged()
@@ -463,7 +467,7 @@ class Loader:
         if not rows:
             raise ConfigError(f"`step` must be {self._passes[0].step} or more, where this run began. Found: {step}.")
         epoch, start, number = rows[-1].place(step)
-        ordered, batches = self._ordered(_check_epoch(epoch)), list[Batch]()
+        ordered, batches = self._ordered(_check_epoch(epoch)), dict[int, Batch]()
         if rows[-1].samples != len(ordered):
             raise StateError(
                 f"an epoch of the run had {rows[-1].samples} samples, and has {len(ordered)} here. Use the same files, "
@@ -473,9 +477,11 @@ class Loader:
             tasks = rows[-1].split(ordered, start=start, rank=rank)
             if number < len(tasks):
                 batch = self._make(tasks[number], epoch, mix=True, faults=self._uncounted)
-                batches += [] if batch is None else [batch]
+                batches |= {} if batch is None else {rank: batch}
         if not batches:
-            raise ConfigError(f"`step` must be one with a batch. Found: {step}, in epoch {epoch} without samples.")
+            raise ConfigError(
+                f"`step` must be one with a batch. Found: {step}, in epoch {epoch}, where no sample is left."
+            )
         return batches
 
     def __getitem__(self, index: int) -> Sample:

@@ -232,6 +232,7 @@ def _moved(xy: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _places(matrix: Tensor, height: int, width: int, device: torch.device) -> Tensor:
-    """Where the centres of an image's pixels lie under its matrix, float64 [h, w, 2]."""
+    """Where the centres of an image's pixels lie under its matrix, float64 [h, w, 2]; -1 behind the viewer."""
     y, x = (torch.arange(side, device=device, dtype=torch.float64) + 0.5 for side in (height, width))
-    return _moved(torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1), matrix.to(device))
+    xy, matrix = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1), matrix.to(device)
+    return torch.where((xy @ matrix[2, :2] + matrix[2, 2] > 0)[..., None], _moved(xy, matrix), -1.0)

@@ -151,6 +151,29 @@ def test_bad_samples():
                     made.replay(2)
 
 
+def test_a_rank_whose_batch_was_dropped_is_missing():
+    faults = gpuaug.Faults(policy="drop")
+    how = {"batch_size": 2, "order": "sequential", "last": "uneven", "faults": faults}
+    run = Run(source(8, broken=(0, 2)), augment=RECIPE, **how)
+    run.segment(ranks=2, steps=1)
+    with loader(run.samples, **run.settings) as made:
+        made.load_state_dict(run.state)
+        found = made.by_rank(0)
+        assert {rank: batch.indices.tolist() for rank, batch in found.items()} == {1: [1, 3]}
+        assert len(made.replay(0)) == 1
+
+
+def test_states_with_absurd_numbers():
+    with loader(source(9), augment=RECIPE, batch_size=2) as made:
+        state = made.state_dict()
+        row = [0, 0, 0, 9, 2, 1, "pad", None]
+        for place, value in ((5, 10**15), (4, 2**61), (2, 10)):
+            wrong = {**state, "passes": [[*row[:place], value, *row[place + 1 :]]]}
+            wrong["checksum"] = checksum(wrong)
+            with pytest.raises(StateError, match="the passes of the loader state are damaged"):
+                made.load_state_dict(wrong)
+
+
 def test_wrong_steps_and_damaged_states():
     with loader(source(9), augment=RECIPE, batch_size=2) as made:
         for wrong in (-1, 1.5, "0", None, True, 10**30):

@@ -91,7 +91,7 @@ def main(request: Request) -> int:
             rows += _rows(loader, title, batches, settings.samples, is_page=is_page)
             _add(report, loader, title, batches, settings.samples)
         if settings.digests is not None:
-            made = [each["digests"] for each in report.values["replayed"]]
+            made = [{int(rank): x for rank, x in each["digests"].items()} for each in report.values["replayed"]]
             _compare(report, Path(settings.digests), dict(zip(numbers, made, strict=True)))
         heading: dict[str, Any] = {
             "heading": "replay",
@@ -108,12 +108,12 @@ def main(request: Request) -> int:
     return 0
 
 
-def _groups(loader: Loader, numbers: list[int], settings: Settings) -> Iterator[tuple[str, list[Batch]]]:
-    """A title, and the batches of each step or of the samples, one step at a time."""
+def _groups(loader: Loader, numbers: list[int], settings: Settings) -> Iterator[tuple[str, dict[int, Batch]]]:
+    """A title, and the batches of each step by rank, or of the samples, one step at a time."""
     for step in numbers:
-        yield f"step {step}", loader.replay(step)
+        yield f"step {step}", loader.by_rank(step)
     if settings.epoch is not None:
-        yield f"epoch {settings.epoch}", [loader.fetch(_indices(loader, settings.sample), epoch=settings.epoch)]
+        yield f"epoch {settings.epoch}", {0: loader.fetch(_indices(loader, settings.sample), epoch=settings.epoch)}
 
 
 def _json(file: str, key: str) -> Any:
@@ -156,17 +156,17 @@ def _indices(loader: Loader, given: Any) -> list[int]:
     return found
 
 
-def _each(batches: list[Batch]) -> Iterator[tuple[int, int, int, Batch]]:
+def _each(batches: dict[int, Batch]) -> Iterator[tuple[int, int, int, Batch]]:
     """(rank, row, number of the sample, batch) of every sample."""
-    for rank, batch in enumerate(batches):
+    for rank, batch in batches.items():
         for row, index in enumerate(batch.indices.tolist()):
             yield rank, row, index, batch
 
 
-def _rows(loader: Loader, title: str, batches: list[Batch], most: int, *, is_page: bool) -> list[SheetRow]:
+def _rows(loader: Loader, title: str, batches: dict[int, Batch], most: int, *, is_page: bool) -> list[SheetRow]:
     """The rows of the first ``most`` samples: the original with its crops, and what training saw."""
     samples: list[Sample] = []
-    drawn = [contents(batch, batch.look, count=most) for batch in batches]
+    drawn = {rank: contents(batch, batch.look, count=most) for rank, batch in batches.items()}
     for rank, row, index, batch in list(_each(batches))[:most]:
         (sample,) = originals(loader, [index], epoch=loader.epoch)
         explained = explanations(batch, row)
@@ -186,10 +186,12 @@ def _rows(loader: Loader, title: str, batches: list[Batch], most: int, *, is_pag
     return rows_of(samples, captions, style, cell=cell_of(loader)) if samples else []
 
 
-def _add(report: Report, loader: Loader, title: str, batches: list[Batch], most: int) -> None:
+def _add(report: Report, loader: Loader, title: str, batches: dict[int, Batch], most: int) -> None:
     """Keep what was drawn for each sample, and print that of the first ``most``."""
     kept: list[dict[str, Any]] = []
-    print(f"{title}: {sum(map(len, batches))} samples{f' on {len(batches)} ranks' if len(batches) > 1 else ''}")
+    print(
+        f"{title}: {sum(map(len, batches.values()))} samples{f' on {len(batches)} ranks' if len(batches) > 1 else ''}"
+    )
     for rank, row, index, batch in _each(batches):
         key, explained = loader.source.key(index), explanations(batch, row)
         if len(kept) < most:
@@ -200,13 +202,14 @@ def _add(report: Report, loader: Loader, title: str, batches: list[Batch], most:
             views.append({"view": x.view, "copy": x.copy, "window": x.window, "ops": ops})
         place = {"rank": rank, "row": row, "sample": index, "key": key, "valid": bool(batch.valid[row])}
         kept.append({**place, "views": views})
-    report.values["replayed"].append({"title": title, "digests": [x.digest() for x in batches], "samples": kept})
+    digests = {str(rank): batch.digest() for rank, batch in batches.items()}
+    report.values["replayed"].append({"title": title, "digests": digests, "samples": kept})
 
 
-def _compare(report: Report, folder: Path, made: dict[int, list[str]]) -> None:
-    """Compare the hashes of the batches of each step, one per rank, with those that training wrote."""
+def _compare(report: Report, folder: Path, made: dict[int, dict[int, str]]) -> None:
+    """Compare the hashes of the batches of each step, by rank, with those that training wrote."""
     equal = total = 0
-    for rank in range(max(map(len, made.values()), default=0)):
+    for rank in sorted({rank for each in made.values() for rank in each}):
         file = folder / f"digests.rank{rank}.jsonl"
         try:
             known = digests_in(read_file(str(file), limit=LARGEST_FILE).decode(errors="replace"))
@@ -214,7 +217,7 @@ def _compare(report: Report, folder: Path, made: dict[int, list[str]]) -> None:
             expected = "`digests` must be the folder `out` of `gpuaug train digests=true`"
             raise ConfigError(f"{expected}. Found: {str(file)!r} ({error!r}).") from error
         for step, each in made.items():
-            if rank < len(each) and step in known:
+            if rank in each and step in known:
                 total += 1
                 equal += each[rank] == known[step]
     if not total:
