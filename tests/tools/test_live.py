@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -162,6 +163,34 @@ def test_nested_operations_follow_the_outer_one(photos: Path) -> None:
         assert state["ops"]["augment.ops"][-1][0] == "choice"
         state = live(*shlex.split(known.state({"ops": wanted | {"augment.ops": rest}})["overrides"])).state()
         assert list(state["ops"]) == ["augment.ops"]
+
+
+NAMES = ["simclr", "threeaugment", "lerobot", "data2vec", "dinov2", "vicreg", "det_rtdetr", "efficientnetv2", "beit"]
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_random_arrangements_give_what_the_page_shows(seed: int, photos: Path) -> None:
+    """Operations left out, moved and added at random, also those inside others: the list is the recipe's."""
+    chance = random.Random(seed)
+    known = live(f"source.root={photos}", f"augment={NAMES[seed % len(NAMES)]}", *FEW) if seed % 9 != 6 else None
+    known = known or live(f"source.root={photos}", "augment=standard", *FEW)
+    wanted = {}
+    for key, pairs in known.state()["ops"].items():
+        order = [[name, None] for name, _ in pairs if chance.random() < 0.7]
+        chance.shuffle(order)
+        if chance.random() < 0.5:
+            order.insert(chance.randrange(len(order) + 1), ["new", chance.choice(["gray", "solarize", "flip"])])
+        wanted[key] = order
+    keys = list(wanted)
+    chance.shuffle(keys)
+    chosen = {key: wanted[key] for key in keys[: chance.randint(1, len(keys))]}
+    found = live(*shlex.split(known.state({"ops": chosen})["overrides"]), *FEW).state()["ops"]
+    for key, pairs in known.state()["ops"].items():
+        outer = key.rpartition(".ops.")
+        if outer[1] and outer[2].removesuffix(".ops") not in [name for name, _ in found.get(f"{outer[0]}.ops", [])]:
+            assert key not in found  # inside an operation that was left out
+        else:
+            assert [name for name, _ in found[key]] == [name for name, _ in chosen.get(key, pairs)]
 
 
 @pytest.mark.parametrize(
