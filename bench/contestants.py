@@ -162,7 +162,7 @@ def checks(spec: Spec) -> Run:
     def run() -> int:
         for batch in batches:
             look = pipeline.decoder.read_headers(batch)
-            pipeline.faults.handle(list(look.faults), indices=[], epoch=0, samples=len(batch), key_of=str)
+            pipeline.faults.handle(list(look.faults), indices=[], epoch=0, key_of=str)
         return sum(map(len, batches))
 
     return run

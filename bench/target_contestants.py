@@ -84,7 +84,8 @@ def recipe(name: str) -> Any:
     import gpuaug
 
     if name != WARP:
-        return gpuaug.build(gpuaug.compose("train", [f"augment={name}", "source.root=."]).augment)
+        one_size = ["~augment.sizes"] * (name == DET)  # the others have one
+        return gpuaug.build(gpuaug.compose("train", [f"augment={name}", "source.root=.", *one_size]).augment)
     flip = K.RandomHorizontalFlip(p=0.5)
     affine = K.RandomAffine(DEGREES, translate=(SHIFT, SHIFT), scale=SCALE, p=1.0)
     ops = {"flip": flip, "affine": affine, "jitter": K.ColorJitter(*JITTER, p=1.0)}

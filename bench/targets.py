@@ -131,7 +131,7 @@ def stages(args: argparse.Namespace, name: str, kinds: tuple[str, ...], root: Pa
 
         def added() -> Any:
             upright, _ = targets.upright(encoded, info, decoder)
-            placed = targets.place(upright, windows, chosen, epoch=0)
+            placed = targets.place(upright, windows, chosen, views=augment.views)
             if masks is not None:
                 targets.sample(placed, iter([[*masks]]), decoder.device, threads=decoder.num_threads)
             return targets.finish(placed, encoded.indices, bad=[], keep=None, device=decoder.device)

@@ -238,7 +238,9 @@ def test_python_of_the_readme_runs(photos: Path, photo_batch: torch.Tensor, tmp_
         names["loader"].close()
     assert names["epoch"] == 0
     assert names["state"]["epoch"] == 1
-    assert names["images"].shape == (2, 3, 640, 640)
+    height, width = names["images"].shape[2:]
+    assert height == width
+    assert 480 <= height <= 800  # RT-DETR draws a size for each step
     assert len(names["losses"]) == 2
 
 

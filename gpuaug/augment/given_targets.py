@@ -58,7 +58,7 @@ def augment_targets(
     upright = TargetView(table=table, objects=objects, matrices=matrices, sizes=sizes, annotated=sizes, decoded=decoded)
     windows = recipe.windows(drawn, *sizes.T, objects=objects, masks=decoded, empty=size)
     chosen = recipe.choose(drawn, [window.size for window in windows])
-    views = mover.place(upright, windows, chosen, epoch=drawn.epoch)
+    views = mover.place(upright, windows, chosen, views=recipe.views)
     if decoded is not None:
         mover.sample(views, iter([decoded]), device)
     return windows, chosen, mover.finish(views, torch.from_numpy(indices), bad=[], keep=None, device=device)

@@ -5,6 +5,7 @@ A sample's random numbers and pixels do not depend on other samples or other vie
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from gpuaug.augment.parameters import Chosen, Prepared, Size
 from gpuaug.augment.policy import prepare_all
 from gpuaug.augment.reference import ReferenceBackend
 from gpuaug.augment.sharing import IMAGES, Draws, Rows, Same, by_camera, check_cameras, check_frames, fold
+from gpuaug.augment.sizes import Sizes
 from gpuaug.batch import CropWindows, Objects
 from gpuaug.errors import ConfigError, ReadOnlyError
 from gpuaug.machine import verdict
@@ -140,6 +142,10 @@ class RecipeBase(ReadOnly):
     @cached_property
     def _stages(self) -> dict[int, Self]:
         return {first: self._of_epoch(first) for first in sorted({0, *changes})} if (changes := self.changes()) else {}
+
+    def for_step(self, *, seed: int, epoch: int, step: int | None) -> Self:
+        """The recipe with the size of a step of an epoch; None: with its own size."""
+        return self
 
     def changes(self) -> set[int]:
         """The epochs at which the recipe changes."""
@@ -442,6 +448,7 @@ class Augment(RecipeBase):
         epochs: mapping of names of operations, or ``crop``, to [first epoch, first epoch without], such as
             ``{"erase": [0, 90]}``; an end of None: there is none. In other epochs the operation is left out, and a
             :class:`RandomIoUCrop` only resizes. Other operations keep their random numbers.
+        sizes: a :class:`Sizes`, which draws the size of the output for each step of a loader. None: the crop's size.
 
     >>> import torch, gpuaug, kornia.augmentation as K
     >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})
@@ -458,6 +465,7 @@ class Augment(RecipeBase):
         "same_on_frame",
         "same_on_camera",
         "epochs",
+        "sizes",
         "prepared",
         "views",
     )
@@ -474,6 +482,7 @@ class Augment(RecipeBase):
         same_on_frame: Mapping[str, Same] | None = None,
         same_on_camera: Mapping[str, bool] | None = None,
         epochs: Mapping[str, Sequence[int | None]] | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         super().__init__()
         if crop is not None and not isinstance(crop, (*CROPS, Window)):
@@ -492,6 +501,10 @@ class Augment(RecipeBase):
         self.same_on_camera = dict(same_on_camera or {})
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self.epochs = self._check_epochs(epochs, ops or {})
+        self.sizes = checks.instance("augment.sizes", sizes, Sizes, optional=True)
+        if sizes is not None and not isinstance(getattr(crop, "size", None), tuple):
+            raise ConfigError(f"`augment.sizes` needs a crop with a size (H, W). Found: {crop!r:.99}.")
+        self._by_size: dict[Size, Augment] = {}
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
 
@@ -511,7 +524,7 @@ class Augment(RecipeBase):
 
     def replace(self, **changes: Any) -> Augment:
         """Return a new recipe with ``changes`` of the settings, for example ``replace(normalize=None)``."""
-        names = ("crop", "ops", "normalize", "copies", "backend", "same_on_frame", "same_on_camera", "epochs")
+        names = ["crop", "ops", "normalize", "copies", "backend", "same_on_frame", "same_on_camera", "epochs", "sizes"]
         return Augment(**{name: getattr(self, name) for name in names} | changes)
 
     def settings(self) -> dict[str, Any]:
@@ -523,7 +536,19 @@ class Augment(RecipeBase):
             "ops": [{"name": name, **settings(op)} for name, op in self.ops.items()],
             "normalize": None if normalize is None else normalize.values(),
             **{name: value for name in ("same_on_frame", "same_on_camera", "epochs") if (value := getattr(self, name))},
+            **({} if self.sizes is None else {"sizes": self.sizes.settings()}),
         }
+
+    def for_step(self, *, seed: int, epoch: int, step: int | None) -> Augment:
+        """See :meth:`RecipeBase.for_step`."""
+        size = None if self.sizes is None or step is None else self.sizes.of(seed=seed, epoch=epoch, step=step)
+        if size is None:
+            return self
+        if size not in self._by_size:
+            crop = copy.copy(self.crop)
+            crop.size = size
+            self._by_size[size] = self.replace(crop=crop, sizes=None)
+        return self._by_size[size]
 
     def _check_epochs(self, epochs: Any, ops: Mapping[str, Any]) -> dict[str, list[int | None]]:
         if epochs is not None and not isinstance(epochs, Mapping):

@@ -142,11 +142,16 @@ class TargetMover:
         return turned & np.where(fits_shown != fits_stored, fits_stored, self._as_stored), faults
 
     def place(
-        self, upright: TargetView, windows: Sequence[CropWindows], chosen: Sequence[Sequence[Chosen]], *, epoch: int
+        self,
+        upright: TargetView,
+        windows: Sequence[CropWindows],
+        chosen: Sequence[Sequence[Chosen]],
+        *,
+        views: Sequence[Any],
     ) -> list[TargetView]:
         """Move the objects of every view. ``chosen``: per view, the choices of each operation."""
-        views = []
-        for view, window, choices in zip(self.recipe.at(epoch).views, windows, chosen, strict=True):
+        moved = []
+        for view, window, choices in zip(views, windows, chosen, strict=True):
             crop = geometry.crop(window) @ upright.matrices
             done = moves(view.augment.prepared, choices, window.size)
             ops = [move for move in done if isinstance(move, np.ndarray)]
@@ -161,8 +166,8 @@ class TargetMover:
             )
             matrices = reduce(lambda path, op: op @ path, ops, crop)
             warps = self._warps(done, window.size)
-            views.append(replace(upright, objects=objects, matrices=matrices, windows=window, moves=warps))
-        return views
+            moved.append(replace(upright, objects=objects, matrices=matrices, windows=window, moves=warps))
+        return moved
 
     def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Elastic]:
         """Compose the moves between fields, for masks. A sample that a field does not change is sampled only once."""

@@ -177,7 +177,7 @@ def export(
     if kind not in (".pt2", ".onnx", ".md"):
         raise ConfigError(f"`path` must end in .pt2, .onnx or .md. Found: {os.fspath(path)!r}.")
     check_exportable(recipe)
-    recipe = recipe.replace(ops=None, epochs=None)
+    recipe = recipe.replace(ops=None, epochs=None, sizes=None)
     info = described(recipe, classes)
     if kind == ".md":
         if model is not None:

@@ -125,6 +125,8 @@ def check_patch_masks(patch_masks: Any, recipe: Recipe, seed: int) -> Any:
         return None
     from gpuaug.augment.patch_masks import GENERATORS, for_recipe
 
+    if any(view.augment.sizes is not None for each in recipe.schedule.values() for view in each.views):
+        raise ConfigError("`augment.sizes` must be null with `patch_masks`, which need one size. Found: sizes.")
     return for_recipe(checks.instance("patch_masks", patch_masks, *GENERATORS), recipe, seed=seed)
 
 

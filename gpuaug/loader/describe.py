@@ -46,6 +46,8 @@ def steps(recipe: Any, epoch: int) -> list[str]:
             name = f"{view.name} ({copies})" if view.name and copies else view.name or copies
             listed = ", ".join([*crop, *augment.ops]) or "nothing"
             made.append(f"{name}: {listed}" if name else listed)
+    if (sizes := getattr(recipe.at(epoch), "sizes", None)) is not None:
+        made.append(f"one of {len(sizes.choose)} sizes for each step, from {min(sizes.choose)} to {max(sizes.choose)}")
     if others := [str(first) for first in recipe.schedule if first]:
         made.append(f"this is epoch {epoch}; the recipe changes at epoch {', '.join(others)}")
     return made

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
@@ -428,13 +429,13 @@ class Loader:
             raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
         return batch
 
-    def _make(self, task: Task, epoch: int, *, mix: bool, faults: Faults) -> Batch | None:
+    def _make(self, task: Task, epoch: int, *, mix: bool, faults: Faults, step: int | None = None) -> Batch | None:
         """Make one batch in this process; None if policy ``drop`` removes all samples."""
         reader = Reader(self.source, targets=self.pipeline.reader.targets)
         pipeline = replace(self.pipeline, reader=reader, faults=faults, mix=self.pipeline.mix if mix else None)
         (encoded,) = pipeline.read([task], epoch)
         pipeline.streams.follow_consumer()
-        ready = pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, epoch)), epoch)
+        ready = pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, epoch, step)), epoch)
         return None if ready is None else pipeline.hand_over(ready)
 
     def replay(self, step: int) -> list[Batch]:
@@ -476,7 +477,8 @@ class Loader:
         for rank in range(rows[-1].world_size):
             tasks = rows[-1].split(ordered, start=start, rank=rank)
             if number < len(tasks):
-                batch = self._make(tasks[number], epoch, mix=True, faults=self._uncounted)
+                more: dict[str, Any] = {"faults": self._uncounted, "step": tasks.step(number)}
+                batch = self._make(tasks[number], epoch, mix=True, **more)
                 batches |= {} if batch is None else {rank: batch}
         if not batches:
             raise ConfigError(
@@ -638,7 +640,8 @@ class _Epoch(Pass):
 
     def __init__(self, loader: Loader, tasks: EpochOrder) -> None:
         self._loader, self._tasks, self._first_step = loader, tasks, loader._step
-        super().__init__(loader.pipeline, iter(tasks), epoch=loader.epoch, prefetch=loader.prefetch)
+        how: dict[str, Any] = {"epoch": loader.epoch, "prefetch": loader.prefetch}
+        super().__init__(loader.pipeline, iter(tasks), steps=map(tasks.step, count()), **how)
         loader.waited = 0.0
         loader.pipeline.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
         self.start()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from gpuaug.errors import GpuaugError
@@ -32,6 +33,7 @@ class Pass(Iterator[Batch]):
 
     Args:
         tasks: ``(indices, repeats, valid)`` of each batch; may be infinite.
+        steps: for each of them, the number of the step in the epoch, or None.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
             is requested.
 
@@ -41,13 +43,21 @@ class Pass(Iterator[Batch]):
         decoders: number of decoders that take turns.
     """
 
-    def __init__(self, pipeline: Pipeline, tasks: Iterator[Task], *, epoch: int, prefetch: int = 2) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tasks: Iterator[Task],
+        *,
+        epoch: int,
+        prefetch: int = 2,
+        steps: Iterator[int | None] = repeat(None),  # noqa: B008
+    ) -> None:
         self._pipeline, self._epoch = pipeline, epoch
         self.done, self.waited = 0, 0.0
         self._exhausted, self._pid = False, os.getpid()
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        headers = _each(pipeline.read(tasks, epoch), partial(pipeline.read_headers, epoch=epoch))
+        headers = _each(pipeline.read(tasks, epoch), lambda encoded: pipeline.read_headers(encoded, epoch, next(steps)))
         if prefetch:
             headers = self._thread(headers, "headers", 0)
         main_thread = pipeline.recipe.main_thread

@@ -102,6 +102,7 @@ class PartialBatch:
     encoded: EncodedBatch
     faults: Sequence[Fault]  # found in the headers; after decoding, all faults of the batch
     info: HeaderInfo | None = None  # None after decoding
+    recipe: Any = None  # of the batch's epoch and step
     drawn: Drawn = NO_DRAWS
     windows: list[CropWindows] = field(default_factory=list)  # per view
     chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
@@ -149,22 +150,25 @@ class Pipeline:
     def read(self, tasks: Iterable[Task], epoch: int) -> Iterator[EncodedBatch]:
         return self.reader.batches(tasks, first=self.first_row(epoch))
 
-    def read_headers(self, encoded: EncodedBatch, epoch: int) -> PartialBatch:
-        """Read the headers, draw the random parameters, and compute each view's window in each image."""
+    def read_headers(self, encoded: EncodedBatch, epoch: int, step: int | None = None) -> PartialBatch:
+        """Read the headers, draw the random parameters, and compute each view's window in each image.
+
+        ``step``: number of the step in the epoch; None: this is a batch of chosen samples.
+        """
         info = self.decoder.read_headers(encoded)
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
-        recipe = self.recipe.at(epoch)
+        recipe = self.recipe.at(epoch).for_step(seed=self.seed, epoch=epoch, step=step)
         drawn = recipe.draw(seed=self.seed, epoch=epoch, indices=indices, repeats=repeats)
         hidden = self.patch_masks and self.patch_masks(indices, epoch=epoch, repeats=repeats)
         if self.targets is None:
             windows = recipe.windows(drawn, info.height, info.width)
-            return PartialBatch(encoded, info.faults, info, drawn, windows, patch_masks=hidden)
+            return PartialBatch(encoded, info.faults, info, recipe, drawn, windows, patch_masks=hidden)
         upright, faults = self.targets.upright(encoded, info, self.decoder)
         objects, masks = upright.upright_objects, upright.decoded
         windows = recipe.windows(drawn, info.height, info.width, objects=objects, masks=masks)
         chosen = recipe.choose(drawn, [window.size for window in windows])
-        targets = self.targets.place(upright, windows, chosen, epoch=epoch)
-        return PartialBatch(encoded, [*info.faults, *faults], info, drawn, windows, chosen, targets, hidden)
+        targets = self.targets.place(upright, windows, chosen, views=recipe.views)
+        return PartialBatch(encoded, [*info.faults, *faults], info, recipe, drawn, windows, chosen, targets, hidden)
 
     def decode(self, batch: PartialBatch, number: int = 0) -> PartialBatch:
         """Decode every image and mask once, and collect all faults of the batch so far. ``number``: of the decoder."""
@@ -193,7 +197,7 @@ class Pipeline:
 
     def augment(self, batch: PartialBatch) -> list[Tensor]:
         """Augment the images. Returns [B, 3, H, W] of ``dtype`` per view, in new memory."""
-        recipe = self.recipe.at(batch.drawn.epoch)
+        recipe = batch.recipe
         output: dict[str, Any] = {"dtype": self.dtype, "memory_format": self.memory_format}
         if self.decoder.settings.pixels == "raw":  # the type is that of the files
             for images in batch.images:
@@ -249,7 +253,7 @@ class Pipeline:
             if self.mix is not None:
                 first = int(encoded.indices[0])
                 images, labels = self.mix(images, labels, valid=valid, epoch=epoch, first_index=first)
-            made = self.recipe.at(epoch), decoded.drawn, decoded.windows, keep
+            made = decoded.recipe, decoded.drawn, decoded.windows, keep
             batch = Batch(
                 images=_one(images),
                 labels=labels,

@@ -285,6 +285,10 @@ class EpochOrder(Sequence[Task]):
             repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
 
+    def step(self, k: int) -> int:
+        """The number of batch ``k``, counted from the beginning of the epoch."""
+        return self.start // (self.batch_size * self.world_size) + k
+
     def position(self, k: int) -> int:
         """The position of all ranks together after ``k`` steps from ``start``."""
         return self.start + min(k * self.batch_size * self.world_size, self.remaining)

@@ -175,6 +175,10 @@ MADE: dict[str, Attack] = {
     "Targets": (lambda p: {"masks": gpuaug.Masks()}, lambda p, made: pairs(p, targets=made)),
     "Repeated": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
+    "Sizes": (
+        lambda p: {"choose": [8, 16]},
+        lambda p, made: pairs(p, augment=gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8), sizes=made)),
+    ),
     "tta": (lambda p: {"model": torch.nn.Identity(), "views": gpuaug.Augment()}, lambda p, made: made),
     "export": (lambda p: {"recipe": gpuaug.Augment(crop=gpuaug.Resize((8, 8))), "path": "x.md"}, lambda p, made: made),
 }

@@ -200,6 +200,8 @@ def pack(
 def _check_recipe(augment: Any, targets: dict[str, Any] | None) -> None:
     """Raise ConfigError if the versions cannot be stored. ``targets``: the description of the source's targets."""
     checks.instance("augment", augment, Augment, MultiView)
+    if getattr(augment, "sizes", None) is not None:
+        raise ConfigError("`epochs` stores versions of one size. Found: a recipe with `sizes`. Remove `augment.sizes`.")
     if len(augment.schedule) > 1:
         raise ConfigError(
             "`epochs` stores versions of one recipe. Found: a recipe that changes at epoch "

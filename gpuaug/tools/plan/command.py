@@ -291,6 +291,7 @@ def rehearsal() -> None:
     config = job["config"]
     faults = {**(config.get("faults") or {"_target_": "gpuaug.Faults"}), "policy": "blank", "file": None, "max": None}
     config |= {"faults": faults}
+    _keep_largest(config.get("augment"))
     try:
         with Request(command="plan", trust=tuple(job["trust"])).build(config) as loader:
             set_largest_epoch(loader)
@@ -300,6 +301,16 @@ def rehearsal() -> None:
     except GpuaugError as error:
         answer = {"error": str(error)}
     print(f"\n{json.dumps(answer)}", flush=True)
+
+
+def _keep_largest(recipe: Any) -> None:
+    """Let a recipe draw only the largest of its sizes."""
+    for name, value in recipe.items() if isinstance(recipe, dict) else ():
+        if name == "sizes" and value:
+            value |= {"choose": [max(value["choose"], key=lambda x: np.prod(x) if isinstance(x, list) else x * x)]}
+            value["epochs"] = None
+        else:
+            _keep_largest(value)
 
 
 def set_largest_epoch(loader: Loader) -> None:

@@ -145,9 +145,9 @@ class _Traced(Pipeline):
                     return
                 yield batch
 
-    def read_headers(self, encoded: EncodedBatch, epoch: int) -> PartialBatch:
+    def read_headers(self, encoded: EncodedBatch, epoch: int, step: int | None = None) -> PartialBatch:
         with self.clock.stage("headers"):
-            batch = super().read_headers(encoded, epoch)
+            batch = super().read_headers(encoded, epoch, step)
         if batch.info is not None:
             self.shorter = float(np.median(np.minimum(batch.info.height, batch.info.width)))
             self.largest = max(max(window.size) for window in batch.windows)

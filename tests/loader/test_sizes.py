@@ -1,0 +1,140 @@
+"""A size per step: the same on all ranks, and again after a resume and in a replay."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from common import loader
+from pictures import encode, photograph
+
+import gpuaug
+from gpuaug.errors import ConfigError
+
+SOURCE = [(encode(photograph(name, (60, 48)), "PNG"), n) for n, name in enumerate(("china", "flower") * 12)]
+SIZES = [16, 24, (20, 28), 24]
+OPS = {"flip": K.RandomHorizontalFlip(p=0.5), "noise": K.RandomGaussianNoise(p=0.5)}
+
+
+def recipe(size: Any = 32, **more: Any) -> gpuaug.Augment:
+    return gpuaug.Augment(crop=gpuaug.RandomResizedCrop(size), ops=OPS, **more)
+
+
+def sized(**more: Any) -> gpuaug.Augment:
+    return recipe(sizes=gpuaug.Sizes(choose=SIZES, **more))
+
+
+def test_every_size_is_drawn_as_often_as_it_is_listed():
+    sizes = gpuaug.Sizes(choose=SIZES)
+    found = Counter(sizes.of(seed=3, epoch=epoch, step=step) for epoch in range(40) for step in range(100))
+    assert found.keys() == {(16, 16), (24, 24), (20, 28)}
+    assert [abs(found[size] / 4000 - share) < 0.03 for size, share in (((16, 16), 0.25), ((24, 24), 0.5))] == [True] * 2
+    held = gpuaug.Sizes(choose=SIZES, hold=5)
+    drawn = [held.of(seed=3, epoch=0, step=step) for step in range(100)]
+    assert drawn == [sizes.of(seed=3, epoch=0, step=step // 5) for step in range(100)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_those_of_recipes_with_this_size(workers):
+    """On two ranks: both have one size in each step, and the pixels of a crop of this size."""
+    seen = []
+    for rank in range(2):
+        how = {"batch_size": 3, "rank": rank, "world_size": 2, "num_workers": workers, "prefetch": workers}
+        with loader(SOURCE, augment=sized(), **how) as made:
+            batches = [list(made) for _ in range(3)]
+        seen.append([[tuple(batch.images.shape[2:]) for batch in each] for each in batches])
+        for epoch, each in enumerate(batches):
+            for batch in each:
+                with loader(SOURCE, augment=recipe(tuple(batch.images.shape[2:]))) as plain:
+                    assert torch.equal(plain.fetch(batch.indices, epoch=epoch).images, batch.images)
+    assert seen[0] == seen[1]
+    expected = gpuaug.Sizes(choose=SIZES)
+    assert seen[0] == [[expected.of(seed=3, epoch=epoch, step=step) for step in range(4)] for epoch in range(3)]
+    assert len({size for each in seen[0] for size in each}) == 3
+
+
+def test_resume_replay_and_single_samples():
+    with loader(SOURCE, augment=sized(), batch_size=3) as whole:
+        passes = [[batch.images for batch in whole] for _ in range(2)]
+        for step in (0, 3, 9, 15):
+            (again,) = whole.replay(step)
+            assert torch.equal(again.images, passes[step // 8][step % 8])
+        assert whole[0][0].shape == (3, 32, 32)  # the crop's own size
+        assert "one of 4 sizes for each step, from (16, 16) to (24, 24)" in repr(whole)
+    for taken in (1, 3, 7):
+        with loader(SOURCE, augment=sized(), batch_size=3) as first:
+            made = iter(first)
+            for _ in range(taken):
+                next(made)
+            state = json.loads(json.dumps(first.state_dict()))
+        with loader(SOURCE, augment=sized(), batch_size=3, num_workers=2, prefetch=2) as second:
+            second.load_state_dict(state)
+            rest = [batch.images for batch in second] + [batch.images for batch in second]
+            assert all(map(torch.equal, rest, passes[0][taken:] + passes[1]))
+
+
+def test_epochs_and_progressive_stages():
+    last = recipe(sizes=gpuaug.Sizes(choose=[16], epochs=[0, 1]), epochs={"noise": [0, 1]})
+    with loader(SOURCE, augment=gpuaug.Progressive(schedule={0: sized(), 1: last}), batch_size=12) as made:
+        sizes = [{tuple(batch.images.shape[2:]) for batch in made} for _ in range(2)]
+    assert sizes[0] < {(16, 16), (24, 24), (20, 28)}
+    assert sizes[1] == {(32, 32)}
+
+
+def test_targets_follow_and_explanations_tell():
+    class Boxed(list):
+        target_kinds = frozenset({"boxes"})
+
+    rows = Boxed((data, gpuaug.Target(boxes=np.array([[10.0, 8, 40, 40]]), labels=[1])) for data, _ in SOURCE)
+    crop = gpuaug.Resize((32, 32))
+    plan = gpuaug.Augment(crop=crop, ops=OPS, sizes=gpuaug.Sizes(choose=[30, 60]))
+    with loader(rows, augment=plan, targets=gpuaug.Targets(boxes=gpuaug.Boxes()), batch_size=4) as made:
+        for batch in made:
+            side = batch.images.shape[-1]
+            assert batch.targets.size == (side, side)
+            widths = batch.targets.boxes[:, 2] - batch.targets.boxes[:, 0]
+            assert torch.allclose(widths, torch.full_like(widths, side * 30 / 60), atol=1e-3)
+            assert batch.explain(0).size == (side, side)
+
+
+def test_plan_bounds_the_largest_size(tmp_path):
+    from gpuaug.tools.plan.command import _keep_largest
+
+    config = {"augment": {"sizes": {"choose": [16, [20, 28], 22], "epochs": [0, 3]}}}
+    _keep_largest(config)
+    assert config["augment"]["sizes"] == {"choose": [[20, 28]], "epochs": None}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gpuaug.Sizes(choose=[]), "`choose` must be a list of 1 to 1000 sizes"),
+        (lambda: gpuaug.Sizes(choose=32), "`choose` must be a list"),
+        (lambda: gpuaug.Sizes(choose=[0]), "`choose`"),
+        (lambda: gpuaug.Sizes(choose=[32], hold=0), "`hold`"),
+        (lambda: gpuaug.Sizes(choose=[32], epochs=[3, 3]), "`epochs` must be"),
+        (lambda: gpuaug.Augment(sizes=gpuaug.Sizes(choose=[32])), "needs a crop with a size"),
+        (lambda: gpuaug.Augment(crop=gpuaug.Resize(8), sizes=gpuaug.Sizes(choose=[32])), "needs a crop with a size"),
+        (lambda: gpuaug.MultiView(views={"a": sized()}), "`augment.views.a.sizes` must be null"),
+        (
+            lambda: loader(SOURCE, augment=sized(), patch_masks=gpuaug.RandomMasks(patch=8)),
+            "`augment.sizes` must be null",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_in_yaml():
+    words = ["augment=standard", "+augment.sizes={_target_:gpuaug.Sizes,choose:[96,[64,96]],hold:2}"]
+    made = gpuaug.build(gpuaug.compose("train", words).augment)
+    assert made.sizes == gpuaug.Sizes(choose=[96, [64, 96]], hold=2)
+    assert made.fingerprint()["sizes"] == {"choose": [[96, 96], [64, 96]], "hold": 2, "epochs": None}
+    assert "sizes" not in gpuaug.build(gpuaug.compose("train", words[:1]).augment).fingerprint()
