@@ -144,7 +144,13 @@ class RecipeBase(ReadOnly):
         return {first: self._of_epoch(first) for first in sorted({0, *changes})} if (changes := self.changes()) else {}
 
     def for_step(self, *, seed: int, epoch: int, step: int | None) -> Self:
-        """The recipe with the size of a step of an epoch; None: with its own size."""
+        """Return the recipe with the size of a step.
+
+        Args:
+            seed: of the loader.
+            epoch: of the step.
+            step: its number in the epoch; None: the recipe keeps its own size.
+        """
         return self
 
     def changes(self) -> set[int]:
@@ -540,7 +546,13 @@ class Augment(RecipeBase):
         }
 
     def for_step(self, *, seed: int, epoch: int, step: int | None) -> Augment:
-        """See :meth:`RecipeBase.for_step`."""
+        """Return the recipe with the size of a step.
+
+        Args:
+            seed: of the loader.
+            epoch: of the step.
+            step: its number in the epoch; None: the recipe keeps its own size.
+        """
         size = None if self.sizes is None or step is None else self.sizes.of(seed=seed, epoch=epoch, step=step)
         if size is None:
             return self

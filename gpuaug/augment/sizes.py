@@ -31,7 +31,7 @@ class Sizes:
 
     >>> sizes = Sizes(choose=[480, 512, 544])
     >>> [sizes.of(seed=0, epoch=0, step=step) for step in range(3)]
-    [(480, 480), (544, 544), (544, 544)]
+    [(544, 544), (480, 480), (544, 544)]
     """
 
     choose: Sequence[Any]
@@ -49,7 +49,13 @@ class Sizes:
             object.__setattr__(self, "epochs", checks.interval("epochs", self.epochs))
 
     def of(self, *, seed: int, epoch: int, step: int) -> Size | None:
-        """The size (H, W) of a step of an epoch; None in epochs without."""
+        """The size (H, W) of a step; None in epochs without.
+
+        Args:
+            seed: of the loader.
+            epoch: of the step.
+            step: its number in the epoch.
+        """
         first, end = self.epochs or (0, None)
         if epoch < first or (end is not None and epoch >= end):  # type: ignore[operator]
             return None

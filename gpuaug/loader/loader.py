@@ -460,7 +460,14 @@ class Loader:
         return list(self.by_rank(step).values())
 
     def by_rank(self, step: int) -> dict[int, Batch]:
-        """Like :meth:`replay`: the batch of each rank that has one."""
+        """Like :meth:`replay`, but by rank.
+
+        Args:
+            step: number of the step.
+
+        Raises:
+            ConfigError, StateError, DataError: as :meth:`replay`.
+        """
         checks.whole_number("step", step, 0)
         self.pipeline.check_open()
         self.augment.check_unchanged()

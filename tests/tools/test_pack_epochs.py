@@ -130,7 +130,7 @@ def test_what_is_not_stored_is_refused(photos: Path, two: Path, caplog: pytest.L
         ({"augment": recipe(invert=K.RandomInvert(p=0.1))}, r"augment\.ops"),
         ({"augment": flip}, r"augment\.ops\.flip.*0\.5 stored.*0\.25 here"),
         ({"augment": gpuaug.MultiView(views=views)}, "augment.views"),
-        ({"augment": gpuaug.Progressive(schedule={0: recipe()})}, "a gpuaug.Progressive here"),
+        ({"augment": gpuaug.Progressive(schedule={0: recipe()})}, "a recipe that changes with the epoch here"),
         ({"seed": SEED + 1}, "seed: 3 stored, 4 here"),
         ({"targets": gpuaug.Targets(masks=gpuaug.Masks())}, "`targets.masks` needs a source with masks"),
     ):
