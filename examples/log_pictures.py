@@ -64,7 +64,8 @@ def what_was_done(batch: gpuaug.Batch, row: int) -> str:
 
 def train(overrides: list[str], log_to: AbstractContextManager[Log], *, epochs: int = 3, every: int = 500) -> None:
     """Train a linear classifier."""
-    rank = int(os.environ.get("RANK", 0))  # set by torchrun
+    begun = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if begun else int(os.environ.get("RANK", 0))  # of torchrun
     with gpuaug.build(gpuaug.compose("train", overrides)) as loader, log_to if rank == 0 else nullcontext() as log:
         layers = torch.nn.AdaptiveAvgPool2d(8), torch.nn.Flatten(), torch.nn.Linear(192, loader.num_classes or 1)
         net = torch.nn.Sequential(*layers).to(loader.device)
