@@ -54,6 +54,12 @@ def interval(name: str, value: Any) -> tuple[int, int | None]:
     return first, end  # type: ignore[return-value]
 
 
+def within(interval: Sequence[int | None] | None, epoch: int) -> bool:
+    """Whether an epoch is in an :func:`interval`; None: of all epochs."""
+    first, end = (0, None) if interval is None else interval
+    return (first or 0) <= epoch and (end is None or epoch < end)
+
+
 def flag(name: str, value: Any, *, optional: bool = False) -> Any:
     """Check that ``value`` is a bool."""
     return _checked(isinstance(value, bool), name, value, "true or false", optional=optional)

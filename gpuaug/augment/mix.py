@@ -91,8 +91,7 @@ class Mix:
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([first_index]))["", -1, "mix"][0]
         rows = valid.nonzero()[:, 0]  # on the CPU, so nothing waits for the device
         cut = u[1] < self.switch_p if self.cutmix_alpha and self.mixup_alpha else self.cutmix_alpha > 0
-        first, end = self.epochs or (0, None)
-        off = not first <= epoch < (end or math.inf)  # type: ignore[operator]
+        off = not checks.within(self.epochs, epoch)
         if off or u[0] >= self.p or not (self.cutmix_alpha or self.mixup_alpha) or len(rows) < 2:
             return images, soft
 

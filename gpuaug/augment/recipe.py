@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -578,7 +577,7 @@ class Augment(RecipeBase):
         return {epoch for each in self.epochs.values() for epoch in each if epoch is not None}
 
     def _of_epoch(self, epoch: int) -> Augment:
-        off = {name for name, (first, end) in self.epochs.items() if not (first <= epoch < (end or math.inf))}  # type: ignore[operator]
+        off = {name for name, each in self.epochs.items() if not checks.within(each, epoch)}
         return self.replace(
             crop=self.crop.plain() if "crop" in off else self.crop,
             ops={name: op for name, op in self.ops.items() if name not in off},

@@ -56,8 +56,7 @@ class Sizes:
             epoch: of the step.
             step: its number in the epoch.
         """
-        first, end = self.epochs or (0, None)
-        if epoch < first or (end is not None and epoch >= end):  # type: ignore[operator]
+        if not checks.within(self.epochs, epoch):
             return None
         stream = Stream("", -1, "sizes", 1)
         u = uniforms([stream], seed=seed, epoch=epoch, indices=np.array([step // self.hold]))["", -1, "sizes"]

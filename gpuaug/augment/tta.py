@@ -83,11 +83,11 @@ def _average(outputs: list[Any], moved: Sequence[BatchTargets], iou: float) -> A
     if isinstance(first, Tensor) and first.is_floating_point() and first.ndim == 2:
         return torch.stack(outputs).mean(0)
     if isinstance(first, Tensor) and first.is_floating_point() and first.ndim == 4:
-        total, count = torch.zeros(()), torch.zeros((), device=first.device)
+        total = count = torch.zeros((), device=first.device)
         for output, view in zip(outputs, moved, strict=True):
             restored = view.restore(logits=output, masks=view.masks)
             covered = torch.stack([image["masks"] == 0 for image in restored])[:, None]
-            total = total.to(output.device) + torch.where(covered, torch.stack([x["logits"] for x in restored]), 0.0)
+            total = total + torch.where(covered, torch.stack([x["logits"] for x in restored]), 0.0)
             count = count + covered
         return total / count.clamp(min=1)
     if isinstance(first, list) and all(isinstance(image, Mapping) and image.keys() == DETECTION for image in first):

@@ -484,8 +484,8 @@ class Loader:
         for rank in range(rows[-1].world_size):
             tasks = rows[-1].split(ordered, start=start, rank=rank)
             if number < len(tasks):
-                more: dict[str, Any] = {"faults": self._uncounted, "step": tasks.step(number)}
-                batch = self._make(tasks[number], epoch, mix=True, **more)
+                in_epoch = tasks.step(number)
+                batch = self._make(tasks[number], epoch, mix=True, faults=self._uncounted, step=in_epoch)
                 batches |= {} if batch is None else {rank: batch}
         if not batches:
             raise ConfigError(
@@ -647,8 +647,8 @@ class _Epoch(Pass):
 
     def __init__(self, loader: Loader, tasks: EpochOrder) -> None:
         self._loader, self._tasks, self._first_step = loader, tasks, loader._step
-        how: dict[str, Any] = {"epoch": loader.epoch, "prefetch": loader.prefetch}
-        super().__init__(loader.pipeline, iter(tasks), steps=map(tasks.step, count()), **how)
+        steps = map(tasks.step, count())
+        super().__init__(loader.pipeline, iter(tasks), epoch=loader.epoch, prefetch=loader.prefetch, steps=steps)
         loader.waited = 0.0
         loader.pipeline.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
         self.start()

@@ -33,9 +33,9 @@ class Pass(Iterator[Batch]):
 
     Args:
         tasks: ``(indices, repeats, valid)`` of each batch; may be infinite.
-        steps: for each of them, the number of the step in the epoch, or None.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
             is requested.
+        steps: for each task, the number of the step in the epoch; None: they are no steps of an epoch.
 
     Attributes:
         done: number of tasks whose batch was handed out, or was dropped by the faults policy.
@@ -50,14 +50,17 @@ class Pass(Iterator[Batch]):
         *,
         epoch: int,
         prefetch: int = 2,
-        steps: Iterator[int | None] = repeat(None),  # noqa: B008
+        steps: Iterator[int | None] | None = None,
     ) -> None:
         self._pipeline, self._epoch = pipeline, epoch
         self.done, self.waited = 0, 0.0
         self._exhausted, self._pid = False, os.getpid()
         self._producers: list[Producer[Any]] = []
         pipeline.streams.follow_consumer()
-        headers = _each(pipeline.read(tasks, epoch), lambda encoded: pipeline.read_headers(encoded, epoch, next(steps)))
+        numbers = repeat(None) if steps is None else steps
+        headers = _each(
+            pipeline.read(tasks, epoch), lambda encoded: pipeline.read_headers(encoded, epoch, next(numbers))
+        )
         if prefetch:
             headers = self._thread(headers, "headers", 0)
         main_thread = pipeline.recipe.main_thread

@@ -88,35 +88,35 @@ class Live:
 
     def state(self, asked: Any = None) -> dict[str, Any]:
         """What the page needs to show its controls, ready for JSON. ``QUESTION`` explains ``asked``."""
-        changed = self._changed(asked)
+        now = self._changed(asked)
         active = active_numbers(self.source)
-        samples = chosen(self.source, changed.settings.samples or self.samples, count=1)
+        samples = chosen(self.source, now.settings.samples or self.samples, count=1)
         following = active[(np.searchsorted(active, samples) + len(samples)) % len(active)]
-        listed = [{**asdict(control), "name": control.name} for control in changed.controls]
+        listed = [{**asdict(control), "name": control.name} for control in now.controls]
         return {
             "recipe": (asked or {}).get("recipe") or self.recipe,
             "recipes": list(dict.fromkeys([self.recipe, *self.recipes])),
             "examples": list(examples()),
             "ops": {
                 key: [[name, _class(value)] for name, value in ops.items() if value is not None]
-                for key, ops in changed.ops.items()
+                for key, ops in now.ops.items()
             },
-            "nulls": {key: [name for name, value in ops.items() if value is None] for key, ops in changed.ops.items()},
+            "nulls": {key: [name for name, value in ops.items() if value is None] for key, ops in now.ops.items()},
             "controls": listed,
-            "overrides": self._words(changed.request),
+            "overrides": self._words(now.request),
             "samples": samples,
             "next": following.tolist(),
             "size": len(self.source),
-            "seed": str(changed.config.get("seed")),  # JavaScript has no large integers
-            "epoch": changed.settings.epoch,
+            "seed": str(now.config.get("seed")),  # JavaScript has no large integers
+            "epoch": now.settings.epoch,
         }
 
     def render(self, asked: Any = None) -> str:
         """The page that ``gpuaug preview out=FILE.html`` writes for the changed recipe."""
-        changed = self._changed(asked)
-        settings = replace(changed.settings, samples=changed.settings.samples or self.samples)
+        now = self._changed(asked)
+        settings = replace(now.settings, samples=now.settings.samples or self.samples)
         objects = {"source": self.source, "self_check": False}  # each change would be a new recipe to check
-        rows, above, _ = drawing(changed.request, changed.config, settings, is_page=True, **objects)
+        rows, above, _ = drawing(now.request, now.config, settings, is_page=True, **objects)
         return page(rows, **above, live=True)
 
     @staticmethod
