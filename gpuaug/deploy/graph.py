@@ -108,7 +108,8 @@ def _sides(crop: Crop, h: Side, w: Side) -> tuple[Side, Side]:
         (H, W), long = crop.size, torch.sym_max(h * crop.size[1], w * crop.size[0])  # decides which side fits
         if not crop.upscale:
             long = torch.sym_max(long, H * W)
-        return tuple(torch.sym_max(_rounded(n * H * W, long), 1) for n in (h, w))
+        rows, columns = (torch.sym_max(_rounded(n * H * W, long), 1) for n in (h, w))
+        return rows, columns
     size = crop.resize if isinstance(crop, ResizeCenterCrop) else crop.size
     if isinstance(size, tuple):
         return size
