@@ -187,7 +187,7 @@ def test_logits_that_are_not_finite_stay_where_they_are():
         made[:, 0, 0, 0] = float("nan")
         return made
 
-    assert int(gpuaug.tta(model, {"view": shifted})(x)[:, 0].isnan().sum()) <= 4
+    assert 1 <= int(gpuaug.tta(model, {"view": shifted})(x)[:, 0].isnan().sum()) <= 4
 
 
 def test_a_progressive_recipe_is_refused():

@@ -102,7 +102,7 @@ def test_targets_follow_and_explanations_tell():
             assert batch.explain(0).size == (side, side)
 
 
-def test_plan_bounds_the_largest_size(tmp_path):
+def test_plan_bounds_the_largest_size():
     from gpuaug.tools.plan.command import _keep_largest
 
     config = {"augment": {"sizes": {"choose": [16, [20, 28], 22], "epochs": [0, 3]}}}
