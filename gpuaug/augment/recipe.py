@@ -475,6 +475,8 @@ class Augment(RecipeBase):
         "views",
     )
     cuda_is_wrong: bool | None = None  # True: CUDA's compiled kernels fail a check, so Kornia takes images on CUDA
+    # The recipe whose `for_step` made this one; in a tuple, because a module would become a submodule.
+    sized_from: tuple[Augment, ...] = ()
 
     def __init__(
         self,
@@ -558,8 +560,17 @@ class Augment(RecipeBase):
         if size not in self._by_size:
             crop = copy.copy(self.crop)
             crop.size = size
-            self._by_size[size] = self.replace(crop=crop, sizes=None)
+            made = self._by_size[size] = self.replace(crop=crop, sizes=None)
+            made.sized_from = (self,)
+            if self.cuda_is_wrong:
+                made.cuda_is_wrong = True
         return self._by_size[size]
+
+    def use_kornia_on_cuda(self) -> None:
+        """From now on, Kornia takes images on CUDA, in every size that a step draws."""
+        self.cuda_is_wrong = True
+        for made in list(self._by_size.values()):  # another thread may add a size
+            made.cuda_is_wrong = True
 
     def _check_epochs(self, epochs: Any, ops: Mapping[str, Any]) -> dict[str, list[int | None]]:
         if epochs is not None and not isinstance(epochs, Mapping):

@@ -96,19 +96,21 @@ class SelfCheck:
     def augment(self, recipe: Augment | MultiView, batch: PartialBatch, **output: Any) -> None:
         """Compare a recipe's compiled kernels with Kornia's modules, on the first images that can be decoded.
 
-        ``output`` holds ``dtype`` and ``memory_format``.
+        ``output`` holds ``dtype`` and ``memory_format``. All sizes that the steps draw share one verdict.
         """
-        augments = [view.augment for view in recipe.views]
+        checked = recipe.sized_from[0] if isinstance(recipe, Augment) and recipe.sized_from else recipe
+        augments = [view.augment for view in checked.views]
         if all(augment.backend == "kornia" for augment in augments):
             return
 
         def use_kornia() -> None:
             for augment in augments:
-                augment.cuda_is_wrong = True
+                augment.use_kornia_on_cuda()
 
         with self._lock:
+            about = [checked.fingerprint(), *map(str, output.values())]
             check = self._check(
-                recipe, f"augment ({'; '.join(steps(recipe, 0))})", [recipe.fingerprint(), *map(str, output.values())],
+                checked, f"augment ({'; '.join(steps(checked, 0))})", about,
                 ("fused_cuda",), is_rounding, "augment.backend=kornia", use_kornia,
             )  # fmt: skip
             if not check.done and any(augment.cuda_is_wrong for augment in augments):

@@ -150,6 +150,33 @@ def test_a_wrong_kernel_is_found_and_kornia_takes_its_place(device, cache, monke
     assert len(logged()) == 2
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_all_sizes_of_steps_share_one_verdict(device, monkeypatch, logged, prefetch):
+    def with_sizes(backend="fused"):
+        return recipe(backend).replace(sizes=gpuaug.Sizes(choose=[12, 16, 20]))
+
+    def batches(augment, **settings):
+        with build(augment, decode=PILLOW, batch_size=3, **settings) as loader:
+            return [on_host(batch) for batch in loader], repr(loader)
+
+    right, _ = batches(with_sizes("kornia"), device="cpu")
+    assert len({batch.shape for batch in right}) == 3
+    _, text = batches(with_sizes(), prefetch=prefetch)
+    assert " ".join(text.split()).count("8 images agree with Kornia") == 1
+    assert not logged()
+    device[0].clear()
+    batches(with_sizes(), prefetch=prefetch)
+    assert device[0]  # the stored verdict is good: the kernels run
+    machine.store(dict.fromkeys(machine.verdicts()))
+    monkeypatch.setattr(cuda_kernels, "_linear", _forgotten)
+    _, text = batches(with_sizes(), prefetch=prefetch)
+    assert [level for level, _ in logged()] == ["ERROR"]
+    device[0].clear()
+    found, _ = batches(with_sizes(), prefetch=prefetch)  # Kornia takes every size
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, right, strict=True))
+    assert not device[0]
+
+
 def test_one_wrong_pixel_is_found_where_nothing_jumps(device, monkeypatch, logged):
     queue = cuda._queue
 
