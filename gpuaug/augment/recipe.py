@@ -475,8 +475,7 @@ class Augment(RecipeBase):
         "views",
     )
     cuda_is_wrong: bool | None = None  # True: CUDA's compiled kernels fail a check, so Kornia takes images on CUDA
-    # The recipe whose `for_step` made this one; in a tuple, because a module would become a submodule.
-    sized_from: tuple[Augment, ...] = ()
+    _sized_from: tuple[Augment, ...] = ()  # in a tuple, because a module would become a submodule
 
     def __init__(
         self,
@@ -561,16 +560,13 @@ class Augment(RecipeBase):
             crop = copy.copy(self.crop)
             crop.size = size
             made = self._by_size[size] = self.replace(crop=crop, sizes=None)
-            made.sized_from = (self,)
-            if self.cuda_is_wrong:
-                made.cuda_is_wrong = True
+            made._sized_from = (self,)
         return self._by_size[size]
 
-    def use_kornia_on_cuda(self) -> None:
-        """From now on, Kornia takes images on CUDA, in every size that a step draws."""
-        self.cuda_is_wrong = True
-        for made in list(self._by_size.values()):  # another thread may add a size
-            made.cuda_is_wrong = True
+    @property
+    def checked(self) -> Augment:
+        """The recipe that holds the verdict on CUDA's kernels for all sizes: the one that `for_step` changed, or this."""
+        return self._sized_from[0] if self._sized_from else self
 
     def _check_epochs(self, epochs: Any, ops: Mapping[str, Any]) -> dict[str, list[int | None]]:
         if epochs is not None and not isinstance(epochs, Mapping):
@@ -610,11 +606,13 @@ class Augment(RecipeBase):
         ``chosen`` holds the choices of every operation; ``output``: the options of
         :class:`~gpuaug.augment.reference.ReferenceBackend`.
         """
-        if images.is_cuda and self.cuda_is_wrong is None:
-            self.cuda_is_wrong = verdict("fused_cuda") is False
-            if self.cuda_is_wrong and self.backend == "fused":
+        checked = self.checked
+        if images.is_cuda and checked.cuda_is_wrong is None:
+            checked.cuda_is_wrong = verdict("fused_cuda") is False
+            if checked.cuda_is_wrong and self.backend == "fused":
                 log.warning("using backend=kornia: `gpuaug doctor` found that compiled kernels fail on this machine")
-        kind = ReferenceBackend if self.backend == "kornia" or (images.is_cuda and self.cuda_is_wrong) else FusedBackend
+        kornia = self.backend == "kornia" or (images.is_cuda and checked.cuda_is_wrong)
+        kind = ReferenceBackend if kornia else FusedBackend
         executor = self._executor
         if not isinstance(executor, kind):
             executor = self._executor = kind(self.prepared, self.normalize)

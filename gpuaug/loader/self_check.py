@@ -98,14 +98,14 @@ class SelfCheck:
 
         ``output`` holds ``dtype`` and ``memory_format``. All sizes that the steps draw share one verdict.
         """
-        checked = recipe.sized_from[0] if isinstance(recipe, Augment) and recipe.sized_from else recipe
+        checked = recipe.checked if isinstance(recipe, Augment) else recipe
         augments = [view.augment for view in checked.views]
         if all(augment.backend == "kornia" for augment in augments):
             return
 
         def use_kornia() -> None:
             for augment in augments:
-                augment.use_kornia_on_cuda()
+                augment.cuda_is_wrong = True
 
         with self._lock:
             about = [checked.fingerprint(), *map(str, output.values())]

@@ -163,13 +163,14 @@ def test_all_sizes_of_steps_share_one_verdict(device, monkeypatch, logged, prefe
     assert len({batch.shape for batch in right}) == 3
     _, text = batches(with_sizes(), prefetch=prefetch)
     assert " ".join(text.split()).count("8 images agree with Kornia") == 1
+    assert len(machine.verdicts()) == 1
     assert not logged()
     device[0].clear()
     batches(with_sizes(), prefetch=prefetch)
     assert device[0]  # the stored verdict is good: the kernels run
     machine.store(dict.fromkeys(machine.verdicts()))
     monkeypatch.setattr(cuda_kernels, "_linear", _forgotten)
-    _, text = batches(with_sizes(), prefetch=prefetch)
+    batches(with_sizes(), prefetch=prefetch)
     assert [level for level, _ in logged()] == ["ERROR"]
     device[0].clear()
     found, _ = batches(with_sizes(), prefetch=prefetch)  # Kornia takes every size
