@@ -565,7 +565,7 @@ class Augment(RecipeBase):
 
     @property
     def checked(self) -> Augment:
-        """The recipe that holds the verdict on CUDA's kernels for all sizes: the one that `for_step` changed, or this."""
+        """The recipe that was checked on CUDA: for a copy made by `for_step` the original, otherwise this one."""
         return self._sized_from[0] if self._sized_from else self
 
     def _check_epochs(self, epochs: Any, ops: Mapping[str, Any]) -> dict[str, list[int | None]]:
