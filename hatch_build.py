@@ -29,6 +29,7 @@ SOURCES = {  # file: arguments, as its module gives them to `build.load`
     "targets/masks.cpp": {"name": "masks"},
     "random/keyed.cpp": {"name": "draw"},
     "augment/patch_masks.cpp": {"name": "patch_masks"},
+    "augment/gather.cpp": {"name": "gather"},
 }
 
 

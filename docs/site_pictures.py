@@ -39,7 +39,7 @@ def of_recipes() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as made:
         (photographs := Path(made) / "photographs" / "cat").mkdir(parents=True)
         photograph("cat").save(photographs / "cat.jpg", quality=95)
-        annotated = scenes.write(Path(made) / "scenes", count=1, things=5, tint=0.5, seed=4)
+        annotated = scenes.write(Path(made) / "scenes", count=8, things=5, tint=0.5, seed=4)
         found = {}
         for name in sorted(path.stem for path in folder.glob("*.yaml")):
             words = TARGETS.get(name.partition("_")[0])

@@ -44,6 +44,8 @@ from gpuaug.augment.target_crops import RandomScaleCrop as RandomScaleCrop
 from gpuaug.augment.target_crops import Letterbox as Letterbox
 from gpuaug.augment.target_crops import RandomIoUCrop as RandomIoUCrop
 from gpuaug.augment.sizes import Sizes as Sizes
+from gpuaug.augment.mosaic import Mosaic as Mosaic
+from gpuaug.augment.mosaic import CanvasAffine as CanvasAffine
 from gpuaug.augment.normalize import Normalize as Normalize
 from gpuaug.augment.mix import Mix as Mix
 from gpuaug.augment.patch_masks import BlockMasks as BlockMasks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,6 +135,14 @@ class Objects:
 OBJECT_COLUMNS = ("sample", "boxes", "labels", "keypoints", "crowd", "area", "ids")  # one entry per object
 
 
+class Tiles(NamedTuple):
+    """Which samples the outputs of a batch are put together from. Each sample has a number, its ``key``."""
+
+    keys: Int64  # [T], of the samples of the batch and then of others that are read for them
+    of: Int64  # [B, K], keys of the tiles of each output, also of samples of earlier batches; -1: no tile
+    oldest: int  # later batches use no smaller keys
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedBatch:
     """The encoded images of a batch. All tensors are on the CPU.
@@ -149,6 +157,7 @@ class EncodedBatch:
         faults: samples that could not be read. Their images have no bytes.
         targets: annotations of the samples; None if the run has no targets.
         extra: B extra values, as the source gave them; None if no sample of the batch has one.
+        tiles: how the outputs are put together from the samples of this and earlier batches; None: each is its own.
 
     >>> import torch
     >>> images = tuple(np.frombuffer(data, dtype=np.uint8) for data in (b"first", b"second"))
@@ -167,6 +176,7 @@ class EncodedBatch:
     faults: tuple[Fault, ...] = ()
     targets: Objects | None = None
     extra: list[Any] | None = None
+    tiles: Tiles | None = None
 
     def __len__(self) -> int:
         return len(self.indices)

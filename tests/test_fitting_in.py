@@ -476,7 +476,7 @@ def test_jigsaw_says_what_it_cannot_do() -> None:
     assert "must be divisible by grid (4, 4)" in message(lambda: with_pieces(images))
     masks = torch.zeros(2, 8, 9, dtype=torch.int64)
     assert "masks have to follow it" in message(lambda: with_pieces(images, masks=masks))
-    assert "It mixes samples" in message(lambda: gpuaug.Augment(ops={"x": K.RandomMosaic()}))
+    assert "use gpuaug.Mosaic as an entry of `combine`" in message(lambda: gpuaug.Augment(ops={"x": K.RandomMosaic()}))
     state = gpuaug.Augment(ops={"jigsaw": K.RandomJigsaw((4, 4), ensure_perm=False)}).fingerprint()
     assert state != gpuaug.Augment(ops={"jigsaw": K.RandomJigsaw((4, 4))}).fingerprint()
 

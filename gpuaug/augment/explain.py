@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gpuaug.augment.mosaic import Combine, Mosaic
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Prepared, tensors
@@ -112,7 +113,9 @@ class Explanation:
         return "\n".join([f"{name}:"] * bool(name) + self.lines)
 
 
-def explain(recipe: RecipeBase, drawn: Drawn, windows: list[CropWindows], row: int, channels: int) -> list[Explanation]:
+def explain(
+    recipe: RecipeBase, drawn: Drawn, windows: list[CropWindows], row: int, channels: int, *, combined: Any = None
+) -> list[Explanation]:
     """What each view of ``recipe`` did to the sample at ``row``.
 
     Args:
@@ -121,19 +124,38 @@ def explain(recipe: RecipeBase, drawn: Drawn, windows: list[CropWindows], row: i
         windows: of each view.
         row: the sample's row in ``drawn``.
         channels: of the images.
+        combined: how the outputs were put together from tiles; None: they were not.
     """
     made = []
-    chosen = recipe.choose(drawn, [window.size for window in windows])
+    sizes = [window.size for window in windows] if combined is None else [combined.layout.size]
+    chosen = recipe.choose(drawn, sizes)
     for view, window, choices in zip(recipe.views, windows, chosen, strict=True):
         box, resized, offset = (tuple(x[row].tolist()) for x in (window.window, window.resized, window.offset))
-        steps = [
+        steps = [] if combined is None else _combine_steps(view.augment.combine, drawn, combined, row)
+        steps += [
             step
             for op, own in zip(view.augment.prepared, choices, strict=True)
-            for step in _steps(op, own, row, window.size, channels)
+            for step in _steps(op, own, row, sizes[-1] if combined is not None else window.size, channels)
         ]
         more: dict[str, Any] = {"view": view.name, "copy": view.copy, "size": window.size, "steps": steps}
         made.append(Explanation(window=box, resized=resized, offset=offset, **more))
     return made
+
+
+def _combine_steps(combine: Combine, drawn: Drawn, combined: Any, row: int) -> list[Step]:
+    """What a mosaic and the transform of its canvas did."""
+    steps = []
+    for name, op in combine.entries.items():
+        if isinstance(op, Mosaic):
+            applied = bool(op._applied(drawn.uniforms["", 0, name][row : row + 1])[0])
+            shown = combined.layout.visible[row]
+            numbers = [float(n) if shown[k, 2] > shown[k, 0] else -1.0 for k, n in enumerate(combined.numbers[row])]
+            values: dict[str, Any] = {"samples": numbers} if applied else {}
+        else:
+            applied = True
+            values = {k: v[0].tolist() for k, v in op._values(drawn.uniforms["", 0, name][row : row + 1]).items()}
+        steps.append(Step(name=name, kind=type(op).__name__, applied=applied, values=values))
+    return steps
 
 
 def _steps(op: Prepared, chosen: Chosen, row: int, size: tuple[int, int], channels: int) -> Iterator[Step]:

@@ -64,8 +64,9 @@ class MultiView(RecipeBase):
             checks.instance(f"augment.views.{name}", augment, Augment)
             if backend not in (None, augment.backend):
                 augment = augment.replace(backend=backend)  # the caller's object is unchanged
-            if augment.sizes is not None:
-                raise ConfigError(f"`augment.views.{name}.sizes` must be null: only a recipe without views has sizes.")
+            for key in ("sizes", "combine"):
+                if getattr(augment, key):
+                    raise ConfigError(f"`augment.views.{name}.{key}` must be null: only a recipe without views has it.")
             recipes[name] = augment
         if not recipes:
             raise ConfigError("`augment.views` must have at least one view. Found: none.")

@@ -294,6 +294,11 @@ _REFUSED = (
         "Use `normalize` instead.",
     ),
     ("kornia.RandomJigsaw", None, None),  # allowed, although it is a subclass of MixAugmentationBaseV2
+    (
+        "kornia.RandomMosaic",
+        "process each sample independently",
+        "It mixes samples: use gpuaug.Mosaic as an entry of `combine` instead.",
+    ),
     ("kornia.MixAugmentationBaseV2", "process each sample independently", "It mixes samples: use `mix` instead."),
     ("kornia.AugmentationBase3D", "take images", "It takes 3D volumes: use its 2D counterpart."),
     (

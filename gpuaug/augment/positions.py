@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,11 @@ from gpuaug.targets import geometry
 
 
 def matrices(
-    recipe: RecipeBase, drawn: Drawn, windows: Sequence[CropWindows], keep: Tensor | None = None
+    recipe: RecipeBase,
+    drawn: Drawn,
+    windows: Sequence[CropWindows],
+    combined: Any = None,
+    keep: Tensor | None = None,
 ) -> list[Tensor]:
     """For each view, float64 [B, 3, 3] on the CPU: from positions in the image to positions in the view.
 
@@ -27,18 +32,21 @@ def matrices(
         recipe: the recipe of the batch's epoch.
         drawn: the batch's random numbers.
         windows: of each view.
+        combined: how the outputs were put together from tiles; None: they were not.
         keep: int64 [n], the rows to return; None: all.
 
     Raises:
         ConfigError: an operation moves pixels, but not by a matrix.
     """
     made = []
-    chosen = recipe.choose(drawn, [window.size for window in windows])
+    sizes = [window.size for window in windows] if combined is None else [combined.layout.size]
+    chosen = recipe.choose(drawn, sizes)
     for view, window, choices in zip(recipe.views, windows, chosen, strict=True):
         path = f"augment.views.{view.name}.ops" if view.name else "augment.ops"
         check_carried(view.augment.prepared, ("matrices", "boxes"), path=path)
-        ops = [move for move in moves(view.augment.prepared, choices, window.size) if isinstance(move, np.ndarray)]
-        made.append(torch.from_numpy(reduce(lambda whole, op: op @ whole, ops, geometry.crop(window))))
+        first, size = (geometry.crop(window), window.size) if combined is None else (combined.matrices, sizes[0])
+        ops = [move for move in moves(view.augment.prepared, choices, size) if isinstance(move, np.ndarray)]
+        made.append(torch.from_numpy(reduce(lambda whole, op: op @ whole, ops, first)))
     return made if keep is None else [each[keep] for each in made]
 
 

@@ -26,6 +26,7 @@ from gpuaug.augment.fingerprint import differences, settings
 from gpuaug.augment.fused.backend import FusedBackend
 from gpuaug.augment.images import NotFiniteError
 from gpuaug.augment.inputs import not_finite, pixels, same_type
+from gpuaug.augment.mosaic import Combine
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.erasing import check_place
 from gpuaug.augment.parameters import Chosen, Prepared, Size
@@ -66,9 +67,10 @@ class View:
     outer: int | None = None  # position of the view whose crop window contains that of this view
 
     def draws(self) -> list[Draws]:
-        """What the crop and the operations draw, in this order."""
+        """What the crop, `combine` and the operations draw, in this order."""
         augment, of = self.augment, dict(self.sources)
         own = [("crop", getattr(augment.crop, "count", 0), False)]
+        own += [(name, each.count, False) for name, each in augment.combine.entries.items()]
         own += [(op.name, op.count, op.keyed) for op in augment.prepared]
         frames, cameras = augment.same_on_frame, augment.shared_by_cameras
         return [
@@ -88,6 +90,13 @@ class Drawn:
     indices: Int = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     repeats: Int | None = None
     rows: Rows = IMAGES
+
+    def first(self, count: int) -> Drawn:
+        """The random numbers of the first ``count`` rows."""
+        values = {name: value[:count] for name, value in self.uniforms.items()}
+        keys = {name: value[:count] for name, value in self.keys.items()}
+        repeats = None if self.repeats is None else self.repeats[:count]
+        return replace(self, uniforms=values, keys=keys, indices=self.indices[:count], repeats=repeats)
 
     def again(self, number: int, rows: Int, *, view: View) -> Float:
         """Draw uniforms for the crop of ``view``, float32 [len(rows), count]. Each ``number`` gives other values."""
@@ -132,6 +141,7 @@ class RecipeBase(ReadOnly):
     """Base of Augment and MultiView: recipes with at least one view."""
 
     views: list[View]
+    combine: Any = Combine()
 
     @property
     def schedule(self) -> Mapping[int, Self]:
@@ -359,6 +369,11 @@ class RecipeBase(ReadOnly):
             rows: the camera.
             output: ``dtype`` and ``memory_format``, as in ``forward``.
         """
+        if self.combine:
+            raise ConfigError(
+                "`augment.combine` works only in a loader, which reads the other samples of a mosaic. Found: a call "
+                "with images. Use gpuaug.Loader, or `replace(combine=None)`."
+            )
         self.check_unchanged()
         images, white, clip, refuses = pixels(images, layout=layout, white=white, nan=nan)
         same = isinstance(output["dtype"], str) and output["dtype"] == "same"
@@ -454,6 +469,8 @@ class Augment(RecipeBase):
             ``{"erase": [0, 90]}``; an end of None: there is none. In other epochs the operation is left out, and a
             :class:`RandomIoUCrop` only resizes. Other operations keep their random numbers.
         sizes: a :class:`Sizes`, which draws the size of the output for each step of a loader. None: the crop's size.
+        combine: mapping of names to a :class:`Mosaic` and a :class:`CanvasAffine`, which work between crop and ``ops``,
+            and only in a loader. None skips an entry.
 
     >>> import torch, gpuaug, kornia.augmentation as K
     >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})
@@ -471,6 +488,7 @@ class Augment(RecipeBase):
         "same_on_camera",
         "epochs",
         "sizes",
+        "combine",
         "prepared",
         "views",
     )
@@ -489,6 +507,7 @@ class Augment(RecipeBase):
         same_on_camera: Mapping[str, bool] | None = None,
         epochs: Mapping[str, Sequence[int | None]] | None = None,
         sizes: Sizes | None = None,
+        combine: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if crop is not None and not isinstance(crop, (*CROPS, Window)):
@@ -506,7 +525,11 @@ class Augment(RecipeBase):
         self.shared_by_cameras = check_cameras(same_on_camera, names, key="augment.same_on_camera")
         self.same_on_camera = dict(same_on_camera or {})
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
-        self.epochs = self._check_epochs(epochs, ops or {})
+        self.combine = Combine.of(combine, names, crop)
+        for name, value in (("copies", copies if copies > 1 else None), ("sizes", sizes)) if self.combine else ():
+            if value is not None:
+                raise ConfigError(f"`augment.{name}` must be left out with `combine`. Found: {value!r:.99}.")
+        self.epochs = self._check_epochs(epochs, {**(ops or {}), **(combine or {})})
         self.sizes = checks.instance("augment.sizes", sizes, Sizes, optional=True)
         if sizes is not None and not isinstance(getattr(crop, "size", None), tuple):
             raise ConfigError(f"`augment.sizes` needs a crop with a size (H, W). Found: {crop!r:.99}.")
@@ -524,6 +547,12 @@ class Augment(RecipeBase):
         """One view per copy."""
         return [View("", copy, self) for copy in range(self.copies)]
 
+    @property
+    def output_size(self) -> Any:
+        """(H, W) of the output. An int: the shorter side. None: that of the image."""
+        size = None if self.crop is None else self.crop.size
+        return self.combine.size(size) if self.combine else size
+
     def fingerprint(self) -> dict[str, Any]:
         """All settings that decide random numbers and pixels, as JSON; the backend is not one of them."""
         return {**self._made, "copies": self.copies}
@@ -531,7 +560,8 @@ class Augment(RecipeBase):
     def replace(self, **changes: Any) -> Augment:
         """Return a new recipe with ``changes`` of the settings, for example ``replace(normalize=None)``."""
         names = ["crop", "ops", "normalize", "copies", "backend", "same_on_frame", "same_on_camera", "epochs", "sizes"]
-        return Augment(**{name: getattr(self, name) for name in names} | changes)
+        own = {name: getattr(self, name) for name in names}
+        return Augment(**{**own, "combine": self.combine.entries} | changes)
 
     def settings(self) -> dict[str, Any]:
         """Crop, operations and normalization with their settings, as JSON."""
@@ -543,6 +573,8 @@ class Augment(RecipeBase):
             "normalize": None if normalize is None else normalize.values(),
             **{name: value for name in ("same_on_frame", "same_on_camera", "epochs") if (value := getattr(self, name))},
             **({} if self.sizes is None else {"sizes": self.sizes.settings()}),
+            # a name decides the random numbers
+            **({"combine": settings(self.combine.entries)} if self.combine else {}),
         }
 
     def for_step(self, *, seed: int, epoch: int, step: int | None) -> Augment:
@@ -588,6 +620,7 @@ class Augment(RecipeBase):
         return self.replace(
             crop=self.crop.plain() if "crop" in off else self.crop,
             ops={name: op for name, op in self.ops.items() if name not in off},
+            combine={name: each for name, each in self.combine.entries.items() if name not in off},
             same_on_frame={name: same for name, same in self.same_on_frame.items() if name not in off - {"crop"}},
             same_on_camera={name: same for name, same in self.same_on_camera.items() if name not in off - {"crop"}},
             epochs=None,
@@ -598,7 +631,9 @@ class Augment(RecipeBase):
         ops = (f"{name}={op!r}" for name, op in self.ops.items())
         names = ("same_on_frame", "same_on_camera", "epochs")
         same = (f"{name}={value}" for name in names if (value := getattr(self, name)))
-        return ",\n".join([f"crop={self.crop!r}", *ops, *same, f"copies={self.copies}", f"backend={self.backend!r}"])
+        combine = (f"{name}={each!r}" for name, each in self.combine.entries.items())
+        last = f"copies={self.copies}", f"backend={self.backend!r}"
+        return ",\n".join([f"crop={self.crop!r}", *combine, *ops, *same, *last])
 
     def run(self, images: Tensor, chosen: Sequence[Chosen], **output: Any) -> Tensor:
         """Augment ``images`` [B, H, W, C] of one view. Returns [B, C, H, W].

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,12 +29,21 @@ from gpuaug.targets import geometry, masks
 from gpuaug.targets.batch import BatchTargets
 from gpuaug.targets.geometry import Float64
 from gpuaug.targets.masks import Erased, Warp
-from gpuaug.targets.objects import by_rules, carry, output_keypoints
+from gpuaug.targets.objects import by_rules, carry, covered_part, output_keypoints
 from gpuaug.targets.rules import Masks, Targets
 
 log = logging.getLogger("gpuaug")
 
 _SHOWN = 8  # values in a warning
+
+
+class Origins(NamedTuple):
+    """Where the objects of a mosaic come from."""
+
+    source: Int64  # for each row of the view's table, the number of its sample in the source
+    tile: Int64  # for each row of the table, the number of its tile
+    sources: Int64  # [B, K], numbers of the samples; -1: no tile
+    matrices: Float64  # [B, K, 3, 3], from each tile's annotated image to the output
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +59,8 @@ class TargetView:
     windows: Any = None  # CropWindows of the view
     moves: list[Warp | Elastic] = field(default_factory=list)  # what masks still have to follow, in order
     masks: Tensor | None = None  # [B, H, W], set by TargetMover.sample
+    is_tile: bool = False  # a tile for a mosaic: masks in `matrices`' pixels, objects still in those of the images
+    origins: Origins | None = None  # of a view that was put together from tiles
 
     @property
     def upright_objects(self) -> Objects:
@@ -83,7 +94,7 @@ class TargetMover:
         self._needs_masks = any("masks" in getattr(view.augment.crop, "needs", ()) for view in views)
         self._as_stored = rules.orientation == "stored"  # what annotations are for, if sizes do not tell
         self._orientation_logged = quiet
-        self._instances = rules.masks is not None and rules.masks.kind == "instances"
+        self.instances = rules.masks is not None and rules.masks.kind == "instances"
         self.lookup = None if rules.masks is None else masks.lookup(rules.masks)
         self._unnamed_logged = quiet
         self.fill = 0 if rules.masks is None else rules.masks.fill  # value of mask pixels outside the image
@@ -159,17 +170,23 @@ class TargetMover:
                 upright.objects,
                 crop=crop,
                 ops=ops,
-                rules=self.rules,
+                covered=covered_part(window),
+                size=window.size,
+                limits=self.rules.boxes,
                 flip=self.flip,
                 centres=bool(getattr(view.augment.crop, "centres", False)),
-                windows=window,
             )
             matrices = reduce(lambda path, op: op @ path, ops, crop)
-            warps = self._warps(done, window.size)
+            warps = self.warps(done, window.size)
             moved.append(replace(upright, objects=objects, matrices=matrices, windows=window, moves=warps))
         return moved
 
-    def _warps(self, done: Sequence[Move], size: Size) -> list[Warp | Elastic]:
+    def tile(self, upright: TargetView, window: CropWindows) -> TargetView:
+        """The targets of samples that become tiles: see :mod:`gpuaug.augment.target_tiles`."""
+        matrices = geometry.crop(window) @ upright.matrices
+        return replace(upright, matrices=matrices, windows=window, is_tile=True)
+
+    def warps(self, done: Sequence[Move], size: Size) -> list[Warp | Elastic]:
         """Compose the moves between fields, for masks. A sample that a field does not change is sampled only once."""
         found, group = list[Warp | Elastic](), list[Float64 | Erased]()
         for move in done if self.rules.masks else ():
@@ -220,8 +237,9 @@ class TargetMover:
                 masks.place(decoded, view.windows.take(rows), out, warp=own, fill=self.fill, threads=threads)
             first += len(decoded)
             del decoded
-        for view in views if self._instances else ():
-            _drop_vanished(view)
+        for view in views if self.instances else ():
+            if not view.is_tile:
+                drop_vanished(view)
 
     def _begin(
         self, views: Sequence[TargetView], count: int, device: torch.device, *, small: bool
@@ -230,13 +248,13 @@ class TargetMover:
 
         ``small``: whether bytes hold all values.
         """
-        on_host, warps = device.type == "cpu" or self._instances, list[Warp | None]()
+        on_host, warps = device.type == "cpu" or self.instances, list[Warp | None]()
         for view in views:
             first = view.moves[0] if view.moves and on_host else None
             warps.append(first if isinstance(first, Warp) else None)
             view.moves = view.moves if warps[-1] is None else view.moves[1:]
             dtype = torch.uint8 if small else torch.int32
-            if device.type == "cpu" and not view.moves and not self._instances:
+            if device.type == "cpu" and not view.moves and not self.instances and not view.is_tile:
                 dtype = torch.int64  # the last step writes the final dtype
             view.masks = buffers.outputs.take((count, 1, *view.windows.size), dtype, False)[:, 0]
         return warps
@@ -290,7 +308,8 @@ class TargetMover:
                     covered=torch.from_numpy(covered[rows].astype(np.int64)),
                     matrices=torch.from_numpy(view.matrices[rows]),
                     size=windows.size,
-                    instances=self._instances,
+                    instances=self.instances,
+                    **_origins(view, objects.ids, rows),
                 )
             )
         return made
@@ -410,6 +429,15 @@ class TargetMover:
         )  # fmt: skip
 
 
+def _origins(view: TargetView, ids: Int64, rows: Int64) -> dict[str, Tensor]:
+    """Where the objects come from that are the rows ``ids`` of the view's table, if the view has several tiles."""
+    if (origins := view.origins) is None:
+        return {}
+    made = origins.source[ids], origins.tile[ids], origins.sources[rows], origins.matrices[rows]
+    names = ("source", "tile", "sources", "tile_matrices")
+    return {name: torch.from_numpy(each) for name, each in zip(names, made, strict=True)}
+
+
 def _of_rows(move: Float64 | Erased, rows: Int64, *, others: bool = False) -> Float64 | Erased:
     """``move`` for the samples ``rows`` only, or for all others only."""
     count = len(move.boxes if isinstance(move, Erased) else move)
@@ -447,7 +475,7 @@ def _in_pixels(table: Objects, sizes: Int64) -> Objects:
     return replace(table, boxes=boxes, keypoints=keypoints)
 
 
-def _drop_vanished(view: TargetView) -> None:
+def drop_vanished(view: TargetView) -> None:
     """Drop objects that have no pixel in the view's masks, and number the other objects 1, 2, ... in each mask."""
     assert view.masks is not None
     objects, made = view.objects, view.masks.numpy()

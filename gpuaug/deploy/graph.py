@@ -205,6 +205,8 @@ def export(
 def check_exportable(recipe: Augment) -> None:
     """Raise ConfigError for a recipe that draws random numbers, or does what a graph cannot."""
     crop = recipe.crop
+    if recipe.combine:
+        raise ConfigError("`augment.combine` must be null for an export. Found: combine. Take a recipe for evaluation.")
     if crop is not None and not isinstance(crop, Resize | ResizeCenterCrop | Letterbox):
         raise ConfigError(
             f"`augment.crop` must be Resize, ResizeCenterCrop, Letterbox or null for an export. Found: "

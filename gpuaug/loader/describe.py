@@ -12,8 +12,8 @@ def facts(loader: Any) -> dict[str, str]:
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
-    crops = [view.augment.crop for view in loader.augment.at(loader.epoch).views]
-    sides = ["H, W" if crop is None else ", ".join(map(str, crop.size)) for crop in crops]
+    given = [view.augment.output_size for view in loader.augment.at(loader.epoch).views]
+    sides = ["H, W" if size is None else ", ".join(map(str, size)) for size in given]
     counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
     sizes = ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in counts)
     made = {
@@ -44,7 +44,7 @@ def steps(recipe: Any, epoch: int) -> list[str]:
             crop = [] if augment.crop is None else [type(augment.crop).__name__]
             copies = f"{augment.copies} views" if augment.copies > 1 else ""
             name = f"{view.name} ({copies})" if view.name and copies else view.name or copies
-            listed = ", ".join([*crop, *augment.ops]) or "nothing"
+            listed = ", ".join([*crop, *augment.combine.entries, *augment.ops]) or "nothing"
             made.append(f"{name}: {listed}" if name else listed)
     if (sizes := getattr(recipe.at(epoch), "sizes", None)) is not None:
         made.append(f"one of {len(sizes.choose)} sizes for each step, from {min(sizes.choose)} to {max(sizes.choose)}")

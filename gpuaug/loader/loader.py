@@ -18,6 +18,7 @@ from torch import Tensor
 from gpuaug import checks, machine
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
+from gpuaug.augment.mosaic import Mosaic
 from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.progressive import Progressive, Recipe, views_of
 from gpuaug.augment.recipe import Augment
@@ -29,6 +30,7 @@ from gpuaug.errors import ConfigError, GpuaugError, ReadOnlyError, StateError
 from gpuaug.loader import arguments, augmented, describe, distributed
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
+from gpuaug.loader.partners import Partners
 from gpuaug.loader.passes import Pass, PassEndedError
 from gpuaug.loader.pipeline import LazyDecoders, Pipeline, Streams
 from gpuaug.loader.self_check import SelfCheck
@@ -179,7 +181,7 @@ class Loader:
         self.mix: Mix | None = checks.instance("mix", mix, Mix, optional=True)
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
-        arguments.check_recipe(self.augment, self.decode.channels or 3)
+        arguments.check_recipe(self.augment, self.decode.channels or 3, raw=self.decode.pixels == "raw")
         self.patch_masks = patch_masks
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
         self.device = machine.choose_device(device)
@@ -423,7 +425,9 @@ class Loader:
                     raise IndexError("it has fewer samples")
         except IndexError as error:
             raise ConfigError(f"`indices` must be sample numbers of the source. Found: {index} ({error}).") from error
-        task = numbers, torch.zeros_like(numbers), torch.ones(len(numbers), dtype=torch.bool, device="cpu")
+        task: Task = numbers, torch.zeros_like(numbers), torch.ones(len(numbers), dtype=torch.bool, device="cpu")
+        if (partners := self._partners(epoch)) is not None:
+            task = partners.task(task)
         batch = self._make(task, epoch, mix=mix, faults=faults)
         if batch is None:
             raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
@@ -437,6 +441,19 @@ class Loader:
         pipeline.streams.follow_consumer()
         ready = pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, epoch, step)), epoch)
         return None if ready is None else pipeline.hand_over(ready)
+
+    def _partners(self, epoch: int) -> Partners | None:
+        """Chooses the other tiles of an epoch's samples; None if the recipe has no `combine`."""
+        combine = self.augment.at(epoch).combine
+        if not combine:
+            return None
+        name, mosaic = combine.named(Mosaic)
+        return Partners(mosaic=mosaic, name=name, ordered=self._ordered(epoch), seed=self.seed, epoch=epoch)
+
+    def tasks(self, order: orders.EpochOrder) -> Iterator[Task]:
+        """What a pass over ``order``, of the current epoch, has to read."""
+        partners = self._partners(self._epoch)
+        return iter(order) if partners is None else partners.tasks(order)
 
     def replay(self, step: int) -> list[Batch]:
         """The batches of a step of this run, one for each rank of the run, with the pixels that training saw.
@@ -484,8 +501,10 @@ class Loader:
         for rank in range(rows[-1].world_size):
             tasks = rows[-1].split(ordered, start=start, rank=rank)
             if number < len(tasks):
-                in_epoch = tasks.step(number)
-                batch = self._make(tasks[number], epoch, mix=True, faults=self._uncounted, step=in_epoch)
+                in_epoch, task = tasks.step(number), tasks[number]
+                if (partners := self._partners(epoch)) is not None:
+                    task = partners.task(task, tasks.positions(number).numpy())
+                batch = self._make(task, epoch, mix=True, faults=self._uncounted, step=in_epoch)
                 batches |= {} if batch is None else {rank: batch}
         if not batches:
             raise ConfigError(
@@ -648,7 +667,8 @@ class _Epoch(Pass):
     def __init__(self, loader: Loader, tasks: EpochOrder) -> None:
         self._loader, self._tasks, self._first_step = loader, tasks, loader._step
         steps = map(tasks.step, count())
-        super().__init__(loader.pipeline, iter(tasks), epoch=loader.epoch, prefetch=loader.prefetch, steps=steps)
+        to_read = loader.tasks(tasks)
+        super().__init__(loader.pipeline, to_read, epoch=loader.epoch, prefetch=loader.prefetch, steps=steps)
         loader.waited = 0.0
         loader.pipeline.running = weakref.ref(self)  # before `start`, because another thread may stop this pass
         self.start()

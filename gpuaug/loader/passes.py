@@ -13,6 +13,7 @@ from typing import Any
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.pipeline import PartialBatch, Pipeline
+from gpuaug.loader.tiles import HeldTiles
 from gpuaug.read.ends import finalize
 from gpuaug.read.order import Task
 from gpuaug.read.prefetch import END, Producer
@@ -71,7 +72,8 @@ class Pass(Iterator[Batch]):
             if prefetch and not main_thread:
                 decoded = self._thread(decoded, f"decoding-{number}" if number else "decoding", 1)
         # With `main_thread`, `__next__` augments in the consumer's thread.
-        self._items: Any = decoded if main_thread else _each(decoded, partial(pipeline.finish, epoch=epoch))
+        self._finish = partial(pipeline.finish, epoch=epoch, held=HeldTiles())
+        self._items: Any = decoded if main_thread else _each(decoded, self._finish)
         if prefetch:
             self._items = self._thread(self._items, "loader", prefetch)
         self._end = finalize(self, _end, self._items, self._producers, pipeline.reader)
@@ -97,7 +99,7 @@ class Pass(Iterator[Batch]):
             try:
                 item = next(self._items, END)
                 if isinstance(item, PartialBatch):
-                    item = self._pipeline.finish(item, self._epoch)
+                    item = self._finish(item)
             except BaseException:
                 self.close()
                 raise

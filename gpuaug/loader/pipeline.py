@@ -24,6 +24,7 @@ from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.self_check import SelfCheck
+from gpuaug.loader.tiles import Combined, HeldTiles
 from gpuaug.native.buffers import to_device
 from gpuaug.read.order import Task
 from gpuaug.read.reader import Reader
@@ -111,6 +112,7 @@ class PartialBatch:
     # after decoding: [B, H, W, channels] per view, on the device; uint8, with pixels=raw also uint16 or float32
     images: list[Tensor] = field(default_factory=list)
     ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
+    combined: Combined | None = None  # after `combine`, with recipes that have it
 
 
 @dataclass(kw_only=True, eq=False)
@@ -166,6 +168,9 @@ class Pipeline:
         upright, faults = self.targets.upright(encoded, info, self.decoder)
         objects, masks = upright.upright_objects, upright.decoded
         windows = recipe.windows(drawn, info.height, info.width, objects=objects, masks=masks)
+        if encoded.tiles is not None:
+            tiles, faults = [self.targets.tile(upright, windows[0])], [*info.faults, *faults]
+            return PartialBatch(encoded, faults, info, recipe, drawn, windows, targets=tiles, patch_masks=hidden)
         chosen = recipe.choose(drawn, [window.size for window in windows])
         targets = self.targets.place(upright, windows, chosen, views=recipe.views)
         return PartialBatch(encoded, [*info.faults, *faults], info, recipe, drawn, windows, chosen, targets, hidden)
@@ -214,12 +219,16 @@ class Pipeline:
             return None
         return self.targets.finish(batch.targets, batch.encoded.indices, bad=bad, keep=keep, device=self.device)
 
-    def finish(self, decoded: PartialBatch, epoch: int) -> Ready | None:
+    def finish(self, decoded: PartialBatch, epoch: int, held: HeldTiles | None = None) -> Ready | None:
         """Augment and mix a batch; None if policy ``drop`` removes all its samples.
+
+        ``held``: tiles of earlier batches of the pass; None: there is no pass.
 
         Raises:
             DataError, FaultBudgetError: depending on the policy.
         """
+        if decoded.encoded.tiles is not None:
+            decoded = self._combine(decoded, HeldTiles() if held is None else held)
         encoded, faults = decoded.encoded, decoded.faults
         self.faults.handle(
             [fault for fault in faults if encoded.valid[fault.row]],  # padding does not count
@@ -241,10 +250,7 @@ class Pipeline:
             extra = [extra[row] for row in keep.tolist()]
             masks = masks and masks.take(keep)
         with self.streams.on() as stream:
-            if stream is not None and decoded.ready is not None:
-                stream.wait_event(decoded.ready)
-                for view in decoded.images:
-                    view.record_stream(stream)  # allocated on the other stream
+            self._wait_for(decoded, stream)
             images = self.augment(decoded)
             images = self._without_bad(images, bad, keep)
             labels = None if labels is None else to_device(labels, self.device)
@@ -253,7 +259,7 @@ class Pipeline:
             if self.mix is not None:
                 first = int(encoded.indices[0])
                 images, labels = self.mix(images, labels, valid=valid, epoch=epoch, first_index=first)
-            made = decoded.recipe, decoded.drawn, decoded.windows, keep
+            made = decoded.recipe, decoded.drawn, decoded.windows, decoded.combined, keep
             batch = Batch(
                 images=_one(images),
                 labels=labels,
@@ -268,6 +274,17 @@ class Pipeline:
                 look=replace(self.appearance_at(epoch), bad=frozenset(bad if keep is None else ())),
             )
             return batch, None if stream is None else stream.record_event()
+
+    def _combine(self, decoded: PartialBatch, held: HeldTiles) -> PartialBatch:
+        with self.streams.on() as stream:
+            self._wait_for(decoded, stream)
+            return held.combine(decoded, self.targets, threads=self.decoder.num_threads)
+
+    def _wait_for(self, decoded: PartialBatch, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None and decoded.ready is not None:
+            stream.wait_event(decoded.ready)
+            for view in decoded.images:
+                view.record_stream(stream)  # allocated on the other stream
 
     def _without_bad(self, images: list[Tensor], bad: Sequence[int], keep: Tensor | None) -> list[Tensor]:
         """Return the rows ``keep`` of the views. If ``keep`` is None, return all rows, with the rows ``bad`` zero."""
@@ -322,10 +339,12 @@ def _positions(*given: Any) -> list[Tensor]:
     return matrices(*given)
 
 
-def _explained(recipe: Any, drawn: Any, windows: Any, keep: Tensor | None, channels: int, row: int) -> list[Any]:
+def _explained(
+    recipe: Any, drawn: Any, windows: Any, combined: Combined | None, keep: Tensor | None, channels: int, row: int
+) -> list[Any]:
     from gpuaug.augment.explain import explain  # other runs do not need it
 
-    return explain(recipe, drawn, windows, row if keep is None else int(keep[row]), channels)
+    return explain(recipe, drawn, windows, row if keep is None else int(keep[row]), channels, combined=combined)
 
 
 def _one(views: list[Any] | None) -> Any:

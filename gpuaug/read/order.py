@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import WeightedRandomSampler
 
 from gpuaug import checks
+from gpuaug.batch import Tiles
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
 from gpuaug.source.adapt import active_numbers, numbers_by_position
@@ -28,7 +29,10 @@ from gpuaug.source.adapt import adapt as adapt_source
 from gpuaug.source.index import occurrences, range_problem, read_numbers
 
 Last = Literal["uneven", "drop", "pad"]
-Task = tuple[Tensor, Tensor, Tensor]  # indices, repeats, valid of a batch: int64, int64, bool [B], on the CPU
+# indices, repeats, valid of a batch: int64, int64, bool [B], on the CPU. With tiles, they have T rows, and `valid` is
+# False for samples that are only tiles of others.
+Task = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tiles]
+
 
 _CHUNK = 1 << 16  # values per generator call; 1.28 million values take 21 ms in such calls, but 300 ms in one call
 
@@ -274,16 +278,20 @@ class EpochOrder(Sequence[Task]):
             return [self[i] for i in range(*k.indices(len(self)))]
         if not 0 <= k < len(self):
             raise IndexError(f"`k` must be 0 .. {len(self) - 1}, a batch from position {self.start} on. Found: {k}.")
-        total, step = len(self.epoch), self.batch_size * self.world_size
-        begin = self.start + self.rank + k * step
-        end = begin + step if self.last == "pad" else min(begin + step, total)
-        positions = torch.arange(begin, end, self.world_size, device="cpu")
+        positions, total = self.positions(k), len(self.epoch)
         again = positions // total
         positions %= total
         indices, repeats = self.epoch.indices[positions], self.epoch.repeats[positions]
         if again[-1]:  # padding gets new repeat numbers, and so other random parameters
             repeats = (repeats + again * (int(self.epoch.repeats.max()) + 1)) & 0xFFFF
         return indices, repeats, again == 0
+
+    def positions(self, k: int) -> Tensor:
+        """The positions of batch ``k`` in the epoch, int64; from ``len(self.epoch)`` on, the epoch begins again."""
+        step = self.batch_size * self.world_size
+        begin = self.start + self.rank + k * step
+        end = begin + step if self.last == "pad" else min(begin + step, len(self.epoch))
+        return torch.arange(begin, end, self.world_size, device="cpu")
 
     def step(self, k: int) -> int:
         """The number of batch ``k``, counted from the beginning of the epoch."""

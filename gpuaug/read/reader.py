@@ -124,7 +124,7 @@ class Reader:
         read = self._received(generation, todo, ended) if self._settings["num_workers"] else self._read_here(todo)
         try:
             while not ended() and (made := next(read, None)) is not None:
-                (indices, repeats, valid), (pieces, (labels, faults, targets, extra)) = made
+                (indices, repeats, valid, *tiles), (pieces, (labels, faults, targets, extra)) = made
                 yield EncodedBatch(
                     images=pieces[: len(indices)],
                     masks=pieces[len(indices) :],
@@ -135,6 +135,7 @@ class Reader:
                     faults=faults,
                     targets=targets,
                     extra=extra,
+                    tiles=tiles[0] if tiles else None,
                 )
         finally:
             todo.close()  # to free the tasks: the workers keep `todo`

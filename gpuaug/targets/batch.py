@@ -42,6 +42,11 @@ class BatchTargets:
         matrices: float64 ``[B, 3, 3]``, from positions in the annotated image to positions in the output. Pixel i
             covers i..i+1. The inverse matrices map predictions back.
         size: (height, width) of the output.
+        source: int64 ``[N]``, number of the sample that each object comes from. This and the next three are None except
+            in recipes with ``combine``. Then ``matrices``, ``sizes`` and ``image_ids`` are those of the sample itself.
+        tile: int64 ``[N]``, number of the tile that shows the object, 0 .. K - 1; 0 is the sample itself.
+        sources: int64 ``[B, K]``, number of the sample in each tile; -1: no tile.
+        tile_matrices: float64 ``[B, K, 3, 3]``, as ``matrices``, for each tile.
         instances: True: masks hold k + 1 for object k of the image, and 0 for no object. False: masks hold class
             numbers.
 
@@ -67,6 +72,10 @@ class BatchTargets:
     covered: Tensor
     matrices: Tensor
     size: tuple[int, int]
+    source: Tensor | None = None
+    tile: Tensor | None = None
+    sources: Tensor | None = None
+    tile_matrices: Tensor | None = None
     instances: bool = False
 
     def __len__(self) -> int:
@@ -157,6 +166,11 @@ class BatchTargets:
         Raises:
             ConfigError: the predictions are not those of B images.
         """
+        if self.sources is not None and (self.sources[:, 1:] >= 0).any():
+            raise ConfigError(
+                "`restore` needs outputs that show one image each, but these are mosaics. Found: "
+                f"{self.sources.shape[1]} tiles. Evaluate with a recipe without `combine`."
+            )
         given = {"boxes": boxes, "keypoints": keypoints, "masks": masks, "logits": logits}
         for name, value in given.items():
             if value is not None and len(value) != len(self):

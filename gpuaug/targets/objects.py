@@ -14,9 +14,15 @@ from gpuaug.batch import CropWindows, Objects
 from gpuaug.errors import ConfigError
 from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Bool, Float64, both
-from gpuaug.targets.rules import Targets
+from gpuaug.targets.rules import Boxes, Targets
 
 _ROUNDING = 1e-9  # pixels; tolerance for rounding errors, so that a box of exactly the smallest size is kept
+
+
+def covered_part(windows: CropWindows) -> Float64:
+    """The part of each canvas that the image covers, (x1, y1, x2, y2) [B, 4]; empty if x2 <= x1 or y2 <= y1."""
+    start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, windows.size)
+    return np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
 
 
 def by_rules(table: Objects, rules: Targets) -> Objects:
@@ -50,12 +56,13 @@ def carry(
     *,
     crop: Float64,
     ops: Sequence[Float64],
-    rules: Targets,
+    covered: Float64,
+    size: tuple[int, int],
+    limits: Boxes | None,
     flip: tuple[int, ...] | None,
-    windows: CropWindows,
     centres: bool = False,
 ) -> Objects:
-    """Move the objects of a batch through the crop and the operations, and drop objects that the rules leave out.
+    """Move the objects of a batch through the crop and the operations, and drop objects that the limits leave out.
 
     The image after the crop and after each operation is a canvas. No operation can bring back what is outside a
     canvas. A keypoint stays visible if it is inside every canvas. A box is clipped at every canvas, as the polygon that
@@ -66,16 +73,14 @@ def carry(
         crop: matrices [B, 3, 3] from the annotated image to the first canvas. A crop can only scale, move, mirror and
             transpose.
         ops: matrices [B, 3, 3] from each canvas to the next. The last canvas is the output.
-        rules: limits of boxes.
+        covered: [B, 4], (x1, y1, x2, y2) of the first canvas that shows the image; empty if x2 <= x1 or y2 <= y1.
+        size: (H, W) of every later canvas.
+        limits: of boxes; None: none.
         flip: for each keypoint, the index of its mirror image. If the crop and the operations together mirror the
             image, the keypoints of each pair are exchanged.
-        windows: the crop's windows. Their ``size`` is that of every canvas.
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
     """
-    size, canvas = windows.size, np.array([[0, 0, *windows.size[::-1]]], dtype=np.float64)
-    # the part of the first canvas that the image covers; empty if x2 <= x1 or y2 <= y1
-    start, stop = np.maximum(windows.offset, 0), np.minimum(windows.offset + windows.resized, size)
-    covered = np.concatenate([start[:, ::-1], stop[:, ::-1]], axis=1).astype(np.float64)
+    canvas = np.array([[0, 0, *size[::-1]]], dtype=np.float64)
     if objects.boxes is not None:
         part, paths = covered[objects.sample], accumulate(ops, lambda path, op: op @ path)
         cut = geometry.hulls(crop[objects.sample], objects.boxes)
@@ -85,7 +90,7 @@ def carry(
             centre = (cut[:, :2] + cut[:, 2:]) / 2
             keep &= both((centre > part[:, :2] + _ROUNDING) & (centre < part[:, 2:] - _ROUNDING))
         boxes, left = geometry.visible([path[objects.sample] for path in paths], boxes, size)
-        keep &= (left >= 0) & _large_enough(boxes, left, cut, rules)  # NaN: nothing is left
+        keep &= (left >= 0) & _large_enough(boxes, left, cut, limits)  # NaN: nothing is left
         objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
     if objects.keypoints is not None:
         path = [(m[objects.sample], area) for m, area in ((crop, covered[objects.sample]), *((m, canvas) for m in ops))]
@@ -107,12 +112,11 @@ def _half(rules: Targets) -> float:
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
 
 
-def _large_enough(boxes: Float64, left: Float64, cut: Float64, rules: Targets) -> Bool:
+def _large_enough(boxes: Float64, left: Float64, cut: Float64, limits: Boxes | None) -> Bool:
     """Whether boxes [N, 4] of the output satisfy the limits.
 
     ``left`` [N]: the area of their visible part, on the first canvas. ``cut`` [N, 4]: the unclipped boxes there.
     """
-    limits = rules.boxes
     if limits is None:
         return np.ones(len(boxes), dtype=bool)
     sides = boxes[:, 2:] - boxes[:, :2]

@@ -33,14 +33,15 @@ TRAIN = [
     "seg_torchvision", "seg_ade20k", "seg_cityscapes", "seg_voc", "det_hflip", "det_ssd", "det_rtdetr", "det_lsj",
     "pose_rcnn",
 ]  # fmt: skip
-ALL = sorted([*TRAIN, *(f"{name}_eval" for name in TRAIN)])
+COMBINED = ["det_yolo"]  # work only in a loader: see tests/loader/test_mosaic_batches.py
+ALL = sorted([*TRAIN, *(f"{name}_eval" for name in [*TRAIN, *COMBINED])])
 SIZES = {
     "seg_torchvision": (480, 480), "seg_ade20k": (512, 512), "seg_cityscapes": (512, 1024), "seg_voc": (512, 512),
     "det_hflip": (1333, 1333), "det_ssd": (300, 300), "det_rtdetr": (640, 640), "det_lsj": (1024, 1024),
     "pose_rcnn": (1333, 1333), "seg_torchvision_eval": (520, 693), "seg_ade20k_eval": (512, 682),
     "seg_cityscapes_eval": (1024, 1365), "seg_voc_eval": (512, 682), "det_hflip_eval": (1333, 1333),
     "det_ssd_eval": (300, 300), "det_rtdetr_eval": (640, 640), "det_lsj_eval": (1024, 1024),
-    "pose_rcnn_eval": (1333, 1333),
+    "pose_rcnn_eval": (1333, 1333), "det_yolo_eval": (640, 640),
 }  # fmt: skip
 HEIGHT, WIDTH, COUNT = 150, 200, 6
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -153,8 +154,9 @@ def nearly_equal_masks(found: Tensor, want: Tensor) -> None:
 
 def test_every_recipe_has_an_evaluation_counterpart() -> None:
     files = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem.partition("_")[0] in ("seg", "det", "pose"))
-    assert files == ALL == sorted(SIZES)
-    for name in TRAIN:
+    assert files == sorted([*ALL, *COMBINED])
+    assert sorted(SIZES) == ALL
+    for name in [*TRAIN, *COMBINED]:
         train, counterpart = recipe(name), recipe(f"{name}_eval")
         assert not counterpart.ops
         assert not sum(stream.count for stream in counterpart.draws)
@@ -162,18 +164,26 @@ def test_every_recipe_has_an_evaluation_counterpart() -> None:
         assert train.crop.interpolation == counterpart.crop.interpolation == "bilinear"
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, *COMBINED])
 def test_a_file_writes_out_every_key_and_cites_its_source(name: str) -> None:
     text = (FOLDER / f"{name}.yaml").read_text()
     first = text.splitlines()[0]
-    assert any(cited in first for cited in ("torchvision", "mmsegmentation", "RT-DETR", "detectron2")), first
+    assert any(cited in first for cited in ("torchvision", "mmsegmentation", "RT-DETR", "detectron2", "ultralytics")), (
+        first
+    )
     node = OmegaConf.create(text)
-    parts = [node, node.crop, *node.ops.values(), *([] if node.normalize is None else [node.normalize])]
+    parts = [
+        node,
+        node.crop,
+        *node.get("combine", {}).values(),
+        *node.ops.values(),
+        *([] if node.normalize is None else [node.normalize]),
+    ]
     for part in parts:
         kind, _, cls = part._target_.rpartition(".")
         if kind == "gpuaug":
             # for clips and cameras, which no file has, and what few recipes need
-            elsewhere = {"same_on_frame", "same_on_camera", "epochs", "sizes"} if cls == "Augment" else set()
+            elsewhere = {"same_on_frame", "same_on_camera", "epochs", "sizes", "combine"} if cls == "Augment" else set()
             wanted = set(inspect.signature(getattr(gpuaug, cls)).parameters)
             assert wanted - elsewhere <= set(part) - {"_target_"} <= wanted
 

@@ -179,6 +179,18 @@ MADE: dict[str, Attack] = {
         lambda p: {"choose": [8, 16]},
         lambda p, made: pairs(p, augment=gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8), sizes=made)),
     ),
+    "Mosaic": (
+        lambda p: {},
+        lambda p, made: boxes(
+            p, targets=BOXES, augment=gpuaug.Augment(crop=gpuaug.Letterbox(8), combine={"mosaic": made})
+        ),
+    ),
+    "CanvasAffine": (
+        lambda p: {"size": 8},
+        lambda p, made: pairs(
+            p, targets=MASKS, augment=gpuaug.Augment(crop=gpuaug.Letterbox(8), combine={"affine": made})
+        ),
+    ),
     "tta": (lambda p: {"model": torch.nn.Identity(), "views": gpuaug.Augment()}, lambda p, made: made),
     "export": (lambda p: {"recipe": gpuaug.Augment(crop=gpuaug.Resize((8, 8))), "path": "x.md"}, lambda p, made: made),
 }

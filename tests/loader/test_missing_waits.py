@@ -115,6 +115,14 @@ RECIPES = {
     "simclr": (["crop.size=48"], {}),
     "det_hflip": (["crop.size=64", "crop.shorter=48"], {"targets": ALL}),
     "seg_voc": (["crop.size=48"], {"targets": ALL}),
+    "mosaic": (
+        gpuaug.Augment(
+            crop=gpuaug.Letterbox(48, centre=False),
+            combine={"mosaic": gpuaug.Mosaic(window=8), "affine": gpuaug.CanvasAffine(size=48)},
+            ops={"flip": K.RandomHorizontalFlip()},
+        ),
+        {"targets": ALL},
+    ),
     "masks and a field": (recipe(**FIELD), {"targets": gpuaug.Targets(masks=gpuaug.Masks())}),
 }
 
@@ -172,6 +180,7 @@ def freed(what, of, by, on):
 
 CURRENT = "not current: `{}` .* runs on cuda:1 while cuda:0 is current"
 AUGMENT = "augmenting", "DALI", "decoding"
+AUGMENT_READS = "decoding", "_points_kernel", "augmenting"
 CONSUME = "sum", "consumer", "_points_kernel", "augmenting"
 LINES = [  # what is deleted from a function, its replacement, the message
     (Streams.on, "torch.cuda.device(self.device), ", "", "new context: cuda:0 gets one from loader/pipeline.py"),
@@ -181,8 +190,13 @@ LINES = [  # what is deleted from a function, its replacement, the message
         race("sub", "augmenting", "mul_", "consumer"),
     ),
     (Pipeline.decode, "stream.record_event()", "None", race("_points_kernel", *AUGMENT)),
-    (Pipeline.finish, "stream.wait_event(decoded.ready)", "pass", race("_points_kernel", *AUGMENT)),
-    (Pipeline.finish, "view.record_stream(stream)", "pass", freed("uint8", "decoding", "_points_kernel", "augmenting")),
+    (Pipeline._wait_for, "stream.wait_event(decoded.ready)", "pass", race("_points_kernel", *AUGMENT)),
+    (
+        Pipeline._wait_for,
+        "view.record_stream(stream)",
+        "pass",
+        freed("uint8", "decoding", "_points_kernel", "augmenting"),
+    ),
     (Pipeline.finish, "stream.record_event()", "None", race(*CONSUME)),
     (Pipeline.hand_over, "current.wait_event(event)", "pass", race(*CONSUME)),
     (Pipeline.hand_over, "tensor.record_stream(current)", "pass", freed("float32", "augmenting", "sum", "consumer")),

@@ -58,12 +58,17 @@ def of(boxes: Any, rules: Targets = ALL, *, keypoints: Any = None, samples: int 
     return by_rules(encoded, rules)
 
 
-def carry(objects: Objects, *, crop: Any, ops: Any, windows: CropWindows | None = None, **more: Any) -> Objects:
+def carry(
+    objects: Objects, *, crop: Any, ops: Any, rules: Targets, windows: CropWindows | None = None, **more: Any
+) -> Objects:
     """Without ``windows``, the image covers the whole canvas. ``ops``: a list of canvases, or one."""
     box = np.tile([0, 0, H, W], (len(crop), 1))
     whole = CropWindows(box, box[:, 2:], box[:, :2], (H, W))
     ops = ops if isinstance(ops, list) else [ops]
-    return objects_module.carry(objects, crop=crop, ops=ops, windows=windows or whole, **more)
+    part = objects_module.covered_part(windows or whole)
+    return objects_module.carry(
+        objects, crop=crop, ops=ops, covered=part, size=(H, W), limits=rules.boxes, **{"flip": None, **more}
+    )
 
 
 def moved(objects: Objects, m: Any = None, *, crop: Any = None, rules: Targets = ALL, **more: Any) -> Objects:

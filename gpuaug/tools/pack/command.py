@@ -214,6 +214,8 @@ def _check_recipe(augment: Any, targets: dict[str, Any] | None) -> None:
         )
     for view in augment.views:
         crop = view.augment.crop
+        if view.augment.combine:
+            raise ConfigError("`augment.combine` must be null with `epochs`, for one sample each. Found: combine.")
         if crop is None or crop.needs or isinstance(crop.size, int):
             raise ConfigError(
                 "`augment.crop` must give images of one size (H, W) with `epochs`, and cannot depend on targets. "

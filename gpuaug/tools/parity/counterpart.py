@@ -39,7 +39,7 @@ def choose(
 
     Returns the operations without crop and normalization, and what each operation chose.
     """
-    augment = view.augment.replace(crop=None, normalize=None, copies=1, ops=ops)
+    augment = view.augment.replace(crop=None, combine=None, normalize=None, copies=1, ops=ops)
     recipe: Augment | MultiView = MultiView(views={view.name: augment}) if view.name else augment
     drawn = recipe.draw(seed=loader.seed, epoch=epoch, indices=indices)
     return augment, recipe.choose(drawn, [(size[0], size[1])])[0]

@@ -180,9 +180,9 @@ def draw(
     """The rows of some samples in some epochs, and the legend. :func:`rows_of` explains ``cell``."""
     # Check the number of pixels before decoding. The largest stage of a Progressive counts for all epochs.
     check_bands(bands, loader.decode.channels or 3)
-    crops = [[view.augment.crop for view in recipe.views] for recipe in loader.augment.schedule.values()]
+    sizes = [[view.augment.output_size for view in recipe.views] for recipe in loader.augment.schedule.values()]
     least = (cell or 16) ** 2
-    areas = [[math.prod(pair("size", crop.size)) if crop else 0 for crop in of_views] for of_views in crops]
+    areas = [[math.prod(pair("size", size)) if size else 0 for size in of_views] for of_views in sizes]
     of_epoch = max(sum(max(area, least) for area in of_views) for of_views in areas)
     check_pixels(len(indices) * (len(epochs) * of_epoch + math.ceil(ORIGINAL**2) * least))
     samples, style = samples_of(loader, indices, epochs=epochs, bands=bands), Style.of(loader.source, loader.targets)

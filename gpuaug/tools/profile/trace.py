@@ -25,6 +25,7 @@ from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.passes import Pass
 from gpuaug.loader.pipeline import PartialBatch, Pipeline
+from gpuaug.read.order import Task
 
 Step = Callable[[Batch], None]
 Seconds = defaultdict[str, float]  # by stage
@@ -165,6 +166,10 @@ class _Traced(Pipeline):
         with self.clock.stage("augment", kernels=True):
             return super().augment(batch)
 
+    def _combine(self, *given: Any) -> PartialBatch:
+        with self.clock.stage("augment", kernels=True):
+            return super()._combine(*given)
+
     def finish_targets(self, batch: PartialBatch, *given: Any) -> Any:
         with contextlib.nullcontext() if batch.targets is None else self.clock.stage("targets"):
             return super().finish_targets(batch, *given)
@@ -204,7 +209,8 @@ def trace(loader: Loader, step: Step | None = None, *, seconds: float, lockstep:
     pipeline = _Traced.of(loader.pipeline, clock, faults)
     order, skip = loader.epoch_order, max(WARMUP, loader.num_workers)
     whole = len(order[0][0])
-    tasks = itertools.cycle(task for task in order if len(task[0]) == whole)
+    again = itertools.chain.from_iterable(loader.tasks(order) for _ in itertools.count())
+    tasks: Iterator[Task] = (task for task in again if len(task[3].of if len(task) > 3 else task[0]) == whole)
     if loader.source.remote is not None and loader.source.remote.cache is not None:
         first = list(itertools.islice(tasks, max(2, -(-REPEATED // loader.batch_size))))
         tasks, skip = itertools.cycle(first), skip + len(first)

@@ -1,0 +1,155 @@
+"""Puts the targets of samples together that a mosaic shows on one canvas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpuaug.augment.gather import gather
+from gpuaug.augment.mosaic import Layout
+from gpuaug.augment.moves import moves
+from gpuaug.augment.parameters import Chosen, Prepared
+from gpuaug.augment.target_mover import Origins, TargetMover, TargetView, drop_vanished
+from gpuaug.batch import OBJECT_COLUMNS, CropWindows, Int64, Objects
+from gpuaug.targets import masks
+from gpuaug.targets.masks import Warp
+from gpuaug.targets.objects import carry
+
+Place = tuple[TargetView, int]  # a tile: its batch, and its row there
+
+
+def combine(
+    mover: TargetMover,
+    places: Sequence[Sequence[Place]],
+    numbers: Int64,
+    layout: Layout,
+    ops: Sequence[Prepared],
+    chosen: Sequence[Chosen],
+    *,
+    threads: int = 1,
+) -> TargetView:
+    """The targets of B outputs of K tiles each.
+
+    An object is clipped at what the canvas shows of its tile, then at every later canvas. The limits of the rules
+    compare with what the canvas shows.
+
+    Args:
+        mover: which targets there are.
+        places: [B, K]. A tile that ``layout`` does not show is left out.
+        numbers: int64 [B, K], numbers of the samples; -1: no tile.
+        layout: where the tiles are.
+        ops: the operations after the canvas.
+        chosen: what they do to each output.
+        threads: number of threads.
+    """
+    count, tiles = len(places), len(places[0])
+    views = list({id(view): view for own in places for view, _ in own}.values())
+    starts = dict(zip(map(id, views), np.cumsum([0] + [len(view.sizes) for view in views]), strict=False))
+    rows = np.array([starts[id(view)] + row for own in places for view, row in own])  # of all batches together
+    shown = (layout.visible[..., 2:] > layout.visible[..., :2]).all(axis=-1).reshape(-1)
+    table, found = _together([v.table for v in views]), _together([v.objects for v in views])
+    sizes, annotated, before = (
+        np.concatenate([getattr(view, name) for view in views]) for name in ("sizes", "annotated", "matrices")
+    )
+    # the objects of each tile, in order; `ids` count within the table of the output
+    first, anchors = table.offsets[rows], rows[::tiles]
+    table, owner, begin = _of_tiles(table, rows, shown)
+    table = replace(table, sample=owner // tiles, sizes=table.sizes[anchors])
+    bases = np.cumsum([0] + [len(view.table) for view in views])
+    shifts = np.repeat(bases[:-1], [len(view.objects) for view in views])
+    found = replace(found, ids=found.ids + shifts)
+    objects, tile, _ = _of_tiles(found, rows, shown)
+    objects = replace(objects, ids=objects.ids - first[tile] + begin[tile], sample=tile)
+    onto = np.tile(np.eye(3), (count * tiles, 1, 1))
+    onto[:, :2, 2] = layout.origin.reshape(-1, 2)
+    onto = onto @ before[rows]
+    flip: Any = mover.flip
+    objects = replace(objects, sizes=np.zeros((count * tiles, 2), dtype=np.int32))
+    part = layout.visible.reshape(-1, 4).astype(np.float64)
+    objects = carry(objects, crop=onto, ops=[], covered=part, size=layout.size, limits=None, flip=flip)
+    objects = replace(objects, sample=objects.sample // tiles, sizes=table.sizes)
+    done = moves(ops, chosen, layout.size)
+    path = [layout.matrices, *(move for move in done if isinstance(move, np.ndarray))]
+    canvas = np.concatenate([layout.canvas * 0, layout.canvas], axis=1).astype(np.float64)
+    still = np.tile(np.eye(3), (count, 1, 1))
+    limits = mover.rules.boxes
+    objects = carry(objects, crop=still, ops=path, covered=canvas, size=layout.size, limits=limits, flip=flip)
+    whole = reduce(lambda m, op: op @ m, path)
+    each = whole[:, None] @ onto.reshape(count, tiles, 3, 3)
+    view = TargetView(
+        table=table,
+        objects=objects,
+        matrices=each[:, 0],
+        sizes=sizes[anchors],
+        annotated=annotated[anchors],
+        windows=_whole(count, layout.size),
+        moves=mover.warps(done, layout.size),
+        origins=Origins(numbers.reshape(-1)[owner], owner % tiles, numbers, each),
+    )
+    if mover.rules.masks is not None:
+        add = (begin.reshape(count, tiles) - begin[::tiles, None]) if mover.instances else None
+        _add_masks(view, mover, places, layout, add, threads)
+    return view
+
+
+def _together(tables: Sequence[Objects]) -> Objects:
+    """The objects of several batches in one table."""
+    if len(tables) == 1:
+        return tables[0]
+    columns = dict[str, Any]()
+    bases = np.cumsum([0] + [len(table.sizes) for table in tables])
+    for name in OBJECT_COLUMNS:
+        parts = [getattr(table, name) for table in tables]
+        if name == "sample":
+            parts = [part + base for part, base in zip(parts, bases, strict=False)]
+        if name == "keypoints" and parts[0] is not None:  # a source may not know how many points its objects have
+            most = max(part.shape[1] for part in parts)
+            parts = [np.pad(part, ((0, 0), (0, most - part.shape[1]), (0, 0))) for part in parts]
+        columns[name] = None if parts[0] is None else np.concatenate(parts)
+    return Objects(**columns, sizes=np.concatenate([table.sizes for table in tables]))
+
+
+def _of_tiles(table: Objects, rows: Int64, shown: Any) -> tuple[Objects, Int64, Int64]:
+    """The objects of tiles. Returns them, the tile of each object, and where the objects of each tile begin."""
+    offsets = table.offsets
+    counts = (offsets[rows + 1] - offsets[rows]) * shown
+    begin = np.cumsum(counts) - counts
+    at = np.repeat(offsets[rows] - begin, counts) + np.arange(counts.sum())
+    return table.take(at), np.repeat(np.arange(len(rows)), counts), begin
+
+
+def _whole(count: int, size: tuple[int, int]) -> CropWindows:
+    """Windows that cover all of the output."""
+    sides = np.tile(np.array(size, dtype=np.int32), (count, 1))
+    return CropWindows(np.concatenate([sides * 0, sides], axis=1), sides, sides * 0, size)
+
+
+def _add_masks(
+    view: TargetView,
+    mover: TargetMover,
+    places: Sequence[Sequence[Place]],
+    layout: Layout,
+    add: Int64 | None,
+    threads: int,
+) -> None:
+    parts = [[_mask(tile, row) for tile, row in own] for own in places]
+    if add is not None or len({part.dtype for own in parts for part in own}) > 1:
+        parts = [[part.to(torch.int32) for part in own] for own in parts]
+    where = layout.origin, layout.visible, layout.inverse, layout.size
+    view.masks = gather(parts, *where, fill=mover.fill, add=add, threads=threads)
+    if not mover.instances:
+        return
+    if view.moves and isinstance(first := view.moves[0], Warp):
+        view.masks, view.moves = masks.gather(view.masks, first, mover.fill), view.moves[1:]
+    drop_vanished(view)
+
+
+def _mask(tile: TargetView, row: int) -> Tensor:
+    assert tile.masks is not None
+    return tile.masks[row]

@@ -1,0 +1,90 @@
+"""Adds to each batch of a loader the samples that a mosaic shows beside the batch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from gpuaug.augment.mosaic import STRIDE, Mosaic
+from gpuaug.batch import Int64, Tiles
+from gpuaug.random.keyed import Stream, pick, uniforms
+from gpuaug.read.order import EpochOrder, Ordered, Task
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Partners:
+    """Chooses the samples of an epoch's mosaics.
+
+    Attributes:
+        mosaic: of the epoch's recipe; None: each output has one tile.
+        name: of the mosaic in the recipe.
+        epoch_order: the epoch, the same on every rank.
+        seed, epoch: of the random numbers.
+    """
+
+    mosaic: Mosaic | None
+    name: str
+    ordered: Ordered
+    seed: int
+    epoch: int
+    _held: set[int] = field(default_factory=set)  # keys of samples whose tiles the pass still has
+
+    def tasks(self, tasks: EpochOrder) -> Iterator[Task]:
+        """The tasks of a pass. Samples of its earlier batches are not read again while the pass holds their tiles."""
+        for k in range(len(tasks)):
+            yield self._with_tiles(tasks[k], tasks.positions(k).numpy(), hold=True)
+
+    def task(self, task: Task, positions: Int64 | None = None) -> Task:
+        """One task alone. ``positions`` in the epoch; None: of the first occurrence of each sample."""
+        if positions is None:
+            order, indices = self.ordered.indices.numpy(), task[0].numpy()
+            sort = np.argsort(order, kind="stable")
+            at = np.searchsorted(order, indices, sorter=sort).clip(max=len(order) - 1)
+            found = order[sort[at]] == indices if len(order) else np.zeros(len(indices), dtype=bool)
+            # a sample that the epoch does not have gets the partners of the epoch's first one
+            positions = np.where(found, sort[at] if len(order) else 0, -2 - np.arange(len(indices)))
+        return self._with_tiles(task, positions, hold=False)
+
+    def _with_tiles(self, task: Task, keys: Int64, *, hold: bool) -> Task:
+        partners = self._partners(task, np.maximum(keys, 0))
+        if self.mosaic is not None and self.mosaic.partners == "batch":
+            partners = np.where(partners < 0, -1, keys[partners])
+        oldest, own = int(keys[0]) - STRIDE * (self.mosaic.window if self.mosaic else 0), set(keys.tolist())
+        others = np.unique(partners[partners >= 0])
+        others = np.array([k for k in others.tolist() if k not in own and k not in self._held], dtype=np.int64)
+        if hold and self.mosaic is not None and self.mosaic.partners == "window":
+            self._held.update(own)
+            self._held.difference_update([key for key in self._held if key < oldest])
+        at = torch.from_numpy(others)
+        tiles = Tiles(np.concatenate([keys, others]), np.concatenate([keys[:, None], partners], axis=1), oldest)
+        return (
+            torch.cat([task[0], self.ordered.indices[at]]),
+            torch.cat([task[1], self.ordered.repeats[at]]),
+            torch.cat([task[2], torch.zeros(len(at), dtype=torch.bool, device="cpu")]),
+            tiles,
+        )
+
+    def _partners(self, task: Task, positions: Int64) -> Int64:
+        """Positions in the epoch of the other tiles, int64 [B, K - 1]; for ``batch`` rows of the batch. -1: no tile."""
+        mosaic, total, count = self.mosaic, len(self.ordered), len(task[0])
+        if mosaic is None:
+            return np.zeros((count, 0), dtype=np.int64)
+        indices, repeats = task[0].numpy(), task[1].numpy()
+        stream = Stream("", 0, self.name, mosaic.count)
+        u = uniforms([stream], seed=self.seed, epoch=self.epoch, indices=indices, repeats=repeats)["", 0, self.name]
+        if mosaic.partners == "fresh":
+            found = pick(u[:, 3:], total)
+        elif mosaic.partners == "window":
+            few = total <= STRIDE * mosaic.window
+            distances = mosaic._distances(u, max(min(mosaic.window, total - 1), 1))
+            found = (positions[:, None] - distances * (1 if few else STRIDE)) % total
+        else:
+            mixed = Stream("", -1, self.name, count)  # copies start at 0, so no other stream has copy -1
+            values = uniforms([mixed], seed=self.seed, epoch=self.epoch, indices=indices[:1])["", -1, self.name][0]
+            order = np.argsort(values, kind="stable")
+            place = np.argsort(order)  # of each row
+            found = order[(place[:, None] + np.arange(1, mosaic.tiles)) % count]
+        return np.where(mosaic._applied(u)[:, None], found, -1)

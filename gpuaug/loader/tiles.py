@@ -1,0 +1,89 @@
+"""Puts the outputs of a mosaic together from the decoded tiles of this and earlier batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gpuaug.augment.gather import gather
+from gpuaug.augment.mosaic import Layout
+from gpuaug.batch import Int64
+from gpuaug.targets import geometry
+from gpuaug.targets.geometry import Float64
+from gpuaug.targets.objects import covered_part
+
+if TYPE_CHECKING:
+    from gpuaug.augment.target_mover import TargetMover
+    from gpuaug.loader.pipeline import PartialBatch
+
+
+class Combined(NamedTuple):
+    """How the outputs of a batch were put together."""
+
+    numbers: Int64  # [B, K], numbers of the samples in the tiles; -1: no tile
+    layout: Layout
+    matrices: Float64  # [B, 3, 3], from each sample's upright image to the output before the operations
+
+
+class HeldTiles:
+    """The decoded tiles of a pass that later batches may show. Batches come in the order of their tasks."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[PartialBatch, int]] = {}  # by key: the batch, and the row there
+
+    def combine(self, batch: PartialBatch, targets: TargetMover | None, *, threads: int) -> PartialBatch:
+        """Make the outputs of a decoded batch, without the rows that are only tiles.
+
+        A tile that could not be read is left out.
+        """
+        encoded, recipe = batch.encoded, batch.recipe
+        assert encoded.tiles is not None
+        keys, of, oldest = encoded.tiles
+        count = len(of)
+        here = {key: (batch, row) for row, key in enumerate(keys.tolist())}
+        known = self._held | here
+        places = [[known[key] if key != -1 else (batch, row) for key in own] for row, own in enumerate(of.tolist())]
+        self._held |= {key: here[key] for key in keys[:count].tolist()}
+        self._held = {key: place for key, place in self._held.items() if key >= oldest}
+        crop = batch.windows[0].size
+        bad = {id(each): {fault.row for fault in each.faults} for own in places for each, _ in own}
+        parts = {id(each): covered_part(each.windows[0]).astype(np.int64) for own in places for each, _ in own}
+        there = (of != -1) & [[row not in bad[id(each)] for each, row in own] for own in places]
+        covered = np.array([[parts[id(each)][row] for each, row in own] for own in places]) * there[..., None]
+        numbers = np.array([[int(each.encoded.indices[row]) for each, row in own] for own in places])
+        numbers[~there] = -1
+        uniforms = {name: batch.drawn.uniforms["", 0, name][:count] for name in recipe.combine.entries}
+        layout = recipe.combine.lay(uniforms, crop, covered)
+        images = gather(
+            [[each.images[0][row] for each, row in own] for own in places],
+            layout.origin, layout.visible, layout.inverse, layout.size,
+            fill=getattr(recipe.crop, "fill", 0), threads=threads,
+        )  # fmt: skip
+        drawn = batch.drawn.first(count)
+        (chosen,) = recipe.choose(drawn, [layout.size])
+        made: Any = None
+        if targets is not None:
+            from gpuaug.augment.target_tiles import combine  # runs without targets do not import it
+
+            ops = recipe.prepared
+            views = [[((each.targets or [])[0], row) for each, row in own] for own in places]
+            made = [combine(targets, views, numbers, layout, ops, chosen, threads=threads)]
+        rows = slice(count)
+        onto = geometry.crop(batch.windows[0].take(np.arange(count)))
+        onto[:, :2, 2] += layout.origin[:, 0]
+        needed: dict[str, Any] = {name: getattr(encoded, name)[rows] for name in ("indices", "repeats", "valid")}
+        needed["labels"] = None if encoded.labels is None else encoded.labels[rows]
+        needed["extra"] = None if encoded.extra is None else encoded.extra[rows]
+        return replace(
+            batch,
+            encoded=replace(encoded, tiles=None, **needed),
+            faults=[fault for fault in batch.faults if fault.row < count],
+            drawn=drawn,
+            windows=[batch.windows[0].take(np.arange(count))],
+            chosen=[chosen],
+            targets=made,
+            images=[images],
+            combined=Combined(numbers, layout, layout.matrices @ onto),
+        )

@@ -1,0 +1,362 @@
+"""Mosaics in a loader: the same sample in any batch and run, targets that follow the pixels, and bad tiles."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import kornia.augmentation as K
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import gpuaug
+
+COUNT, SIDE = 100, 48
+TARGETS = {"boxes": gpuaug.Boxes(), "masks": gpuaug.Masks(kind="instances"), "keypoints": gpuaug.Keypoints()}
+
+
+def picture(values: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(values).save(data, "PNG")
+    return data.getvalue()
+
+
+@cache
+def scenes(count: int = COUNT) -> tuple[tuple[bytes, gpuaug.Target], ...]:
+    """Images of one value above 100, with up to three filled rectangles of other values that do not overlap."""
+    rng, made = np.random.default_rng(5), []
+    for number in range(count):
+        height, width = (int(n) for n in rng.integers(30, 90, 2))
+        image, mask = (
+            np.full((height, width, 3), 101 + number % 50, dtype=np.uint8),
+            np.zeros((height, width), np.uint8),
+        )
+        boxes, points = [], []
+        for k in range(int(rng.integers(0, 4))):
+            x1, x2 = width * k // 3 + 1, width * (k + 1) // 3 - 1
+            y1 = int(rng.integers(0, height - 8))
+            y2 = int(rng.integers(y1 + 4, height))
+            image[y1:y2, x1:x2] = 200 + k
+            mask[y1:y2, x1:x2] = k + 1
+            boxes.append((x1, y1, x2, y2))
+            points.append([((x1 + x2 - 1) / 2, (y1 + y2 - 1) / 2, 2)])
+        labels = [number % 7] * len(boxes)
+        target = gpuaug.Target(
+            boxes=np.array(boxes).reshape(-1, 4), labels=labels, mask=picture(mask), size=(height, width),
+            keypoints=np.array(points, dtype=float).reshape(-1, 1, 3),
+        )  # fmt: skip
+        made.append((picture(image), target))
+    return tuple(made)
+
+
+def loader(
+    source: Any = None,
+    *,
+    mosaic: dict[str, Any] | None = None,
+    affine: dict[str, Any] | None = None,
+    ops: Any = None,
+    targets: Any = None,
+    epochs: Any = None,
+    **more: Any,
+) -> gpuaug.Loader:
+    entries: dict[str, Any] = {} if mosaic is None else {"mosaic": gpuaug.Mosaic(**{"window": 8, **mosaic})}
+    if affine is not None:
+        entries["affine"] = gpuaug.CanvasAffine(**{"size": SIDE, **affine})
+    recipe = gpuaug.Augment(
+        crop=gpuaug.Letterbox(SIDE, centre=False),
+        combine=entries,
+        ops={"flip": K.RandomHorizontalFlip()} if ops is None else ops,
+        epochs=epochs,
+    )
+    rules = gpuaug.Targets(**(TARGETS if targets is None else targets))
+    usual = {"batch_size": 8, "num_workers": 0, "seed": 3, "device": "cpu", "targets": rules, "augment": recipe}
+    return gpuaug.Loader(list(scenes()) if source is None else source, **usual | more)
+
+
+def rows_of(batch: gpuaug.Batch) -> dict[int, list[torch.Tensor]]:
+    """What a batch has of each valid sample."""
+    t, made = batch.targets, {}
+    for row, index in enumerate(batch.indices.tolist()):
+        own = t.sample == row
+        if batch.valid[row]:
+            columns = [getattr(t, name)[own] for name in ("boxes", "labels", "keypoints", "source", "tile")]
+            made[index] = [batch.images[row], t.masks[row], t.matrices[row], t.sources[row], *columns]
+    return made
+
+
+def all_rows(batches: Any) -> dict[int, list[torch.Tensor]]:
+    return {index: row for batch in batches for index, row in rows_of(batch).items()}
+
+
+def equal(a: dict[int, list[torch.Tensor]], b: dict[int, list[torch.Tensor]]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, y) for k in a for x, y in zip(a[k], b[k], strict=True))
+
+
+VARIED = [
+    {"mosaic": {}, "affine": {"degrees": 10}},
+    {"mosaic": {"partners": "fresh", "tiles": 9, "p": 0.7}, "affine": {}},
+]
+
+
+@pytest.mark.parametrize("settings", VARIED, ids=["window", "fresh"])
+def test_a_sample_is_the_same_in_any_batch_rank_and_run(settings: Any) -> None:
+    whole = all_rows(loader(**settings))
+    assert len(whole) == COUNT
+    for more in ({"batch_size": 1}, {"batch_size": 7}, {"batch_size": 16, "num_workers": 2}, {"prefetch": 0}):
+        assert equal(whole, all_rows(loader(**settings, **more))), more
+    for ranks in (2, 4):
+        shares = [all_rows(loader(**settings, batch_size=3, rank=r, world_size=ranks)) for r in range(ranks)]
+        assert equal(whole, {index: row for share in shares for index, row in share.items()}), ranks
+    state, first = None, loader(**settings)
+    for number, _ in enumerate(first):
+        if number in (0, 5, 9):
+            state = first.state_dict()
+            for ranks, size in ((1, 8), (2, 5)):
+                rest = {}
+                for rank in range(ranks):
+                    later = loader(**settings, batch_size=size, rank=rank, world_size=ranks)
+                    later.load_state_dict(state)
+                    rest |= all_rows(later)
+                assert rest
+                assert equal(rest, {index: whole[index] for index in rest}), (number, ranks)
+    one = loader(**settings)
+    for index in (0, 7, 63):
+        image, targets = one[index]
+        assert torch.equal(image, whole[index][0])
+        assert torch.equal(targets.boxes, whole[index][4])
+    assert equal(all_rows([one.fetch([3, 3, 99, 4])]), {index: whole[index] for index in (3, 4, 99)})
+    assert equal(all_rows(first.replay(4)), {k: whole[k] for k in all_rows(first.replay(4))})
+
+
+def test_epochs_and_seeds_give_other_mosaics() -> None:
+    settings: dict[str, Any] = {"mosaic": {}, "affine": {}}
+    made = loader(**settings)
+    epochs = [all_rows(made), all_rows(made)]
+    ranks = [all_rows(loader(**settings, rank=r, world_size=2)) for r in range(2)]
+    seeds = [all_rows(loader(**settings, seed=seed)) for seed in (4, 5)]
+    several = [*epochs, *seeds]
+    assert len({tuple(map(tuple, (rows[k][3].tolist() for k in range(COUNT)))) for rows in several}) == len(several)
+    assert not ranks[0].keys() & ranks[1].keys()
+
+
+def test_partners_come_from_shortly_before_and_are_read_once() -> None:
+    class Counted(list):
+        def __getitem__(self, at: Any) -> Any:
+            reads[at] += 1
+            return super().__getitem__(at)
+
+    for ranks in (1, 2, 4, 8):
+        for rank in range(ranks):
+            reads = Counter[int]()
+            made = loader(
+                Counted(scenes()), mosaic={}, affine={}, targets=TARGETS, rank=rank, world_size=ranks, last="uneven"
+            )
+            reads.clear()
+            order = made.epoch_order.epoch.indices.tolist()
+            for batch in made:
+                for index, sources in zip(batch.indices.tolist(), batch.targets.sources.tolist(), strict=True):
+                    assert sources[0] == index
+                    distances = [(order.index(index) - order.index(other)) % COUNT for other in sources[1:]]
+                    assert len(set(distances)) == 3
+                    assert all(0 < d <= 64 and d % 8 == 0 for d in distances)
+            own = -(-(COUNT - rank) // ranks)
+            # the first 64 samples of the epoch also need some that come before its beginning
+            assert own <= sum(reads.values()) <= own + 2 * 64 // ranks, (ranks, sum(reads.values()))
+
+
+def test_batch_partners_show_every_sample_in_every_place() -> None:
+    for batch in loader(mosaic={"partners": "batch"}, affine={}):
+        count = len(batch.indices)
+        if count >= 4:
+            for column in batch.targets.sources.T:
+                assert sorted(column.tolist()) == sorted(batch.indices.tolist())
+            assert all(len(set(row)) == 4 for row in batch.targets.sources.tolist())
+    one = loader(mosaic={"partners": "batch"}, affine={}).fetch([5])
+    assert one.targets.sources.tolist() == [[5] * 4]
+
+
+COMPOSITIONS = [
+    {"mosaic": {}, "affine": {"degrees": 30, "shear": 10, "scale": (0.3, 2)}},
+    {"mosaic": {"tiles": 9}, "affine": {"degrees": 180, "about": "origin"}},
+    {"mosaic": {"p": 0.5}, "affine": {"scale": (0.1, 2)}},
+    {"affine": {"degrees": 45}},
+    {"mosaic": {}},
+    {"mosaic": {}, "affine": {}, "ops": {"warp": K.RandomAffine(20.0, translate=(0.2, 0.2), p=0.8)}},
+]
+
+
+@pytest.mark.parametrize("settings", COMPOSITIONS, ids=str)
+def test_targets_follow_the_pixels(settings: Any) -> None:
+    limits = gpuaug.Boxes(min_size=3, min_area=9)
+    made = loader(**settings, targets={**TARGETS, "boxes": limits})
+    shown, points, upright = 0, 0, not settings.get("affine", {}).get("degrees") and "ops" not in settings
+    for batch in made:
+        t, levels = batch.targets, (batch.images * 255).round()
+        for row in range(len(batch.indices)):
+            boxes, keypoints = t.boxes[t.sample == row], t.keypoints[t.sample == row]
+            empty = levels[row].amax(0) == 0
+            assert not t.masks[row][empty].any(), "no object on an empty pixel"
+            for k, (x1, y1, x2, y2) in enumerate(boxes.tolist()):
+                y, x = (t.masks[row] == k + 1).nonzero().double().T
+                outside = np.array([x1 - x.min(), y1 - y.min(), x.max() + 1 - x2, y.max() + 1 - y2])
+                assert outside.max() < 1.6  # half a pixel of the mask, enlarged twice, and half of one here
+                assert outside.min() > (-1.6 if upright else -6)  # a corner may cover no pixel's centre
+                shown += 1
+            for x, y, visible in keypoints[:, 0].tolist():
+                if visible:
+                    assert levels[row, 0, int(y + 0.5), int(x + 0.5)] > 20
+                    points += 1
+        # the matrices of the tiles lead from the annotations to the boxes
+        for n, (source, tile, row) in enumerate(
+            zip(t.source.tolist(), t.tile.tolist(), t.sample.tolist(), strict=True)
+        ):
+            assert t.sources[row, tile] == source
+            assert t.labels[n] == source % 7
+            m = t.tile_matrices[row, tile].numpy()
+            hulls = []
+            for x1, y1, x2, y2 in scenes()[source][1].boxes.tolist():
+                corners = m @ np.array([[x1, y1, 1], [x2, y1, 1], [x2, y2, 1], [x1, y2, 1]]).T
+                hulls.append([*corners[:2].min(axis=1), *corners[:2].max(axis=1)])
+            box = t.boxes[n].numpy()
+            assert any(
+                (box[:2] >= h[:2] - np.float64(0.01)).all() and (box[2:] <= h[2:] + np.float64(0.01)).all()
+                for h in map(np.array, hulls)
+            )
+        assert torch.allclose(batch.matrices[:, :2], t.matrices[:, :2], atol=1e-6)
+    assert shown > 30
+    assert points > 20
+
+
+def test_centres_of_blobs_stay_within_a_twentieth_of_a_pixel() -> None:
+    y, x = np.mgrid[:64, :64]
+    source = []
+    for number in range(80):
+        cx, cy = np.random.default_rng(number).uniform(20, 44, 2)
+        blob = 230 * np.exp(-((x - cx) ** 2 + (y - cy) ** 2) / (2 * 4.0**2))
+        target = gpuaug.Target(boxes=[[0, 0, 64, 64]], labels=[0], keypoints=[[(cx, cy, 2)]], size=(64, 64))
+        source.append((picture(np.repeat(blob.round().astype(np.uint8)[..., None], 3, axis=2)), target))
+    rules = gpuaug.Targets(boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
+    recipe = gpuaug.Augment(
+        crop=gpuaug.Letterbox(64, centre=False),
+        combine={
+            "mosaic": gpuaug.Mosaic(window=8),
+            "affine": gpuaug.CanvasAffine(size=192, degrees=20, scale=(1.2, 1.6), translate=0),
+        },
+    )
+    gaps = []
+    for batch in gpuaug.Loader(source, augment=recipe, targets=rules, batch_size=8, device="cpu", num_workers=0):
+        t = batch.targets
+        for (px, py, visible), row in zip(t.keypoints[:, 0].tolist(), t.sample.tolist(), strict=True):
+            inside = 20 < px < 171 and 20 < py < 171
+            if visible and inside:
+                part = (
+                    batch.images[row, 0, int(py) - 18 : int(py) + 20, int(px) - 18 : int(px) + 20]
+                    .double()
+                    .clamp(min=0.02)
+                    - 0.02
+                )
+                v, u = torch.meshgrid(torch.arange(38.0), torch.arange(38.0), indexing="ij")
+                gap = [
+                    float((part * g).sum() / part.sum()) - p
+                    for g, p in ((u + int(px) - 18, px), (v + int(py) - 18, py))
+                ]
+                gaps.append(gap)
+    gaps = np.array(gaps)
+    assert len(gaps) > 100
+    assert np.median(np.abs(gaps), axis=0).max() < 0.05
+
+
+def test_a_bad_tile_changes_only_its_own_pixels() -> None:
+    bad, settings = 17, {"mosaic": {}, "affine": {}, "ops": {}}
+    damaged = list(scenes())
+    damaged[bad] = (b"no image", damaged[bad][1])
+    good, other = all_rows(loader(**settings)), {}
+    faulty = loader(damaged, **settings, faults=gpuaug.Faults(policy="blank"))
+    batches = list(faulty)
+    other = all_rows(batches)
+    assert good.keys() - other.keys() == {bad}
+    touched = 0
+    for index, row in other.items():
+        levels, reference = row[0] * 255, good[index][0] * 255
+        if bad not in good[index][3].tolist():
+            assert all(torch.equal(x, y) for x, y in zip(row, good[index], strict=True))
+            continue
+        assert bad not in row[3].tolist()
+        changed = (levels != reference).any(0)
+        # each changed pixel was the bad tile's, whose gray or rectangles it showed, or lies at its border
+        tiles = good[index][3].tolist().index(bad)
+        assert (row[8] != tiles).all()
+        keeps = good[index][8] != tiles
+        assert torch.equal(row[4], good[index][4][keeps])
+        touched += int(changed.any())
+        assert levels[:, changed].min() >= 0
+        assert set((levels[0][changed].round()).int().tolist()) <= set(range(256))
+    assert touched > 3
+    raising = loader(damaged, **settings, faults=gpuaug.Faults(policy="raise"), order="sequential")
+    with pytest.raises(gpuaug.DataError, match="sample 17"):
+        list(raising)
+
+
+def test_no_object_and_many_objects() -> None:
+    many = [[x / 8, y / 8, x / 8 + 4, y / 8 + 4] for x in range(100) for y in range(100)]
+    source = [list(scenes())[k] for k in range(12)]
+    source[3] = (source[3][0], gpuaug.Target(boxes=np.array(many), labels=np.zeros(10_000, int)))
+    source[4] = (source[4][0], gpuaug.Target(boxes=np.zeros((0, 4)), labels=[]))
+    source = [(data, gpuaug.Target(boxes=t.boxes, labels=t.labels)) for data, t in source]
+    made = loader(
+        source, mosaic={}, affine={"scale": (0.8, 1.2)}, targets={"boxes": gpuaug.Boxes(min_size=0, min_area=0)}
+    )
+    counts = torch.cat([batch.targets.counts for batch in made])
+    assert counts.max() >= 2000
+    none = [(data, gpuaug.Target(boxes=np.zeros((0, 4)), labels=[])) for data, _ in source]
+    assert all(
+        not len(batch.targets.boxes) for batch in loader(none, mosaic={}, affine={}, targets={"boxes": gpuaug.Boxes()})
+    )
+
+
+def test_the_last_epochs_have_no_mosaic() -> None:
+    settings: dict[str, Any] = {"mosaic": {}, "affine": {}}
+    made = loader(**settings, epochs={"mosaic": [0, 1]})
+    plain = loader(affine={})
+    plain.set_epoch(1)
+    assert equal(all_rows(made), all_rows(loader(**settings)))
+    last = all_rows(made)
+    assert equal(
+        {k: [*v[:3], *v[4:]] for k, v in last.items()}, {k: [*v[:3], *v[4:]] for k, v in all_rows(plain).items()}
+    )
+    assert {tuple(row[3].shape) for row in last.values()} == {(1,)}
+
+
+def test_layouts_for_models_and_what_a_mosaic_refuses() -> None:
+    batch = next(iter(loader(mosaic={}, affine={})))
+    assert batch.targets.as_ultralytics()["bboxes"].shape == (len(batch.targets.boxes), 4)
+    with pytest.raises(gpuaug.ConfigError, match="`restore` needs outputs that show one image each"):
+        batch.targets.restore(boxes=[torch.zeros(0, 4)] * 8)
+    lines = str(batch.explain(0))
+    assert "mosaic: samples (" in lines
+    assert "affine: angle 0, scale" in lines
+    with pytest.raises(gpuaug.ConfigError, match="`augment.combine` must be null with `patch_masks`"):
+        loader(mosaic={}, patch_masks=gpuaug.RandomMasks(patch=16))
+    with pytest.raises(gpuaug.ConfigError, match="`augment.combine` needs images of 8 bits"):
+        loader(mosaic={}, decode=gpuaug.Decode(pixels="raw", channels=3))
+    assert "mosaic, affine, flip" in repr(loader(mosaic={}, affine={}))
+
+
+def test_det_yolo_is_the_recipe_and_runs() -> None:
+    cfg = gpuaug.compose("train", ["augment=det_yolo", "augment.crop.size=64", "augment.combine.affine.size=64"])
+    recipe = gpuaug.build(cfg.augment)
+    assert recipe.schedule.keys() == {0, 90}
+    small = [(data, gpuaug.Target(boxes=t.boxes, labels=t.labels)) for data, t in scenes()]
+    rules = gpuaug.Targets(boxes=gpuaug.Boxes(min_size=2, min_visibility=0.1))
+    made = gpuaug.Loader(small, augment=recipe, targets=rules, batch_size=8, device="cpu", num_workers=0)
+    for epoch, tiles in ((0, 4), (90, 1)):
+        made.set_epoch(epoch)
+        batch = next(iter(made))
+        assert batch.images.shape == (8, 3, 64, 64)
+        assert batch.targets.sources.shape == (8, tiles)
+    plain = gpuaug.build(gpuaug.compose("train", ["augment=det_yolo_eval"]).augment)
+    assert plain.crop.size == (640, 640)
