@@ -48,6 +48,11 @@ from gpuaug.augment.mosaic import Mosaic as Mosaic
 from gpuaug.augment.mosaic import CanvasAffine as CanvasAffine
 from gpuaug.augment.normalize import Normalize as Normalize
 from gpuaug.augment.mix import Mix as Mix
+from gpuaug.augment.mix_targets import MixObjects as MixObjects
+from gpuaug.augment.mix_targets import CutMixMasks as CutMixMasks
+from gpuaug.augment.mix_targets import ClassMix as ClassMix
+from gpuaug.augment.mix_targets import class_mix as class_mix
+from gpuaug.augment.mix_targets import CopyPaste as CopyPaste
 from gpuaug.augment.patch_masks import BlockMasks as BlockMasks
 from gpuaug.augment.patch_masks import MultiBlockMasks as MultiBlockMasks
 from gpuaug.augment.patch_masks import RandomMasks as RandomMasks

@@ -53,7 +53,8 @@ SOURCES = sorted(f"source/{path.stem}" for path in (CONF / "gpuaug" / "source").
 
 
 @pytest.mark.parametrize("path", [*SOURCES, "order/weighted", "order/repeated", "decode/default",
-                                  "faults/default", "mix/mixup"])  # fmt: skip
+                                  "faults/default", "mix/mixup", "mix/mixup_objects", "mix/cutmix_masks",
+                                  "mix/classmix", "mix/copy_paste"])  # fmt: skip
 def test_every_key_of_a_stage_stands_in_its_group_with_its_default(path):
     node = OmegaConf.load(CONF / "gpuaug" / f"{path}.yaml")
     parameters = inspect.signature(getattr(gpuaug, node._target_.removeprefix("gpuaug."))).parameters
@@ -405,7 +406,7 @@ def test_hydras_special_keys_are_refused():
         (["faults.policy=ignore"], ["`faults.policy`", "ignore"]),
         (["decode.backend=opencv"], ["`decode.backend`", "opencv"]),
         (["mix=mixup", "mix.p=2"], ["`mix.p`", "2"]),
-        (["+mix.p=2"], ["`mix` must be a gpuaug.Mix or null. Found: {'p': 2}.", "mix._target_"]),
+        (["+mix.p=2"], ["gpuaug.CopyPaste or null. Found: {'p': 2}.", "mix._target_"]),
         (["order=repeated", "order.repeats=0"], ["`order.repeats`", "0"]),
         (["batch_size=0"], ["`batch_size`", "0"]),
         (["faults.max='5'"], ["`faults.max` must be", "Found: '5'."]),

@@ -366,7 +366,10 @@ def test_mps_says_what_to_do(overrides: list[str]) -> None:
         (["augment=dino", "augment.crop.size=96"], "`augment.views.local.crop`"),
         (["augment=dino", "+augment.crop={_target_: gpuaug.Resize, size: 96}"], "`augment.views.local.crop`"),
         (["augment=efficientnetv2", "augment.crop.size=96"], "`augment.schedule.88.crop`"),
-        (["mix.p=0.5"], "It is switched off. Choose one first: mix=cutmix|mixup|mixup_cutmix|none."),
+        (
+            ["mix.p=0.5"],
+            "It is switched off. Choose one first: mix=classmix|copy_paste|cutmix|cutmix_masks|mixup|mixup_cutmix|mixup_objects|none.",
+        ),
     ],
 )
 def test_a_key_that_is_elsewhere(photos: Path, overrides: list[str], advice: str) -> None:

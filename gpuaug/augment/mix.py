@@ -15,7 +15,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Stream, uniforms
 
-_LARGEST_ALPHA = 1e9  # for any alpha this large, Beta(alpha, alpha) is almost exactly 1/2
+LARGEST_ALPHA = 1e9  # for any alpha this large, Beta(alpha, alpha) is almost exactly 1/2
 _FIXED = 6  # uniforms: mix or not, CutMix or MixUp, 2 for lambda, 2 for the box's centre; those of the pairing follow
 
 
@@ -51,7 +51,7 @@ class Mix:
         if self.epochs is not None:
             object.__setattr__(self, "epochs", checks.interval("epochs", self.epochs))
         for field in fields(self)[:-1]:
-            high = _LARGEST_ALPHA if field.name.endswith("alpha") else 1
+            high = LARGEST_ALPHA if field.name.endswith("alpha") else 1
             value = checks.number(field.name, getattr(self, field.name), 0, high)
             if field.name == "label_smoothing" and value == 1:
                 raise ConfigError("`label_smoothing` must be below 1: 1 would erase the label. Found: 1. Use e.g. 0.1.")
@@ -98,7 +98,7 @@ class Mix:
         order = rows[torch.from_numpy(np.argsort(u[_FIXED:][rows.numpy()], kind="stable"))]
         mates = order.roll(-1)  # one random cycle, so no sample is mixed with itself
         rows, mates = (to_device(x, soft.device) for x in (order, mates))
-        lam = _symmetric_beta(self.cutmix_alpha if cut else self.mixup_alpha, float(u[2]), float(u[3]))
+        lam = symmetric_beta(self.cutmix_alpha if cut else self.mixup_alpha, float(u[2]), float(u[3]))
         if cut:
             boxes = [_box(lam, x.shape[-2], x.shape[-1], float(u[4]), float(u[5])) for x in images]
             top, left, bottom, right = boxes[0]
@@ -127,7 +127,7 @@ class Mix:
         return soft * (1.0 - epsilon) + epsilon / soft.shape[1] if epsilon else soft
 
 
-def _symmetric_beta(alpha: float, u: float, v: float) -> float:
+def symmetric_beta(alpha: float, u: float, v: float) -> float:
     """A sample of Beta(alpha, alpha) from two uniforms, for any alpha > 0, without rejection."""
     # The polar method gives t of Student's t distribution with 2 alpha degrees of freedom (Bailey, Math. Comp. 62,
     # 1994). Then 1/2 + t / (2 sqrt(2 alpha + t^2)) has the distribution Beta(alpha, alpha).

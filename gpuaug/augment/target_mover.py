@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from gpuaug.targets.masks import Erased, Warp
 from gpuaug.targets.objects import by_rules, carry, covered_part, output_keypoints
 from gpuaug.targets.rules import Masks, Targets
 
+if TYPE_CHECKING:
+    from gpuaug.augment.mix_targets import Mixing
+
 log = logging.getLogger("gpuaug")
 
 _SHOWN = 8  # values in a warning
@@ -44,6 +47,7 @@ class Origins(NamedTuple):
     tile: Int64  # for each row of the table, the number of its tile
     sources: Int64  # [B, K], numbers of the samples; -1: no tile
     matrices: Float64  # [B, K, 3, 3], from each tile's annotated image to the output
+    weights: NDArray[np.float32] | None = None  # for each row of the table, the share of its image
 
 
 @dataclass(slots=True, kw_only=True)
@@ -267,11 +271,12 @@ class TargetMover:
         bad: Sequence[int],
         keep: Tensor | None,
         device: torch.device,
+        mixing: Mixing | None = None,
     ) -> list[BatchTargets]:
         """Upload the targets of every view to the device of the images. Apply the remaining moves to the masks.
 
         ``bad``: rows with a fault; their masks become ``fill``, and their objects are dropped. ``keep``: int64 [n], the
-        rows to keep; None: all.
+        rows to keep; None: all. ``mixing``: how masks are mixed at last; None: they are not.
         """
         rows = np.arange(len(indices)) if keep is None else keep.numpy()
         made = []
@@ -292,7 +297,7 @@ class TargetMover:
             covered = np.clip(covered, 0, [*windows.size, *windows.size])
             made.append(
                 BatchTargets(
-                    masks=self._finished_masks(view, bad, rows, device),
+                    masks=self._finished_masks(view, bad, rows, device, mixing),
                     boxes=boxes,
                     labels=labels,
                     keypoints=keypoints,
@@ -309,12 +314,14 @@ class TargetMover:
                     matrices=torch.from_numpy(view.matrices[rows]),
                     size=windows.size,
                     instances=self.instances,
-                    **_origins(view, objects.ids, rows),
+                    **_origins(view, objects.ids, rows, device),
                 )
             )
         return made
 
-    def _finished_masks(self, view: TargetView, bad: Sequence[int], rows: Int64, device: torch.device) -> Tensor | None:
+    def _finished_masks(
+        self, view: TargetView, bad: Sequence[int], rows: Int64, device: torch.device, mixing: Mixing | None
+    ) -> Tensor | None:
         if view.masks is None:
             return None
         made = buffers.to_device(view.masks, device)
@@ -327,6 +334,8 @@ class TargetMover:
             if len(moved):
                 at = buffers.to_device(torch.from_numpy(moved), device)
                 made = made.index_copy(0, at, masks.gather(made.index_select(0, at), move.rows(moved), self.fill))
+        if mixing is not None:
+            made = mixing.masks(made)
         if len(bad):
             made = made.index_fill(0, buffers.to_device(torch.from_numpy(np.array(bad)), device), self.fill)
         if len(rows) < len(made):
@@ -429,13 +438,17 @@ class TargetMover:
         )  # fmt: skip
 
 
-def _origins(view: TargetView, ids: Int64, rows: Int64) -> dict[str, Tensor]:
+def _origins(view: TargetView, ids: Int64, rows: Int64, device: torch.device) -> dict[str, Tensor]:
     """Where the objects come from that are the rows ``ids`` of the view's table, if the view has several tiles."""
     if (origins := view.origins) is None:
         return {}
-    made = origins.source[ids], origins.tile[ids], origins.sources[rows], origins.matrices[rows]
-    names = ("source", "tile", "sources", "tile_matrices")
-    return {name: torch.from_numpy(each) for name, each in zip(names, made, strict=True)}
+    made: dict[str, NDArray[Any]] = {"source": origins.source[ids], "tile": origins.tile[ids]}
+    made["sources"] = origins.sources[rows]
+    made["tile_matrices"] = origins.matrices[rows]
+    tensors = {name: torch.from_numpy(each) for name, each in made.items()}
+    if origins.weights is not None:
+        tensors["weights"] = buffers.to_device(torch.from_numpy(origins.weights[ids]), device)
+    return tensors
 
 
 def _of_rows(move: Float64 | Erased, rows: Int64, *, others: bool = False) -> Float64 | Erased:

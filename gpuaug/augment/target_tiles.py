@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuaug.augment.gather import gather
@@ -18,8 +19,12 @@ from gpuaug.augment.parameters import Chosen, Prepared
 from gpuaug.augment.target_mover import Origins, TargetMover, TargetView, drop_vanished
 from gpuaug.batch import OBJECT_COLUMNS, CropWindows, Int64, Objects
 from gpuaug.targets import masks
+from gpuaug.targets.geometry import Float64
 from gpuaug.targets.masks import Warp
 from gpuaug.targets.objects import carry
+
+if TYPE_CHECKING:
+    from gpuaug.augment.mix_targets import Mixing
 
 Place = tuple[TargetView, int]  # a tile: its batch, and its row there
 
@@ -59,12 +64,13 @@ def combine(
     )
     # the objects of each tile, in order; `ids` count within the table of the output
     first, anchors = table.offsets[rows], rows[::tiles]
-    table, owner, begin = _of_tiles(table, rows, shown)
-    table = replace(table, sample=owner // tiles, sizes=table.sizes[anchors])
+    at, owner, begin = _of_tiles(table, rows, shown)
+    table = replace(table.take(at), sample=owner // tiles, sizes=table.sizes[anchors])
     bases = np.cumsum([0] + [len(view.table) for view in views])
     shifts = np.repeat(bases[:-1], [len(view.objects) for view in views])
     found = replace(found, ids=found.ids + shifts)
-    objects, tile, _ = _of_tiles(found, rows, shown)
+    at, tile, _ = _of_tiles(found, rows, shown)
+    objects = found.take(at)
     objects = replace(objects, ids=objects.ids - first[tile] + begin[tile], sample=tile)
     onto = np.tile(np.eye(3), (count * tiles, 1, 1))
     onto[:, :2, 2] = layout.origin.reshape(-1, 2)
@@ -115,13 +121,47 @@ def _together(tables: Sequence[Objects]) -> Objects:
     return Objects(**columns, sizes=np.concatenate([table.sizes for table in tables]))
 
 
-def _of_tiles(table: Objects, rows: Int64, shown: Any) -> tuple[Objects, Int64, Int64]:
-    """The objects of tiles. Returns them, the tile of each object, and where the objects of each tile begin."""
+def with_mates(view: TargetView, mixing: Mixing, weights: Float64 | None) -> TargetView:
+    """A view whose rows also have the objects of their mates, after their own.
+
+    ``weights``: [B, 2], the shares of both images; None: no object gets a weight.
+    """
+    mates, mixed, count = mixing.mates, mixing.mixed, len(mixing.mates)
+    rows = np.stack([np.arange(count), mates], axis=1).reshape(-1)
+    shown = np.stack([np.ones(count, dtype=bool), mixed], axis=1).reshape(-1)
+    first, (at, owner, begin) = view.table.offsets[rows], _of_tiles(view.table, rows, shown)
+    at_objects, tile, _ = _of_tiles(view.objects, rows, shown)
+    objects = view.objects.take(at_objects)
+    objects = replace(objects, ids=objects.ids - first[tile] + begin[tile], sample=tile // 2)
+    before = view.origins
+    if before is None:
+        alone, indices = view.table.sample * 0, mixing.keys["indices"]
+        before = Origins(indices[view.table.sample], alone, indices[:, None], view.matrices[:, None])
+    shares = before.weights
+    if weights is not None:
+        given = np.ones(len(view.table), dtype=np.float32) if shares is None else shares
+        shares = (given[at] * weights[owner // 2, owner % 2]).astype(np.float32)
+    elif shares is not None:
+        shares = shares[at]
+    of_mates = np.where(mixed[:, None], before.sources[mates], -1)
+    origins = Origins(
+        before.source[at],
+        before.tile[at] + before.sources.shape[1] * (owner % 2),
+        np.concatenate([before.sources, of_mates], axis=1),
+        np.concatenate([before.matrices, before.matrices[mates]], axis=1),
+        shares,
+    )
+    table = replace(view.table.take(at), sample=owner // 2)
+    return replace(view, table=table, objects=objects, origins=origins)
+
+
+def _of_tiles(table: Objects, rows: Int64, shown: NDArray[np.bool_]) -> tuple[Int64, Int64, Int64]:
+    """The objects of some rows: their places in the table, the number of the row, and where each row's begin."""
     offsets = table.offsets
     counts = (offsets[rows + 1] - offsets[rows]) * shown
     begin = np.cumsum(counts) - counts
     at = np.repeat(offsets[rows] - begin, counts) + np.arange(counts.sum())
-    return table.take(at), np.repeat(np.arange(len(rows)), counts), begin
+    return at, np.repeat(np.arange(len(rows)), counts), begin
 
 
 def _whole(count: int, size: tuple[int, int]) -> CropWindows:

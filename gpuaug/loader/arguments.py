@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpuaug import checks, machine
 from gpuaug.augment.domains import check as check_domains
+from gpuaug.augment.mix import Mix
 from gpuaug.augment.progressive import Recipe, views_of
 from gpuaug.errors import ConfigError
 from gpuaug.read.order import Sequential, Shuffle
@@ -116,9 +117,28 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
             f"`targets.keypoints.flip` must name the mirror image of each of the {points} keypoints of the source. "
             f"Found: {len(flip)} numbers."
         )
-    if mix is not None:
-        raise ConfigError("`mix` mixes labels of whole images, but `targets` is set. Set `mix=none` or `targets=none`.")
+    if isinstance(mix, Mix):
+        raise ConfigError(
+            "`mix` mixes labels of whole images, but `targets` is set. Found: Mix. Set `mix=none` or `targets=none`, "
+            "or use a mix for targets: mix=mixup_objects, cutmix_masks, classmix or copy_paste."
+        )
     return targets
+
+
+def check_mix(mix: Any, recipe: Recipe, targets: Any) -> Any:
+    """Return ``mix``. Raise ConfigError if it does not fit the recipe or the targets."""
+    if mix is None or isinstance(mix, Mix):
+        return mix
+    from gpuaug.augment.mix_targets import ClassMix, CopyPaste, CutMixMasks, MixObjects
+    from gpuaug.augment.mix_targets import check_targets as check_targets_of_mix  # other runs do not need it
+
+    checks.instance("mix", mix, Mix, MixObjects, CutMixMasks, ClassMix, CopyPaste, optional=True)
+    if len(recipe.at(0).views) > 1:
+        raise ConfigError(
+            f"`mix` ({type(mix).__name__}) needs a recipe with one view. Found: {len(recipe.at(0).views)} views."
+        )
+    check_targets_of_mix(mix, targets)
+    return mix
 
 
 def check_patch_masks(patch_masks: Any, recipe: Recipe, seed: int) -> Any:

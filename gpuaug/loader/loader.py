@@ -43,6 +43,7 @@ from gpuaug.read.reader import Reader
 from gpuaug.source.base import checksum
 
 if TYPE_CHECKING:  # runs without targets or patch masks do not import them
+    from gpuaug.augment.mix_targets import TargetMix
     from gpuaug.augment.patch_masks import BlockMasks, MultiBlockMasks, RandomMasks
     from gpuaug.targets.rules import Targets
 
@@ -68,7 +69,8 @@ class Loader:
         drop_last: True means ``last="drop"``.
         targets: a :class:`~gpuaug.Targets`, which selects the masks, boxes and keypoints that are transformed with the
             images; None: the loader yields only images and labels.
-        mix: MixUp, CutMix and label smoothing of whole batches, or None.
+        mix: a :class:`Mix` of images and labels; with targets, one of :class:`MixObjects`, :class:`CutMixMasks`,
+            :class:`ClassMix` and :class:`CopyPaste`; or None.
         patch_masks: a :class:`~gpuaug.BlockMasks`, :class:`~gpuaug.MultiBlockMasks` or :class:`~gpuaug.RandomMasks`,
             which draws ``batch.patch_masks``; None: no masks.
         decode: settings of the decoder.
@@ -144,7 +146,7 @@ class Loader:
         last: str | None = None,
         drop_last: bool = False,
         targets: Targets | None = None,
-        mix: Mix | None = None,
+        mix: Mix | TargetMix | None = None,
         patch_masks: BlockMasks | MultiBlockMasks | RandomMasks | None = None,
         decode: Decode | None = None,
         faults: Faults | None = None,
@@ -178,7 +180,7 @@ class Loader:
         self.batch_size: int = checks.whole_number("batch_size", batch_size, 1)
         self.order = orders.adapt(arguments.choose_order(order, shuffle))
         self._last = None if last is None else checks.one_of("last", last, get_args(Last))
-        self.mix: Mix | None = checks.instance("mix", mix, Mix, optional=True)
+        self.mix: Mix | TargetMix | None = arguments.check_mix(mix, self.augment, targets)
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         arguments.check_recipe(self.augment, self.decode.channels or 3, raw=self.decode.pixels == "raw")
@@ -215,7 +217,10 @@ class Loader:
             decoders=LazyDecoders(opened, 2 if two else 1),
             recipe=remaining,
             targets=targets,
-            mix=self.mix and partial(self.mix, num_classes=self.num_classes, seed=self.seed),
+            mix=partial(self.mix, num_classes=self.num_classes, seed=self.seed) if isinstance(self.mix, Mix) else None,
+            mix_targets=None
+            if self.mix is None or isinstance(self.mix, Mix)
+            else partial(self.mix.mixing, seed=self.seed),
             patch_masks=arguments.check_patch_masks(self.patch_masks, recipe, self.seed),
             faults=self.faults,
             device=self.device,
@@ -436,7 +441,9 @@ class Loader:
     def _make(self, task: Task, epoch: int, *, mix: bool, faults: Faults, step: int | None = None) -> Batch | None:
         """Make one batch in this process; None if policy ``drop`` removes all samples."""
         reader = Reader(self.source, targets=self.pipeline.reader.targets)
-        pipeline = replace(self.pipeline, reader=reader, faults=faults, mix=self.pipeline.mix if mix else None)
+        pipeline = replace(self.pipeline, reader=reader, faults=faults)
+        if not mix:
+            pipeline = replace(pipeline, mix=None, mix_targets=None)
         (encoded,) = pipeline.read([task], epoch)
         pipeline.streams.follow_consumer()
         ready = pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, epoch, step)), epoch)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from gpuaug.read.order import Task
 from gpuaug.read.reader import Reader
 
 if TYPE_CHECKING:  # runs without targets or patch masks do not import these modules
+    from gpuaug.augment.mix_targets import Mixing
     from gpuaug.augment.patch_masks import PatchMasks
     from gpuaug.augment.target_mover import TargetMover, TargetView
     from gpuaug.targets.batch import BatchTargets
@@ -131,6 +133,7 @@ class Pipeline:
     recipe: Recipe
     targets: TargetMover | None
     mix: Callable[..., tuple[list[Tensor], Tensor]] | None  # a Mix with its settings
+    mix_targets: Callable[..., Mixing | None] | None  # TargetMix.mixing with the seed
     patch_masks: Callable[..., PatchMasks] | None  # draws the masks of the recipe's views
     faults: Faults
     device: torch.device
@@ -213,11 +216,17 @@ class Pipeline:
             self.self_check.augment(recipe, batch, **output)
         return recipe.render(batch.images, batch.drawn, chosen=batch.chosen, **output)
 
-    def finish_targets(self, batch: PartialBatch, bad: Sequence[int], keep: Tensor | None) -> list[BatchTargets] | None:
+    def finish_targets(
+        self, batch: PartialBatch, bad: Sequence[int], keep: Tensor | None, mixing: Mixing | None = None
+    ) -> list[BatchTargets] | None:
         """Return the targets per view, on the device. Rows ``bad`` have a fault. ``keep``: rows to keep; None: all."""
         if self.targets is None or batch.targets is None:
             return None
-        return self.targets.finish(batch.targets, batch.encoded.indices, bad=bad, keep=keep, device=self.device)
+        views = batch.targets
+        if mixing is not None:
+            views = [mixing.objects(view) for view in views]
+        indices = batch.encoded.indices
+        return self.targets.finish(views, indices, bad=bad, keep=keep, device=self.device, mixing=mixing)
 
     def finish(self, decoded: PartialBatch, epoch: int, held: HeldTiles | None = None) -> Ready | None:
         """Augment and mix a batch; None if policy ``drop`` removes all its samples.
@@ -251,10 +260,16 @@ class Pipeline:
             masks = masks and masks.take(keep)
         with self.streams.on() as stream:
             self._wait_for(decoded, stream)
-            images = self.augment(decoded)
-            images = self._without_bad(images, bad, keep)
+            images, mixing = self.augment(decoded), None
+            if self.mix_targets is not None:
+                good = np.isin(np.arange(len(encoded)), bad, invert=True)
+                rows = {"indices": encoded.indices.numpy(), "repeats": encoded.repeats.numpy()}
+                mixing = self.mix_targets(good=good, epoch=epoch, **rows)
             labels = None if labels is None else to_device(labels, self.device)
-            targets: Any = self.finish_targets(decoded, bad, keep)
+            targets: Any = self.finish_targets(decoded, bad, keep, mixing)
+            if mixing is not None:
+                images = [mixing.images(view) for view in images]
+            images = self._without_bad(images, bad, keep)
             masks = masks and replace(masks, planes=to_device(masks.planes, self.device))
             if self.mix is not None:
                 first = int(encoded.indices[0])

@@ -12,14 +12,14 @@ from torch.nn.functional import grid_sample
 
 from gpuaug.errors import ConfigError
 
-_ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample")
+_ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTargets:
     """The targets of a batch of B images: masks, and one table with the N objects of all images.
 
-    Masks, boxes, labels, keypoints and sample are on the device. The other tensors are on the CPU.
+    Masks, boxes, labels, keypoints, sample and weights are on the device. The other tensors are on the CPU.
 
     Attributes:
         masks: int64 ``[B, H, W]``; None if the run has no masks.
@@ -43,10 +43,12 @@ class BatchTargets:
             covers i..i+1. The inverse matrices map predictions back.
         size: (height, width) of the output.
         source: int64 ``[N]``, number of the sample that each object comes from. This and the next three are None except
-            in recipes with ``combine``. Then ``matrices``, ``sizes`` and ``image_ids`` are those of the sample itself.
+            with ``combine``, and with a mix of targets, whose mates are further tiles. Then ``matrices``, ``sizes``
+            and ``image_ids`` are those of the sample itself.
         tile: int64 ``[N]``, number of the tile that shows the object, 0 .. K - 1; 0 is the sample itself.
         sources: int64 ``[B, K]``, number of the sample in each tile; -1: no tile.
         tile_matrices: float64 ``[B, K, 3, 3]``, as ``matrices``, for each tile.
+        weights: float32 ``[N]``, with MixUp the share of each object's image; else None.
         instances: True: masks hold k + 1 for object k of the image, and 0 for no object. False: masks hold class
             numbers.
 
@@ -76,6 +78,7 @@ class BatchTargets:
     tile: Tensor | None = None
     sources: Tensor | None = None
     tile_matrices: Tensor | None = None
+    weights: Tensor | None = None
     instances: bool = False
 
     def __len__(self) -> int:
@@ -83,7 +86,10 @@ class BatchTargets:
         return len(self.counts)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchTargets:
-        """Move masks, boxes, labels, keypoints and sample to ``device``. For ``non_blocking`` see ``Tensor.to``."""
+        """Move masks, boxes, labels, keypoints, sample and weights to ``device``.
+
+        ``non_blocking``: see ``Tensor.to``.
+        """
         moved = {name: value for name in _ON_DEVICE if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.to(device, non_blocking=non_blocking) for name, value in moved.items()})
 
@@ -94,10 +100,10 @@ class BatchTargets:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """The tensors on the device: masks [B, H, W], boxes, labels, keypoints and sample [N, ...]."""
+        """The tensors on the device: masks [B, H, W], boxes, labels, keypoints, sample and weights [N, ...]."""
         return [value for name in _ON_DEVICE if (value := getattr(self, name)) is not None]
 
-    def as_torchvision(self, *, first_label: int = 1) -> list[dict[str, Any]]:
+    def as_torchvision(self, *, first_label: int = 1, weighted: bool = False) -> list[dict[str, Any]]:
         """Return one dictionary per image, in the form that torchvision's detection models take.
 
         ``masks``, uint8 [n, H, W], exist only with ``targets=instances``. ``area`` is the area of the boxes in the
@@ -105,34 +111,44 @@ class BatchTargets:
 
         Args:
             first_label: the label of class 0. torchvision's models need 1, because their label 0 is the background.
+            weighted: whether to add ``weights`` [n], with MixUp the share of each object's image, else 1.
         """
-        images = self._split(labels=self.labels + first_label, boxes=self.boxes, keypoints=self.keypoints)
+        images = self._split(weighted, labels=self.labels + first_label, boxes=self.boxes, keypoints=self.keypoints)
         for image, image_id in zip(images, self.image_ids.tolist(), strict=True):
             image["image_id"] = image_id
             if "masks" in image:
                 image["masks"] = image["masks"].to(torch.uint8)
         return images
 
-    def as_ultralytics(self) -> dict[str, Tensor]:
+    def as_ultralytics(self, *, weighted: bool = False) -> dict[str, Tensor]:
         """Return one dictionary for the batch, in the form that Ultralytics' losses take.
 
         ``bboxes`` [N, 4] are centre, width and height. Coordinates are fractions of the output.
+
+        Args:
+            weighted: whether to add ``weights`` [N], with MixUp the share of each object's image, else 1. Ultralytics'
+                losses do not use it.
         """
         height, width = self.size
         made = {"batch_idx": self.sample.float(), "cls": self.labels.float()[:, None]}
         if (boxes := self._centred()) is not None:
             made["bboxes"] = boxes
+        if weighted:
+            made["weights"] = self._weights
         if self.keypoints is not None:
             made["keypoints"] = self.keypoints / self.keypoints.new_tensor([width, height, 1])
         return made
 
-    def as_detr(self) -> list[dict[str, Any]]:
+    def as_detr(self, *, weighted: bool = False) -> list[dict[str, Any]]:
         """Return one dictionary per image, in the form that DETR's models in ``transformers`` take.
 
         ``boxes`` are centre, width and height as fractions of the output. ``area`` is the area of the boxes in the
         output, in pixels. ``image_id`` [1] is from ``image_ids``. ``masks`` exist only with ``targets=instances``.
+
+        Args:
+            weighted: whether to add ``weights`` [n], with MixUp the share of each object's image, else 1.
         """
-        images = self._split(class_labels=self.labels, boxes=self._centred())
+        images = self._split(weighted, class_labels=self.labels, boxes=self._centred())
         for row, image in enumerate(images):
             image["image_id"] = self.image_ids[row : row + 1]
             image["size"], image["orig_size"] = torch.tensor(self.size, device="cpu"), self.sizes[row]
@@ -168,8 +184,8 @@ class BatchTargets:
         """
         if self.sources is not None and (self.sources[:, 1:] >= 0).any():
             raise ConfigError(
-                "`restore` needs outputs that show one image each, but these are mosaics. Found: "
-                f"{self.sources.shape[1]} tiles. Evaluate with a recipe without `combine`."
+                "`restore` needs outputs that show one image each, but these show several. Found: "
+                f"{self.sources.shape[1]} tiles. Evaluate without `combine` and `mix`."
             )
         given = {"boxes": boxes, "keypoints": keypoints, "masks": masks, "logits": logits}
         for name, value in given.items():
@@ -216,9 +232,11 @@ class BatchTargets:
         top, left, bottom, right = self.covered.T[:, :, None, None]
         return ((y >= top) & (y < bottom) & (x >= left) & (x < right)).long()
 
-    def _split(self, **columns: Tensor | None) -> list[dict[str, Any]]:
+    def _split(self, weighted: bool, **columns: Tensor | None) -> list[dict[str, Any]]:
         """Split the columns by image. Add ``iscrowd``, ``area`` and bool ``masks`` [n, H, W]."""
         columns["iscrowd"] = self.crowd.long()
+        if weighted:
+            columns["weights"] = self._weights
         if self.boxes is not None:
             columns["area"] = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(dim=1)
         counts = self.counts.tolist()
@@ -229,6 +247,10 @@ class BatchTargets:
                 numbers = torch.arange(1, count + 1, device=mask.device)
                 image["masks"] = mask == numbers[:, None, None]
         return images
+
+    @property
+    def _weights(self) -> Tensor:
+        return torch.ones(len(self.labels), device=self.labels.device) if self.weights is None else self.weights
 
     def _centred(self) -> Tensor | None:
         """Boxes as centre, width and height, as fractions of the output."""

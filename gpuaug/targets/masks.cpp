@@ -202,6 +202,30 @@ int place(const Task* tasks, int64_t count, int64_t H, int64_t W, int32_t fill, 
 
 }  // namespace
 
+// Pastes objects of one mask [H, W] into another. `renumber` has the new number of each object of `mate`; 0: it is not
+// pasted. `extents` [2, count, 5] gets, for each number of `own` before and after: its pixels, and the smallest and
+// largest x and y. Its smallest values must be large, and its largest ones negative.
+extern "C" void gpuaug_paste(const int32_t* own, const int32_t* mate, const int32_t* renumber, int64_t H, int64_t W, int64_t count,
+                             int32_t* out, uint8_t* pasted, int64_t* extents) {
+    for (int64_t y = 0; y < H; ++y, own += W, mate += W, out += W, pasted += W) {
+        for (int64_t x = 0; x < W; ++x) {
+            const int32_t number = renumber[mate[x]];
+            pasted[x] = number != 0;
+            out[x] = number != 0 ? number : own[x];
+        }
+        for (int64_t x = 0, end; x < W; x = end) {  // runs of one object, covered or not
+            for (end = x + 1; end < W && own[end] == own[x] && pasted[end] == pasted[x]; ++end) {}
+            if (own[x] == 0) continue;
+            for (int64_t after = 0; after < (pasted[x] ? 1 : 2); ++after) {
+                int64_t* const e = extents + 5 * (after * count + own[x]);
+                e[0] += end - x;
+                e[1] = std::min(e[1], x), e[2] = std::min(e[2], y);
+                e[3] = std::max(e[3], end - 1), e[4] = std::max(e[4], y);
+            }
+        }
+    }
+}
+
 // Fills [count, H, W] outputs of `bytes` per pixel: 1, 4 or 8. H * W < 2^31. Returns 1 if memory runs out.
 extern "C" int gpuaug_place(const Task* tasks, int64_t count, int64_t H, int64_t W, int32_t bytes, int32_t fill, int32_t threads) {
     const bool small = fill <= 255 && std::all_of(tasks, tasks + count, [](const Task& t) { return t.bytes == 1; });

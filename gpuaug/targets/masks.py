@@ -350,6 +350,8 @@ def library() -> ctypes.CDLL | None:
     if built is not None:
         pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         built.gpuaug_place.argtypes = [pointer, number, number, number, small, small, small]
+        built.gpuaug_paste.argtypes = [pointer] * 3 + [number] * 3 + [pointer] * 3
+        built.gpuaug_paste.restype = None
     return built
 
 
@@ -401,6 +403,34 @@ def place(
     arguments = tasks.ctypes.data, count, H, W, out.itemsize, int(fill), threads
     if compiled.gpuaug_place(*arguments):  # releases the GIL
         raise MemoryError(f"out of memory while moving {count} masks")
+
+
+def paste(own: Mask, mate: Mask, renumber: NDArray[np.int32], count: int) -> tuple[Mask, NDArray[np.bool_], Int64]:
+    """Paste objects of one mask of object numbers into another.
+
+    Args:
+        own, mate: int32 [H, W], contiguous.
+        renumber: the new number of each number of ``mate``; 0: the object is not pasted.
+        count: 1 + the largest number of ``own``.
+
+    Returns:
+        The new mask, the pixels that were pasted, and int64 [2, count, 5]: for each number of ``own``, before and
+        after, its pixels and (x1, y1, x2, y2) around them; x2 < x1 if there are none.
+    """
+    out, pasted = np.empty_like(own), np.empty(own.shape, dtype=np.bool_)
+    extents = np.tile(np.array([0, *own.shape[::-1], -1, -1], dtype=np.int64), (2, count, 1))
+    if (compiled := library()) is not None:
+        arrays = [x.ctypes.data for x in (own, mate, renumber, out, pasted, extents)]
+        compiled.gpuaug_paste(*arrays[:3], *own.shape, count, *arrays[3:])
+    else:
+        pasted[:] = renumber[mate] != 0
+        out[:] = np.where(pasted, renumber[mate], own)
+        for after, k in np.ndindex(2, count - 1):
+            y, x = np.nonzero((own == k + 1) & ~(pasted & bool(after)))
+            if len(x):
+                extents[after, k + 1] = len(x), x.min(), y.min(), x.max(), y.max()
+    extents[..., 3:] += 1
+    return out, pasted, extents
 
 
 def _check(masks: Sequence[Mask | None], windows: CropWindows) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from gpuaug.augment.mix import Mix, _symmetric_beta
+from gpuaug.augment.mix import Mix, symmetric_beta
 from gpuaug.errors import ConfigError
 from gpuaug.random import keyed as draw
 
@@ -32,7 +32,7 @@ def onehot(labels):
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.5, 0.8, 1.0, 2.0, 32.0])
 def test_lambda_has_the_beta_distribution(alpha):
     u = draw.uniforms([draw.Stream("", 0, "mix", 4)], seed=7, epoch=0, indices=np.arange(4000))["", 0, "mix"]
-    values = [_symmetric_beta(alpha, float(a), float(b)) for a, b in u[:, 2:4]]
+    values = [symmetric_beta(alpha, float(a), float(b)) for a, b in u[:, 2:4]]
     assert min(values) >= 0
     assert max(values) <= 1
     assert stats.kstest(values, stats.beta(alpha, alpha).cdf).pvalue > 1e-3

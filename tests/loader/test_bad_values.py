@@ -179,6 +179,14 @@ MADE: dict[str, Attack] = {
         lambda p: {"choose": [8, 16]},
         lambda p, made: pairs(p, augment=gpuaug.Augment(crop=gpuaug.RandomResizedCrop(8), sizes=made)),
     ),
+    "MixObjects": (lambda p: {}, lambda p, made: boxes(p, targets=BOXES, mix=made)),
+    "CutMixMasks": (lambda p: {}, lambda p, made: pairs(p, targets=MASKS, mix=made)),
+    "ClassMix": (lambda p: {}, lambda p, made: pairs(p, targets=MASKS, mix=made)),
+    "CopyPaste": (lambda p: {}, lambda p, made: repr(made)),
+    "class_mix": (
+        lambda p: {"images": torch.zeros(2, 3, 4, 4), "labels": torch.zeros(2, 4, 4, dtype=torch.int64)},
+        lambda p, made: made,
+    ),
     "Mosaic": (
         lambda p: {},
         lambda p, made: boxes(

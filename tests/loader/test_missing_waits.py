@@ -123,6 +123,21 @@ RECIPES = {
         ),
         {"targets": ALL},
     ),
+    "mixup of objects": (
+        recipe(flip=K.RandomHorizontalFlip()),
+        {"targets": gpuaug.Targets(boxes=gpuaug.Boxes(), masks=gpuaug.Masks()), "mix": gpuaug.MixObjects()},
+    ),
+    "copy-paste": (
+        recipe(flip=K.RandomHorizontalFlip()),
+        {
+            "targets": gpuaug.Targets(boxes=gpuaug.Boxes(), masks=gpuaug.Masks(kind="instances")),
+            "mix": gpuaug.CopyPaste(),
+        },
+    ),
+    "classes": (
+        recipe(flip=K.RandomHorizontalFlip()),
+        {"targets": gpuaug.Targets(masks=gpuaug.Masks()), "mix": gpuaug.ClassMix()},
+    ),
     "masks and a field": (recipe(**FIELD), {"targets": gpuaug.Targets(masks=gpuaug.Masks())}),
 }
 
