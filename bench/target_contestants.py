@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from contestants import MEAN, STD, CannotRunError, Run, Spec, serve, torchvision_there
 
-SEG, DET, WARP = "seg_torchvision", "det_rtdetr", "flip_affine_jitter"
-RECIPES = (SEG, DET, WARP)
-SIZE = {SEG: 480, DET: 640, WARP: 512}
+SEG, DET, YOLO, WARP = "seg_torchvision", "det_rtdetr", "det_yolo", "flip_affine_jitter"
+RECIPES = (SEG, DET, YOLO, WARP)
+SIZE = {SEG: 480, DET: 640, YOLO: 640, WARP: 512}
 JITTER = (0.3, 0.3, 0.3, 0.1)
 DEGREES, SHIFT, SCALE = 15.0, 0.1, (0.8, 1.2)
 IGNORE = 255
@@ -123,7 +123,7 @@ def loader(spec: Spec, kinds: tuple[str, ...], augment: Any = None) -> Any:
 
 
 def ours(spec: Spec) -> Run:
-    made = loader(spec, ("boxes",) if spec.recipe == DET else ("masks",))
+    made = loader(spec, ("boxes",) if spec.recipe in (DET, YOLO) else ("masks",))
 
     def batches() -> Any:
         for batch in made:
@@ -134,8 +134,8 @@ def ours(spec: Spec) -> Run:
 
 def images_only(spec: Spec) -> Run:
     """Our loader with the same crops, without targets."""
-    if spec.recipe == DET:
-        raise CannotRunError("its crop needs boxes")
+    if spec.recipe in (DET, YOLO):
+        raise CannotRunError("its crop or its mosaic is for boxes")
     made = loader(spec, ())
     return _run(lambda: ((batch.images, None, None) for batch in made))
 
@@ -198,6 +198,8 @@ def _torchvision(spec: Spec, *, tensors: bool) -> Run:
         with Image.open(path) as file:
             return file.convert("RGB")
 
+    if spec.recipe == YOLO:
+        return _yolo_by_torchvision(spec)
     if spec.recipe == DET:  # RT-DETR's list: configs/rtdetrv2/include/dataloader.yml
         iou = T.RandomApply([T.RandomIoUCrop()], p=0.8)
         steps = [T.RandomPhotometricDistort(p=0.5), T.RandomZoomOut(fill=0), iou]
@@ -245,8 +247,8 @@ def albumentations(spec: Spec) -> Run:
     from PIL import Image
 
     size = SIZE[spec.recipe]
-    if spec.recipe == DET:
-        raise CannotRunError("it has no IoU crop as torchvision has it")
+    if spec.recipe in (DET, YOLO):
+        raise CannotRunError("it has no IoU crop as torchvision has it, and no such mosaic")
     cv2.setNumThreads(0)
     if spec.recipe == SEG:
         # torchvision draws any whole side from 260 to 1040, here it is every 20th; outside the image the mask is 255
@@ -301,7 +303,104 @@ def kornia(spec: Spec) -> Run:
     return _run(batches)
 
 
-CONTESTANTS = {f.__name__: f for f in (ours, images_only, torchvision, torchvision_pil, albumentations, kornia)}
+class Mosaics:
+    """det_yolo for one sample by torchvision v2 and numpy: a mosaic with images of a buffer, as Ultralytics keeps one.
+
+    The worker that runs it has the buffer, so each image is decoded once.
+    """
+
+    def __init__(self, size: int, buffer: int) -> None:
+        self.size, self.buffer = size, buffer
+        self.held: list[tuple[Any, Any]] = []  # images uint8 [h, w, 3] whose longer side is `size`, and their objects
+
+    def __call__(self, image: str, mask: str, objects: Any) -> Any:
+        import torch
+        from PIL import Image
+        from torchvision.transforms.v2 import functional as F
+
+        rng, size = np.random.default_rng(torch.randint(2**62, ()).item()), self.size
+        with Image.open(image) as file:
+            read = file.convert("RGB")
+        factor = size / max(read.size)
+        sides = [max(1, round(side * factor)) for side in read.size]
+        pixels = np.asarray(read.resize(sides, Image.Resampling.BILINEAR))
+        self.held.append((pixels, np.concatenate([objects[:, :4] * factor, objects[:, 4:]], axis=1)))
+        del self.held[: -self.buffer]
+        tiles = [self.held[-1], *(self.held[k] for k in rng.integers(0, len(self.held), 3))]
+        canvas, found = np.full((2 * size, 2 * size, 3), 114, dtype=np.uint8), []
+        cx, cy = (int(side) for side in rng.uniform(size / 2, 3 * size / 2, 2))
+        for k, (tile, boxes) in enumerate(tiles):
+            h, w = tile.shape[:2]
+            x, y = (cx if k % 2 else cx - w), (cy if k > 1 else cy - h)
+            x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + w, 2 * size), min(y + h, 2 * size)
+            canvas[y1:y2, x1:x2] = tile[y1 - y : y2 - y, x1 - x : x2 - x]
+            moved = boxes.copy()
+            moved[:, :4] += (x, y, x, y)
+            found.append(np.concatenate([moved[:, :4].clip(0, 2 * size), moved[:, 4:]], axis=1))
+        scale, shift = rng.uniform(0.5, 1.5), rng.uniform(-0.1, 0.1, 2) * size
+        whole = F.to_image(canvas)
+        turned = F.affine(whole, 0.0, shift.tolist(), scale, [0.0, 0.0], F.InterpolationMode.BILINEAR, fill=114)
+        output = F.center_crop(turned, [size, size])
+        corners = (np.concatenate(found)[:, :4].reshape(-1, 2, 2) - size) * scale + shift + size / 2
+        boxes = corners.clip(0, size).reshape(-1, 4)
+        wide = (boxes[:, 2:] - boxes[:, :2]).min(axis=1, initial=size) > 2
+        whole_area = (corners[:, 1] - corners[:, 0]).prod(axis=1)
+        boxes = boxes[wide & ((boxes[:, 2:] - boxes[:, :2]).prod(axis=1) > 0.1 * whole_area)]
+        hue, saturation, value = rng.uniform(-1, 1, 3) * (0.015, 0.7, 0.4)
+        output = F.adjust_brightness(F.adjust_saturation(F.adjust_hue(output, hue), 1 + saturation), 1 + value)
+        if rng.random() < 0.5:
+            output = F.horizontal_flip(output)
+            boxes[:, [0, 2]] = size - boxes[:, [2, 0]]
+        return F.to_dtype(output, torch.float32, scale=True), torch.from_numpy(boxes)
+
+
+def _yolo_by_torchvision(spec: Spec) -> Run:
+    import torch
+
+    def collate(items: Any) -> Any:
+        return torch.stack([image for image, _ in items]), torch.cat([boxes for _, boxes in items])
+
+    batches = _data_loader(spec, Mosaics(SIZE[YOLO], 8 * spec.batch), collate)
+    return _run(lambda: ((x, None, boxes) for x, boxes in batches))
+
+
+def ultralytics(spec: Spec) -> Run:
+    """Ultralytics' own dataset and loader with its default settings, and its conversion to floats."""
+    if spec.recipe != YOLO:
+        raise CannotRunError("it trains YOLO")
+    torchvision_there()
+    import torch
+    from PIL import Image
+    from ultralytics.cfg import get_cfg
+    from ultralytics.data.build import build_dataloader, build_yolo_dataset
+
+    made = Scenes(spec.root, lambda *item: item)
+    labels = Path(spec.root, "labels")
+    labels.mkdir(exist_ok=True)
+    for path, _, objects in (made[k] for k in range(len(made))):
+        with Image.open(path) as file:
+            sides = np.array(file.size * 2)
+        lines = []
+        for *box, _ in objects.tolist():
+            x1, y1, x2, y2 = np.array(box) / sides
+            lines.append(f"0 {(x1 + x2) / 2} {(y1 + y2) / 2} {x2 - x1} {y2 - y1}")
+        (labels / f"{Path(path).stem}.txt").write_text("\n".join(lines))
+    settings = get_cfg(overrides={"imgsz": SIZE[YOLO], "task": "detect", "workers": spec.workers, "seed": 0})
+    names = {"names": {0: "thing"}, "nc": 1, "channels": 3}
+    dataset = build_yolo_dataset(settings, str(Path(spec.root, "images")), spec.batch, names, mode="train", stride=32)
+    batches = build_dataloader(dataset, spec.batch, spec.workers, shuffle=True, rank=-1)
+
+    def epoch() -> Any:
+        for _, batch in zip(range(len(batches)), batches):  # its iterator has no end
+            centre, extent = SIZE[YOLO] * batch["bboxes"][:, :2], SIZE[YOLO] * batch["bboxes"][:, 2:]
+            yield batch["img"].float() / 255, None, torch.cat([centre - extent / 2, centre + extent / 2], dim=1)
+
+    return _run(epoch)
+
+
+CONTESTANTS = {
+    f.__name__: f for f in (ours, images_only, torchvision, torchvision_pil, albumentations, kornia, ultralytics)
+}
 
 
 if __name__ == "__main__":

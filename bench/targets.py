@@ -33,19 +33,23 @@ import readme
 import scenes
 from contestants import Spec
 from loader import Contestant, machine
-from target_contestants import DET, RECIPES, SEG, WARP, loader, recipe
+from target_contestants import DET, RECIPES, SEG, WARP, YOLO, loader, recipe
 
 from gpuaug.targets.masks import decode
 
 WHO = {  # who can do a recipe
     SEG: ("ours", "images_only", "torchvision", "torchvision_pil", "albumentations"),
     DET: ("ours", "torchvision", "torchvision_pil"),
+    YOLO: ("ours", "torchvision", "ultralytics"),
     WARP: ("ours", "images_only", "albumentations", "kornia"),
 }
 EVERYBODY = tuple(dict.fromkeys(who for names in WHO.values() for who in names))
-ELSEWHERE = ("torchvision", "torchvision_pil", "albumentations")
+ELSEWHERE = ("torchvision", "torchvision_pil", "albumentations", "ultralytics")
 # recipe, who, the smallest accepted ratio (for torchvision: the faster of both)
-BARS = {(SEG, "torchvision"): 2.5, (DET, "torchvision"): 4.0, (WARP, "albumentations"): 1.2, (WARP, "kornia"): 5.0}
+BARS = {
+    (SEG, "torchvision"): 2.5, (DET, "torchvision"): 4.0, (YOLO, "torchvision"): 4.0, (YOLO, "ultralytics"): 2.0,
+    (WARP, "albumentations"): 1.2, (WARP, "kornia"): 5.0,
+}  # fmt: skip
 STAGES = {(WARP, ("masks",)): 1.15, (SEG, ("masks",)): None, (WARP, ("boxes", "keypoints")): 1.02}
 
 

@@ -135,12 +135,15 @@ class Objects:
 OBJECT_COLUMNS = ("sample", "boxes", "labels", "keypoints", "crowd", "area", "ids")  # one entry per object
 
 
+NO_TILE = -(2**62)
+
+
 class Tiles(NamedTuple):
     """Which samples the outputs of a batch are put together from. Each sample has a number, its ``key``."""
 
     keys: Int64  # [T], of the samples of the batch and then of others that are read for them
-    of: Int64  # [B, K], keys of the tiles of each output, also of samples of earlier batches; -1: no tile
-    oldest: int  # later batches use no smaller keys
+    of: Int64  # [B, K], keys of the tiles of each output, also of samples of earlier batches; NO_TILE: none
+    oldest: int | None  # later batches use no smaller keys; None: they use none of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

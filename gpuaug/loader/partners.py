@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from gpuaug.augment.mosaic import STRIDE, Mosaic
-from gpuaug.batch import Int64, Tiles
+from gpuaug.batch import NO_TILE, Int64, Tiles
 from gpuaug.random.keyed import Stream, pick, uniforms
 from gpuaug.read.order import EpochOrder, Ordered, Task
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Partners:
     """Chooses the samples of an epoch's mosaics.
 
@@ -41,36 +41,40 @@ class Partners:
         """One task alone. ``positions`` in the epoch; None: of the first occurrence of each sample."""
         if positions is None:
             order, indices = self.ordered.indices.numpy(), task[0].numpy()
-            sort = np.argsort(order, kind="stable")
-            at = np.searchsorted(order, indices, sorter=sort).clip(max=len(order) - 1)
-            found = order[sort[at]] == indices if len(order) else np.zeros(len(indices), dtype=bool)
-            # a sample that the epoch does not have gets the partners of the epoch's first one
-            positions = np.where(found, sort[at] if len(order) else 0, -2 - np.arange(len(indices)))
+            # a sample that the epoch does not have gets the partners of the epoch's first one, and a key of its own
+            positions = NO_TILE + 1 + np.arange(len(indices))
+            if len(order):
+                sort = np.argsort(order, kind="stable")
+                at = sort[np.searchsorted(order, indices, sorter=sort).clip(max=len(order) - 1)]
+                positions = np.where(order[at] == indices, at, positions)
         return self._with_tiles(task, positions, hold=False)
 
     def _with_tiles(self, task: Task, keys: Int64, *, hold: bool) -> Task:
-        partners = self._partners(task, np.maximum(keys, 0))
-        if self.mosaic is not None and self.mosaic.partners == "batch":
-            partners = np.where(partners < 0, -1, keys[partners])
-        oldest, own = int(keys[0]) - STRIDE * (self.mosaic.window if self.mosaic else 0), set(keys.tolist())
-        others = np.unique(partners[partners >= 0])
-        others = np.array([k for k in others.tolist() if k not in own and k not in self._held], dtype=np.int64)
-        if hold and self.mosaic is not None and self.mosaic.partners == "window":
-            self._held.update(own)
-            self._held.difference_update([key for key in self._held if key < oldest])
-        at = torch.from_numpy(others)
-        tiles = Tiles(np.concatenate([keys, others]), np.concatenate([keys[:, None], partners], axis=1), oldest)
+        mosaic, total = self.mosaic, max(len(self.ordered), 1)
+        partners = self._partners(task, np.where(keys < 0, 0, keys) % total)
+        if mosaic is not None and mosaic.partners == "batch":
+            partners = np.where(partners == NO_TILE, NO_TILE, keys[partners])
+        oldest, own = None, set(keys.tolist())
+        others = sorted(set(partners.ravel().tolist()) - own - self._held - {NO_TILE})
+        if hold and mosaic is not None and mosaic.partners == "window":
+            oldest = int(keys[0]) - STRIDE * mosaic.window
+            self._held = {key for key in self._held | own | set(others) if key >= oldest}
+        at = torch.tensor(others, dtype=torch.int64, device="cpu") % total
+        of = np.concatenate([keys[:, None], partners], axis=1)
         return (
             torch.cat([task[0], self.ordered.indices[at]]),
             torch.cat([task[1], self.ordered.repeats[at]]),
             torch.cat([task[2], torch.zeros(len(at), dtype=torch.bool, device="cpu")]),
-            tiles,
+            Tiles(np.concatenate([keys, np.array(others, dtype=np.int64)]), of, oldest),
         )
 
     def _partners(self, task: Task, positions: Int64) -> Int64:
-        """Positions in the epoch of the other tiles, int64 [B, K - 1]; for ``batch`` rows of the batch. -1: no tile."""
+        """Keys of the other tiles, int64 [B, K - 1]; for ``batch`` rows of the batch. NO_TILE: no tile.
+
+        A key is a position in the epoch. Before the epoch's first position are the last ones of the same epoch.
+        """
         mosaic, total, count = self.mosaic, len(self.ordered), len(task[0])
-        if mosaic is None:
+        if mosaic is None or not total:
             return np.zeros((count, 0), dtype=np.int64)
         indices, repeats = task[0].numpy(), task[1].numpy()
         stream = Stream("", 0, self.name, mosaic.count)
@@ -80,11 +84,11 @@ class Partners:
         elif mosaic.partners == "window":
             few = total <= STRIDE * mosaic.window
             distances = mosaic._distances(u, max(min(mosaic.window, total - 1), 1))
-            found = (positions[:, None] - distances * (1 if few else STRIDE)) % total
+            found = positions[:, None] - distances * (1 if few else STRIDE)
         else:
             mixed = Stream("", -1, self.name, count)  # copies start at 0, so no other stream has copy -1
             values = uniforms([mixed], seed=self.seed, epoch=self.epoch, indices=indices[:1])["", -1, self.name][0]
             order = np.argsort(values, kind="stable")
             place = np.argsort(order)  # of each row
             found = order[(place[:, None] + np.arange(1, mosaic.tiles)) % count]
-        return np.where(mosaic._applied(u)[:, None], found, -1)
+        return np.where(mosaic._applied(u)[:, None], found, NO_TILE)

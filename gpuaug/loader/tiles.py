@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuaug.augment.gather import gather
 from gpuaug.augment.mosaic import Layout
-from gpuaug.batch import Int64
+from gpuaug.batch import NO_TILE, Int64
 from gpuaug.targets import geometry
 from gpuaug.targets.geometry import Float64
 from gpuaug.targets.objects import covered_part
@@ -44,13 +44,14 @@ class HeldTiles:
         count = len(of)
         here = {key: (batch, row) for row, key in enumerate(keys.tolist())}
         known = self._held | here
-        places = [[known[key] if key != -1 else (batch, row) for key in own] for row, own in enumerate(of.tolist())]
-        self._held |= {key: here[key] for key in keys[:count].tolist()}
-        self._held = {key: place for key, place in self._held.items() if key >= oldest}
+        places = [
+            [known[key] if key != NO_TILE else (batch, row) for key in own] for row, own in enumerate(of.tolist())
+        ]
+        self._held = {} if oldest is None else {key: place for key, place in known.items() if key >= oldest}
         crop = batch.windows[0].size
         bad = {id(each): {fault.row for fault in each.faults} for own in places for each, _ in own}
         parts = {id(each): covered_part(each.windows[0]).astype(np.int64) for own in places for each, _ in own}
-        there = (of != -1) & [[row not in bad[id(each)] for each, row in own] for own in places]
+        there = (of != NO_TILE) & [[row not in bad[id(each)] for each, row in own] for own in places]
         covered = np.array([[parts[id(each)][row] for each, row in own] for own in places]) * there[..., None]
         numbers = np.array([[int(each.encoded.indices[row]) for each, row in own] for own in places])
         numbers[~there] = -1
