@@ -5,10 +5,12 @@ python bench/target_contestants.py SPEC        # started by bench/targets.py; on
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,8 @@ def loader(spec: Spec, kinds: tuple[str, ...], augment: Any = None) -> Any:
 
     import gpuaug
 
-    rules = {"masks": gpuaug.Masks, "boxes": gpuaug.Boxes, "keypoints": gpuaug.Keypoints}
+    limits = {"min_size": 2, "min_visibility": 0.1} if spec.recipe == YOLO else {}
+    rules = {"masks": gpuaug.Masks, "boxes": partial(gpuaug.Boxes, **limits), "keypoints": gpuaug.Keypoints}
     return gpuaug.Loader(
         source(spec.root, kinds),
         augment=augment or recipe(spec.recipe),
@@ -364,12 +367,9 @@ def _yolo_by_torchvision(spec: Spec) -> Run:
     return _run(lambda: ((x, None, boxes) for x, boxes in batches))
 
 
-def ultralytics(spec: Spec) -> Run:
-    """Ultralytics' own dataset and loader with its default settings, and its conversion to floats."""
-    if spec.recipe != YOLO:
-        raise CannotRunError("it trains YOLO")
+def ultralytics_loader(spec: Spec) -> Any:
+    """Ultralytics' own dataset and loader with its default settings. Its iterator has no end."""
     torchvision_there()
-    import torch
     from PIL import Image
     from ultralytics.cfg import get_cfg
     from ultralytics.data.build import build_dataloader, build_yolo_dataset
@@ -388,10 +388,18 @@ def ultralytics(spec: Spec) -> Run:
     settings = get_cfg(overrides={"imgsz": SIZE[YOLO], "task": "detect", "workers": spec.workers, "seed": 0})
     names = {"names": {0: "thing"}, "nc": 1, "channels": 3}
     dataset = build_yolo_dataset(settings, str(Path(spec.root, "images")), spec.batch, names, mode="train", stride=32)
-    batches = build_dataloader(dataset, spec.batch, spec.workers, shuffle=True, rank=-1)
+    return build_dataloader(dataset, spec.batch, spec.workers, shuffle=True, rank=-1)
+
+
+def ultralytics(spec: Spec) -> Run:
+    """Ultralytics' loader, and its conversion to floats."""
+    if spec.recipe != YOLO:
+        raise CannotRunError("it trains YOLO")
+    batches = ultralytics_loader(spec)
+    import torch
 
     def epoch() -> Any:
-        for _, batch in zip(range(len(batches)), batches):  # its iterator has no end
+        for batch in itertools.islice(batches, len(batches)):
             centre, extent = SIZE[YOLO] * batch["bboxes"][:, :2], SIZE[YOLO] * batch["bboxes"][:, 2:]
             yield batch["img"].float() / 255, None, torch.cat([centre - extent / 2, centre + extent / 2], dim=1)
 

@@ -1,0 +1,104 @@
+"""Compares the outputs of det_yolo with those of Ultralytics' own loader: scale, place and number of boxes.
+
+    python bench/mosaics.py --peer-python PYTHON --json mosaics.json
+
+PYTHON has ultralytics and its requirements, without gpuaug (AGPL-3.0: it is run, nothing is copied). Both read the same
+photographs (bench/scenes.py) and make as many outputs. The table has the p-values of two-sample Kolmogorov-Smirnov
+tests: below 0.001, the distributions differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from contestants import Spec
+from target_contestants import SIZE, YOLO, loader, ultralytics_loader
+
+
+def measured(boxes: np.ndarray[Any, Any], sample: np.ndarray[Any, Any], count: int) -> dict[str, list[float]]:
+    """Numbers of ``count`` outputs. ``boxes`` [N, 4] as fractions: (x1, y1, x2, y2); ``sample`` [N]: their outputs."""
+    centre, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]
+    # one box of each output, because those of one output share their scale and place
+    _, first = np.unique(sample, return_index=True)
+    return {
+        "boxes per output": np.bincount(sample, minlength=count).tolist(),
+        "scale: root of a box's area": np.sqrt(sides.prod(axis=1))[first].tolist(),
+        "place: x of a box's centre": centre[first, 0].tolist(),
+        "place: y of a box's centre": centre[first, 1].tolist(),
+    }
+
+
+def ours(spec: Spec, count: int) -> dict[str, list[float]]:
+    parts, samples, done = [], [], 0
+    with loader(spec, ("boxes",)) as made:
+        while done < count:
+            for batch in made:
+                order = np.random.default_rng(done).permutation(len(batch.targets.boxes))  # else always the first tile
+                parts.append(batch.targets.boxes.numpy()[order] / SIZE[YOLO])
+                samples.append(batch.targets.sample.numpy()[order] + done)
+                done += len(batch.images)
+    return measured(np.concatenate(parts), np.concatenate(samples), done)
+
+
+def theirs(spec: Spec, count: int) -> dict[str, list[float]]:
+    parts, samples, done = [], [], 0
+    batches = ultralytics_loader(spec)
+    for batch in itertools.islice(batches, -(-count // len(batches.dataset)) * len(batches)):
+        boxes, order = batch["bboxes"].numpy(), np.random.default_rng(done).permutation(len(batch["bboxes"]))
+        corners = np.concatenate([boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2], axis=1)
+        parts.append(corners[order])
+        samples.append(batch["batch_idx"].numpy().astype(int)[order] + done)
+        done += len(batch["img"])
+    return measured(np.concatenate(parts), np.concatenate(samples), done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2048, help="photographs, and outputs of each (default: 2048)")
+    parser.add_argument("--data", type=Path, help="folder that keeps the photographs; default: one that is removed")
+    parser.add_argument("--peer-python", required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.theirs:
+        spec = Spec("ultralytics", YOLO, str(args.data), 16, 2, 2, "cpu", "float32")
+        args.theirs.write_text(json.dumps(theirs(spec, args.count)))
+        return
+    import scenes
+    from scipy import stats
+
+    with tempfile.TemporaryDirectory() as made:
+        root = (args.data or Path(made)).resolve() / f"scenes_{args.count}"
+        if not (root / "instances.json").exists():
+            scenes.write(root, count=args.count)
+        answer = Path(made, "theirs.json")
+        words = [args.peer_python, __file__, "--data", root, "--count", args.count, "--theirs", answer]
+        subprocess.run([str(word) for word in [*words, "--peer-python", "-"]], check=True)
+        b = json.loads(answer.read_text())
+        a = ours(Spec("ours", YOLO, str(root), 16, 2, 2, "cpu", "float32"), args.count)
+    rows = [
+        {
+            "what": name, "ours": float(np.mean(a[name])), "theirs": float(np.mean(b[name])),
+            "outputs": [len(a[name]), len(b[name])], "p": float(stats.ks_2samp(a[name], b[name]).pvalue),
+        }
+        for name in a
+    ]  # fmt: skip
+    print("| what | mean, ours | mean, Ultralytics | outputs | p |\n|---|---|---|---|---|")
+    for row in rows:
+        print(f"| {row['what']} | {row['ours']:.3f} | {row['theirs']:.3f} | {row['outputs']} | {row['p']:.3f} |")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
