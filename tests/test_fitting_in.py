@@ -368,7 +368,8 @@ def test_mps_says_what_to_do(overrides: list[str]) -> None:
         (["augment=efficientnetv2", "augment.crop.size=96"], "`augment.schedule.88.crop`"),
         (
             ["mix.p=0.5"],
-            "It is switched off. Choose one first: mix=classmix|copy_paste|cutmix|cutmix_masks|mixup|mixup_cutmix|mixup_objects|none.",
+            "It is switched off. Choose one first: mix=classmix|copy_paste|cutmix|cutmix_masks|mixup|mixup_cutmix|"
+            "mixup_objects|none.",
         ),
     ],
 )

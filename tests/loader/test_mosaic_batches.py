@@ -360,3 +360,26 @@ def test_det_yolo_is_the_recipe_and_runs() -> None:
         assert batch.targets.sources.shape == (8, tiles)
     plain = gpuaug.build(gpuaug.compose("train", ["augment=det_yolo_eval"]).augment)
     assert plain.crop.size == (640, 640)
+
+
+def test_plan_knows_the_tiles_that_a_pass_keeps() -> None:
+    from gpuaug.loader.tiles import HeldTiles
+    from gpuaug.tools.plan.command import _tile_bytes, _tiles
+
+    made = loader(list(scenes()) * 3, mosaic={}, affine={})
+    kept = []
+
+    class Counting(HeldTiles):
+        def combine(self, *given: Any, **more: Any) -> Any:
+            done = super().combine(*given, **more)
+            kept.append(len(self._held))
+            return done
+
+    held = Counting()
+    pipeline = made.pipeline
+    for encoded in pipeline.read(made.tasks(made.epoch_order), 0):
+        pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, 0)), 0, held)
+    assert max(kept) == _tiles(made) == 8 * 8 + 8
+    assert _tile_bytes(made) == 3 * SIDE * SIDE
+    assert _tiles(loader(mosaic={}, affine={}, rank=0, world_size=4)) == 8 * 8 // 4 + 8
+    assert _tiles(loader(mosaic={"partners": "fresh"})) == _tiles(loader()) == 0

@@ -23,6 +23,7 @@ import torch
 from omegaconf import OmegaConf
 
 from gpuaug import checks, machine
+from gpuaug.augment.mosaic import STRIDE, Mosaic
 from gpuaug.batch import EncodedBatch
 from gpuaug.errors import GpuaugError
 from gpuaug.files import format_bytes
@@ -122,6 +123,7 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
     there: Place = "host" if loader.device.type == "cpu" else "device"
     made = min(len(loader), prefetch + 2)
     waiting = max(0, made - min(peak.batches, peak.ready + 2))  # batches that did not wait at the same time
+    tiles = max(0, _tiles(loader) - peak.batches * loader.batch_size) * _tile_bytes(loader)
     work = peak.most.main + peak.most.files - peak.base.main - peak.base.files
     every = [
         StageMemory("start", "host", peak.base.host, "this process before its first batch: Python, torch, the source"),
@@ -133,6 +135,8 @@ def stages(loader: Loader, peak: Peak) -> list[StageMemory]:
                     "prefetch"),
         StageMemory("prefetch", there, waiting * peak.batch,
                     f"{waiting} more batches of {format_bytes(peak.batch)}, if the model is the limit", "prefetch"),
+        StageMemory("tiles", there, tiles, "tiles of earlier batches for mosaics that the rehearsal did not keep yet",
+                    "augment.combine.mosaic.window"),
         StageMemory("device", "device", peak.device, "without the CUDA context", "batch_size"),
     ]  # fmt: skip
     return [each for each in every if each.bytes]
@@ -153,6 +157,7 @@ def on_cuda(loader: Loader, batch: int) -> list[StageMemory]:
     decoded = min(pixels(info.stored), loader.decode.max_bytes)
     resized = sum(pixels(view.window[:, 2:]) + pixels(view.resized) for view in views)
     canvases = [each * loader.batch_size * math.prod(view.size) for view in views]
+    tiles = _tiles(loader) * _tile_bytes(loader)
     made = min(len(loader), loader.prefetch + 2)
     decoders = 2 if stored is None and loader.prefetch else 1
     decoding = [
@@ -165,9 +170,23 @@ def on_cuda(loader: Loader, batch: int) -> list[StageMemory]:
     return [
         *(decoding if stored is None else ()),  # the CPU decodes stored values
         StageMemory("views", "device", (3 * decoders + 1) * sum(canvases), held),
+        *([StageMemory("tiles", "device", tiles, "tiles of earlier batches for mosaics")] if tiles else ()),
         StageMemory("augment", "device", 4 * channels * max(canvases) // each, "the largest view as float32"),
         StageMemory("batches", "device", made * batch, f"{made} finished batches"),
     ]
+
+
+def _tiles(loader: Loader) -> int:
+    """How many tiles of earlier batches a pass keeps for mosaics."""
+    mosaic = loader.augment.at(loader.epoch).combine.named(Mosaic)[1]
+    if mosaic is None or mosaic.partners != "window":
+        return 0
+    share = -(-STRIDE * mosaic.window // loader.epoch_order.world_size)
+    return min(share + loader.batch_size, len(loader) * loader.batch_size)
+
+
+def _tile_bytes(loader: Loader) -> int:
+    return 3 * math.prod(loader.augment.at(loader.epoch).views[0].augment.crop.size) if _tiles(loader) else 0
 
 
 def total(listed: Sequence[StageMemory], place: Place) -> int:
