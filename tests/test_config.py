@@ -88,7 +88,7 @@ def test_operation_names_are_the_same_in_every_recipe():
         "RandAugment": "randaugment", "OneOf": "choice", "SomeOf": "choice",
         "PhotometricDistort": "distort", "TrivialAugmentWide": "trivialaugment", "AutoAugment": "autoaugment",
         "AugMix": "augmix", "TimmAugment": "timm", "RandomErasing": "erase",
-        "RandomHue": "hue", "RandomSaturation": "saturation",
+        "RandomHue": "hue", "RandomSaturation": "saturation", "RandomBrightness": "brightness",
     }  # fmt: skip
 
     def ops(node, name=None):

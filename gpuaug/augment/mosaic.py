@@ -128,7 +128,8 @@ class CanvasAffine(CombineOp):
         scale: smallest and largest factor, 0 < min <= max.
         shear: the largest shear in degrees, in both directions, for x and y.
         about: what stays in place without a shift. ``centre``: the canvas's centre goes to the output's centre, as in
-            Ultralytics. ``origin``: the top left corner, as in YOLOX.
+            Ultralytics. ``origin``: the top left corner, as in YOLOX. ``crop``: nothing; the output is a random crop of
+            the scaled canvas, or has it at the top left if it is smaller, as in RTMDet. Then the other settings are 0.
 
     >>> CanvasAffine(size=640).size
     (640, 640)
@@ -151,7 +152,12 @@ class CanvasAffine(CombineOp):
         self.translate = float(checks.number("translate", translate, 0, 1))
         self.scale = checks.pair("scale", scale, None, 100)
         self.shear = float(checks.number("shear", shear, 0, 60))
-        self.about = checks.one_of("about", about, ("centre", "origin"))
+        self.about = checks.one_of("about", about, ("centre", "origin", "crop"))
+        if about == "crop" and (degrees or translate or shear):
+            raise ConfigError(
+                "`degrees`, `translate` and `shear` must be 0 with `about: crop`. "
+                f"Found: {degrees}, {translate} and {shear}."
+            )
 
     def _values(self, u: Float) -> dict[str, NDArray[Any]]:
         """Angle and shears in degrees, scale, and shift as a fraction: float64 [B] or [B, 2]. ``u``: [B, count]."""
@@ -180,6 +186,9 @@ class CanvasAffine(CombineOp):
         sheared[:, 0, 1], sheared[:, 1, 0] = shear.T
         m[:, :2, :2] = sheared @ turned
         m[:, :2, 2] = values["shift"] * output
+        if self.about == "crop":
+            room = np.maximum(np.floor(canvas * values["scale"][:, None]) - output, 0)
+            m[:, :2, 2] = -np.floor(u[:, 4:6].astype(np.float64) * (room + 1))
         if self.about == "centre":
             m[:, :2, 2] += output / 2 - (m[:, :2, :2] @ (canvas / 2)[..., None])[..., 0]
         return m
@@ -251,6 +260,8 @@ class Combine:
         alone = (single - sides[:, 0]) // 2 if centred else covered[:, 0, :2]
         placed = np.zeros((count, tiles, 2), dtype=np.int64)
         placed[:, 0], canvas = alone, np.tile(single, (count, 1))
+        if affine is not None and affine.about == "crop":  # of the image, not of what the tile's crop has padded
+            placed[:, 0], canvas = 0, np.maximum(sides[:, 0], 1)
         many = np.zeros(count, dtype=bool)
         if mosaic is not None:
             many = mosaic._applied(uniforms[name])

@@ -224,6 +224,27 @@ def test_matrices_are_the_authors_formula() -> None:
             assert np.allclose(made[row], t @ sheared @ r @ c)
 
 
+def test_a_crop_of_the_scaled_canvas_is_that_of_mmdetection() -> None:
+    rng, out = np.random.default_rng(0), 100
+    affine = gpuaug.CanvasAffine(out, scale=(0.1, 2), translate=0, about="crop")
+    u, canvas = uniforms(rng, 20_000, 6), np.tile([200, 160], (20_000, 1))
+    made, scale = affine._matrices(u, canvas), affine._values(u)["scale"]
+    assert np.allclose(made[:, [0, 1], [0, 1]], scale[:, None])
+    margin = np.maximum(np.floor(canvas * scale[:, None]) - out, 0)
+    offset = -made[:, :2, 2]
+    assert (offset == np.floor(offset)).all()
+    assert (offset >= 0).all()
+    assert (offset <= margin).all()
+    for axis in (0, 1):
+        wide = margin[:, axis] > 50
+        share = (offset[wide, axis] + rng.random(wide.sum())) / (margin[wide, axis] + 1)
+        assert stats.kstest(share, "uniform").pvalue > 1e-3
+    # without a mosaic it is a crop of the image
+    layout = Combine({"affine": affine}).lay({"affine": u[:1]}, (64, 64), np.array([[[0, 0, 64, 30]]]))
+    assert layout.canvas.tolist() == [[64, 30]]
+    assert layout.visible[0, 0].tolist() == [0, 0, 64, 30]
+
+
 def test_without_a_mosaic_the_sample_is_centred_or_stays() -> None:
     covered = np.array([[[0, 0, 60, 100]]])
     u = {"affine": np.full((1, 6), 0.5, dtype=np.float32)}
@@ -242,7 +263,8 @@ BAD = [
     (lambda: gpuaug.Mosaic(window=2), "`window` must be a whole number from 8 to 1000"),
     (lambda: gpuaug.CanvasAffine(size=0), "`size`"),
     (lambda: gpuaug.CanvasAffine(size=64, scale=(0, 1)), "`scale` must satisfy 0 < min"),
-    (lambda: gpuaug.CanvasAffine(size=64, about="middle"), "`about` must be one of centre, origin"),
+    (lambda: gpuaug.CanvasAffine(size=64, about="middle"), "`about` must be one of centre, origin, crop"),
+    (lambda: gpuaug.CanvasAffine(size=64, about="crop"), "must be 0 with `about: crop`. Found: 0.0, 0.1 and 0.0"),
     (lambda: _recipe(crop=None), "`augment.combine` needs a crop with a size"),
     (lambda: _recipe(crop=gpuaug.RandomIoUCrop(64)), "does not choose objects by their centre"),
     (lambda: _recipe(crop=gpuaug.Letterbox(64, fill=(1, 2, 3))), "`augment.crop.fill` must be one number"),

@@ -33,7 +33,7 @@ TRAIN = [
     "seg_torchvision", "seg_ade20k", "seg_cityscapes", "seg_voc", "det_hflip", "det_ssd", "det_rtdetr", "det_lsj",
     "pose_rcnn",
 ]  # fmt: skip
-COMBINED = ["det_yolo"]  # work only in a loader: see tests/loader/test_mosaic_batches.py
+COMBINED = ["det_yolo", "det_yolox", "det_rtmdet"]  # work only in a loader: see tests/loader/test_mosaic_batches.py
 ALL = sorted([*TRAIN, *(f"{name}_eval" for name in [*TRAIN, *COMBINED])])
 SIZES = {
     "seg_torchvision": (480, 480), "seg_ade20k": (512, 512), "seg_cityscapes": (512, 1024), "seg_voc": (512, 512),
@@ -42,6 +42,7 @@ SIZES = {
     "seg_cityscapes_eval": (1024, 1365), "seg_voc_eval": (512, 682), "det_hflip_eval": (1333, 1333),
     "det_ssd_eval": (300, 300), "det_rtdetr_eval": (640, 640), "det_lsj_eval": (1024, 1024),
     "pose_rcnn_eval": (1333, 1333), "det_yolo_eval": (640, 640),
+    "det_yolox_eval": (640, 640), "det_rtmdet_eval": (640, 640),
 }  # fmt: skip
 HEIGHT, WIDTH, COUNT = 150, 200, 6
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -168,9 +169,10 @@ def test_every_recipe_has_an_evaluation_counterpart() -> None:
 def test_a_file_writes_out_every_key_and_cites_its_source(name: str) -> None:
     text = (FOLDER / f"{name}.yaml").read_text()
     first = text.splitlines()[0]
-    assert any(cited in first for cited in ("torchvision", "mmsegmentation", "RT-DETR", "detectron2", "ultralytics")), (
-        first
-    )
+    assert any(
+        cited in first
+        for cited in ("torchvision", "mmsegmentation", "RT-DETR", "detectron2", "ultralytics", "YOLOX", "mmdetection")
+    ), first
     node = OmegaConf.create(text)
     parts = [
         node,

@@ -346,19 +346,24 @@ def test_layouts_for_models_and_what_a_mosaic_refuses() -> None:
     assert "mosaic, affine, flip" in repr(loader(mosaic={}, affine={}))
 
 
-def test_det_yolo_is_the_recipe_and_runs() -> None:
-    cfg = gpuaug.compose("train", ["augment=det_yolo", "augment.crop.size=64", "augment.combine.affine.size=64"])
-    recipe = gpuaug.build(cfg.augment)
-    assert recipe.schedule.keys() == {0, 90}
-    small = [(data, gpuaug.Target(boxes=t.boxes, labels=t.labels)) for data, t in scenes()]
+@pytest.mark.parametrize(("name", "last"), [("det_yolo", 90), ("det_yolox", 285), ("det_rtmdet", 280)])
+def test_shipped_recipes_run(name: str, last: int) -> None:
+    small = ["augment.crop.size=64", "augment.combine.affine.size=64"]
+    recipe = gpuaug.build(gpuaug.compose("train", [f"augment={name}", *small]).augment)
+    assert recipe.schedule.keys() == {0, last}
+    boxes = [(data, gpuaug.Target(boxes=t.boxes, labels=t.labels)) for data, t in scenes()]
     rules = gpuaug.Targets(boxes=gpuaug.Boxes(min_size=2, min_visibility=0.1))
-    made = gpuaug.Loader(small, augment=recipe, targets=rules, batch_size=8, device="cpu", num_workers=0)
-    for epoch, tiles in ((0, 4), (90, 1)):
+    mix = None if name == "det_yolo" else gpuaug.MixObjects(lam=0.5, epochs=[0, last])
+    made = gpuaug.Loader(boxes, augment=recipe, targets=rules, mix=mix, batch_size=8, device="cpu", num_workers=0)
+    mates = 2 if mix else 1
+    for epoch, tiles in ((0, 4 * mates), (last, 1)):
         made.set_epoch(epoch)
         batch = next(iter(made))
         assert batch.images.shape == (8, 3, 64, 64)
-        assert batch.targets.sources.shape == (8, tiles)
-    plain = gpuaug.build(gpuaug.compose("train", ["augment=det_yolo_eval"]).augment)
+        known = batch.targets.sources
+        assert (1 if known is None else known.shape[1]) == tiles
+        assert len(batch.targets.boxes)
+    plain = gpuaug.build(gpuaug.compose("train", [f"augment={name}_eval"]).augment)
     assert plain.crop.size == (640, 640)
 
 
