@@ -14,7 +14,8 @@ from gpuaug.augment.crop import pair
 from gpuaug.batch import Int64
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, pick
-from gpuaug.targets.geometry import Float64, inverse
+
+Float64 = NDArray[np.float64]
 
 PARTNERS = ("window", "fresh", "batch")
 STRIDE = 8  # partners are this many positions apart, so that on 1, 2, 4 or 8 ranks they were samples of the same rank
@@ -292,4 +293,6 @@ class Layout(NamedTuple):
 
     @property
     def inverse(self) -> Float64:
+        from gpuaug.targets.geometry import inverse  # runs without tiles do not import it
+
         return inverse(self.matrices)

@@ -10,13 +10,11 @@ import numpy as np
 from gpuaug.augment.gather import gather
 from gpuaug.augment.mosaic import Layout
 from gpuaug.batch import NO_TILE, Int64
-from gpuaug.targets import geometry
-from gpuaug.targets.geometry import Float64
-from gpuaug.targets.objects import covered_part
 
 if TYPE_CHECKING:
     from gpuaug.augment.target_mover import TargetMover
     from gpuaug.loader.pipeline import PartialBatch
+    from gpuaug.targets.geometry import Float64
 
 
 class Combined(NamedTuple):
@@ -38,6 +36,9 @@ class HeldTiles:
 
         A tile that could not be read is left out.
         """
+        from gpuaug.targets import geometry  # runs without tiles do not import these modules
+        from gpuaug.targets.objects import covered_part
+
         encoded, recipe = batch.encoded, batch.recipe
         assert encoded.tiles is not None
         keys, of, oldest = encoded.tiles
