@@ -13,7 +13,7 @@ struct Tile {
     int64_t row;                    // bytes to the pixel below
     int64_t left, top;              // position of that pixel on the canvas
     int64_t x1, y1, x2, y2;         // the part of the canvas that shows the tile
-    int64_t add;                    // to numbers of objects above 0
+    int64_t add, most;              // `add` is added to numbers of objects from 1 to `most`; larger ones become 0
 };
 
 namespace {
@@ -130,6 +130,8 @@ template <int C>
 void images(const Job& job, int64_t number, std::vector<double>& xs, std::vector<double>& ys, uint8_t* out) {
     const Tile* const own = job.tiles + number * job.count;
     const double* const m = job.inverses + number * 6;
+    // with larger numbers, the margin of `narrow` may not cover the rounding of float64
+    const bool exact = std::all_of(m, m + 6, [](double x) { return std::abs(x) < 1e6; });
     for (int64_t j = 0; j < job.width; ++j) {
         xs[j] = m[0] * (static_cast<double>(j) + 0.5);
         ys[j] = m[3] * (static_cast<double>(j) + 0.5);
@@ -140,7 +142,7 @@ void images(const Job& job, int64_t number, std::vector<double>& xs, std::vector
         struct Span { int64_t first, last; const Tile* tile; } spans[9];
         int64_t some = 0;
         for (const Tile* t = own; t < own + job.count; ++t) {
-            int64_t first = 0, last = job.width;
+            int64_t first = 0, last = exact ? job.width : 0;
             // for pixels all of whose four neighbours are inside
             const int64_t end = C ? std::min(t->x2 - 1, t->left + t->row / C - 2) : t->x2 - 1;  // see blend<3>
             narrow(m[0], m[0] * 0.5 + x_row + m[2] - 0.5, t->x1, end, first, last);
@@ -184,7 +186,7 @@ void masks(const Job& job, int64_t number, std::vector<double>& xs, std::vector<
             last = t;
             T value;
             std::memcpy(&value, t->pixels + (y - t->top) * t->row + (x - t->left) * sizeof(T), sizeof value);
-            out[j] = value == 0 ? value : static_cast<T>(value + t->add);
+            out[j] = value == 0 || value > t->most ? 0 : static_cast<T>(value + t->add);
         }
     }
 }

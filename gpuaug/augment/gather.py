@@ -30,7 +30,8 @@ Float64 = NDArray[np.float64]
 _ONE = 256  # steps between two pixels
 _PIXELS_AT_ONCE = 2**21  # limit in torch, which takes up to 100 bytes per pixel
 _TILE = np.dtype(  # ``Tile`` of gather.cpp
-    [("pixels", np.uint64)] + [(name, np.int64) for name in ("row", "left", "top", "x1", "y1", "x2", "y2", "add")]
+    [("pixels", np.uint64)]
+    + [(name, np.int64) for name in ("row", "left", "top", "x1", "y1", "x2", "y2", "add", "most")]
 )
 
 
@@ -53,6 +54,7 @@ def gather(
     *,
     fill: int,
     add: Int64 | None = None,
+    most: Int64 | None = None,
     threads: int = 1,
 ) -> Tensor:
     """Gather images [B, H, W, C] or masks [B, H, W] from tiles on canvases.
@@ -67,18 +69,20 @@ def gather(
         size: (H, W) of the output.
         fill: value where no tile is.
         add: [B, K], what is added to the values above 0 of each mask; None: nothing.
+        most: [B, K], the largest value of each mask; larger ones become 0. None: all stay.
         threads: number of threads on a CPU.
     """
     some, shape = tiles[0][0], origin.shape[:2]
     add = np.zeros(shape, dtype=np.int64) if add is None else add
+    most = np.full(shape, 2**31 - 1, dtype=np.int64) if most is None else most
     channels = some.shape[2] if some.ndim == 3 else 0
     if some.is_cuda or (compiled := library()) is None:
-        return _by_torch(tiles, some, origin, visible, inverse, size, fill, add)
+        return _by_torch(tiles, some, origin, visible, inverse, size, fill, add, most)
     made = buffers.outputs.take((len(tiles), max(channels, 1), *size), some.dtype, True)
     made = made.permute(0, 2, 3, 1) if channels else made[:, 0]
     table = np.zeros(shape, dtype=_TILE)
     table["pixels"] = [[tile.data_ptr() for tile in own] for own in tiles]
-    table["row"], table["add"] = some.stride(0) * some.itemsize, add
+    table["row"], table["add"], table["most"] = some.stride(0) * some.itemsize, add, most
     table["left"], table["top"] = np.moveaxis(origin, -1, 0)
     table["x1"], table["y1"], table["x2"], table["y2"] = np.moveaxis(visible, -1, 0)
     matrices = np.ascontiguousarray(inverse[:, :2], dtype=np.float64)
@@ -100,15 +104,16 @@ def _by_torch(
     size: tuple[int, int],
     fill: int,
     add: Int64,
+    most: Int64,
 ) -> Tensor:
     """What gather.cpp does, on any device, without waiting for it."""
     made = torch.empty((len(tiles), *size, *some.shape[2:]), dtype=some.dtype, device=some.device)
     rows = max(1, _PIXELS_AT_ONCE // size[1])
     for b, own in enumerate(tiles):
         stacked = torch.stack(list(own))
-        m, begin, area, more = (
+        m, begin, area, more, limit = (
             buffers.to_device(torch.from_numpy(np.array(x)), some.device)
-            for x in (inverse[b], origin[b], visible[b], add[b])
+            for x in (inverse[b], origin[b], visible[b], add[b], most[b])
         )
         for i in range(0, size[0], rows):
             out = made[b, i : i + rows]
@@ -116,7 +121,7 @@ def _by_torch(
             v = torch.arange(i, i + len(out), dtype=torch.float64, device=some.device)[:, None] + 0.5
             x, y = ((m[r, 0] * u + m[r, 1] * v).add_(m[r, 2]) for r in (0, 1))  # a fused multiply-add rounds otherwise
             if some.ndim == 2:
-                out.copy_(_taken(stacked, begin, area, more, x.floor().long(), y.floor().long(), fill))
+                out.copy_(_taken(stacked, begin, area, more, limit, x.floor().long(), y.floor().long(), fill))
                 continue
             x, y = ((p - 0.5).mul_(_ONE).add_(0.5).floor_().long() for p in (x, y))
             fx, fy = (x & (_ONE - 1))[..., None], (y & (_ONE - 1))[..., None]
@@ -125,12 +130,14 @@ def _by_torch(
             for dx, dy, weight in (
                 (0, 0, (_ONE - fx) * (_ONE - fy)), (1, 0, fx * (_ONE - fy)), (0, 1, (_ONE - fx) * fy), (1, 1, fx * fy)
             ):  # fmt: skip
-                total += weight * _taken(stacked, begin, area, more, x + dx, y + dy, fill)
+                total += weight * _taken(stacked, begin, area, more, limit, x + dx, y + dy, fill)
             out.copy_(total >> 16)
     return made
 
 
-def _taken(tiles: Tensor, origin: Tensor, visible: Tensor, add: Tensor, x: Tensor, y: Tensor, fill: int) -> Tensor:
+def _taken(
+    tiles: Tensor, origin: Tensor, visible: Tensor, add: Tensor, most: Tensor, x: Tensor, y: Tensor, fill: int
+) -> Tensor:
     """Canvas pixels (y, x) of one output, int64 [rows, W], or [rows, W, C] for images."""
     inside = [(x >= a) & (y >= b) & (x < c) & (y < d) for a, b, c, d in (area.unbind() for area in visible)]
     number, none = torch.zeros_like(x), ~torch.stack(inside).any(0)
@@ -141,4 +148,5 @@ def _taken(tiles: Tensor, origin: Tensor, visible: Tensor, add: Tensor, x: Tenso
     values = tiles[number, row, column].long()
     if tiles.ndim == 4:
         return values.masked_fill_(none[..., None], fill)
-    return torch.where(values > 0, values + add[number], values).masked_fill_(none, fill)
+    kept = (values > 0) & (values <= most[number])
+    return torch.where(kept, values + add[number], 0).masked_fill_(none, fill)

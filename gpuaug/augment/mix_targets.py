@@ -100,14 +100,14 @@ class TargetMix:
     def mixing(
         self, *, good: NDArray[np.bool_], seed: int, epoch: int, indices: Int64, repeats: Int64
     ) -> Mixing | None:
-        """How a batch is mixed; None if it is not.
+        """How a batch is mixed; None in epochs without.
 
         Args:
             good: bool [B], the samples that could be read. Others are neither mixed nor mates.
             seed, epoch, indices, repeats: of the random numbers, as for :func:`uniforms`.
         """
         count = len(indices)
-        if count < 2 or not checks.within(self.epochs, epoch):
+        if not checks.within(self.epochs, epoch):
             return None
         order = Stream("", -1, "mix.order", count)  # copies start at 0, so no other stream has copy -1
         own = Stream("", -1, "mix.sample", self.count)
@@ -115,9 +115,9 @@ class TargetMix:
         u = uniforms([own], seed=seed, epoch=epoch, indices=indices, repeats=repeats)["", -1, "mix.sample"]
         cycle, mates = np.argsort(of_batch, kind="stable"), np.empty(count, dtype=np.int64)
         mates[cycle] = np.roll(cycle, -1)  # one cycle, so no sample is mixed with itself
-        mixed = (u[:, 0] < self.p) & good & good[mates]
+        mixed = (u[:, 0] < self.p) & good & good[mates] & (count > 1)
         keys = {"seed": seed, "epoch": epoch, "indices": indices, "repeats": repeats}
-        return Mixing(self, mates, mixed, u, keys) if mixed.any() else None
+        return Mixing(self, mates, mixed, u, keys)
 
     def _mix_objects(self, view: TargetView, mixing: Mixing) -> TargetView:
         return view
@@ -234,7 +234,8 @@ class CutMixMasks(TargetMix):
 class ClassMix(TargetMix):
     """ClassMix (arXiv:2007.07936): the pixels of half of a sample's classes stay, all others come from its mate.
 
-    Of n classes in a mask, n / 2, rounded down, are drawn. For predicted labels see :func:`class_mix`.
+    Of n classes in a mask, n / 2, rounded down, are drawn. Class numbers must be below 256: pixels of others come from
+    the mate. For predicted labels see :func:`class_mix`.
 
     Args:
         ignore: a value that is no class; its pixels come from the mate.
@@ -265,7 +266,7 @@ def _ranks(keys: dict[str, Any]) -> Float:
 
 def _half_of_classes(labels: Tensor, ranks: Tensor, ignore: int) -> Tensor:
     """Pixels [B, H, W] of the floor(n / 2) classes with the smallest ranks, of the n classes of each image."""
-    flat = labels.reshape(len(labels), -1).long()
+    flat = labels.flatten(1).long()
     known = (flat != ignore) & (flat >= 0) & (flat < CLASSES)
     at = flat.clamp(0, CLASSES - 1)
     there = torch.zeros((len(labels), CLASSES), dtype=torch.int32, device=labels.device)
@@ -297,7 +298,7 @@ def class_mix(images: Tensor, labels: Tensor, *, seed: int = 0, ignore: int = 25
     torch.Size([2, 4, 4])
     """
     tensors = isinstance(images, Tensor) and isinstance(labels, Tensor) and images.ndim == 4 and labels.ndim == 3
-    if not tensors or images[:, 0].shape != labels.shape or labels.is_floating_point():
+    if not tensors or (len(images), *images.shape[2:]) != labels.shape or labels.is_floating_point():
         found = [
             f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             for x in (images, labels)
@@ -394,8 +395,9 @@ class CopyPaste(TargetMix):
             gone |= covered & (after[:, 0] <= self.min_area) & (shift > self.moved)
             low, high = after[:, 1:3] > before[:, 1:3], after[:, 3:] < before[:, 3:]
             own = slice(first, first + count)
-            boxes[own, :2] = np.where(low, after[:, 1:3], boxes[own, :2])
-            boxes[own, 2:] = np.where(high, after[:, 3:], boxes[own, 2:])
+            boxes[own, :2] = np.where(low, np.maximum(after[:, 1:3], boxes[own, :2]), boxes[own, :2])
+            boxes[own, 2:] = np.where(high, np.minimum(after[:, 3:], boxes[own, 2:]), boxes[own, 2:])
+            gone |= covered & (boxes[own, 2:] <= boxes[own, :2]).any(axis=1)
             keep[own] = ~gone
             if keypoints is not None and count:
                 points = keypoints[own]

@@ -99,8 +99,11 @@ def combine(
         origins=Origins(numbers.reshape(-1)[owner], owner % tiles, numbers, each),
     )
     if mover.rules.masks is not None:
-        add = (begin.reshape(count, tiles) - begin[::tiles, None]) if mover.instances else None
-        _add_masks(view, mover, places, layout, add, threads)
+        add = most = None
+        if mover.instances:
+            add = begin.reshape(count, tiles) - begin[::tiles, None]
+            most = np.bincount(owner, minlength=count * tiles).reshape(count, tiles)
+        _add_masks(view, mover, places, layout, add, most, threads)
     return view
 
 
@@ -152,7 +155,8 @@ def with_mates(view: TargetView, mixing: Mixing, weights: Float64 | None) -> Tar
         shares,
     )
     table = replace(view.table.take(at), sample=owner // 2)
-    return replace(view, table=table, objects=objects, origins=origins)
+    windows = _whole(count, view.windows.size)  # the mate may show where the sample does not
+    return replace(view, table=table, objects=objects, origins=origins, windows=windows)
 
 
 def _of_tiles(table: Objects, rows: Int64, shown: NDArray[np.bool_]) -> tuple[Int64, Int64, Int64]:
@@ -176,13 +180,14 @@ def _add_masks(
     places: Sequence[Sequence[Place]],
     layout: Layout,
     add: Int64 | None,
+    most: Int64 | None,
     threads: int,
 ) -> None:
     parts = [[_mask(tile, row) for tile, row in own] for own in places]
     if add is not None or len({part.dtype for own in parts for part in own}) > 1:
         parts = [[part.to(torch.int32) for part in own] for own in parts]
     where = layout.origin, layout.visible, layout.inverse, layout.size
-    view.masks = gather(parts, *where, fill=mover.fill, add=add, threads=threads)
+    view.masks = gather(parts, *where, fill=mover.fill, add=add, most=most, threads=threads)
     if not mover.instances:
         return
     if view.moves and isinstance(first := view.moves[0], Warp):

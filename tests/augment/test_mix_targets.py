@@ -18,7 +18,7 @@ from gpuaug.augment.mix_targets import TargetMix
 from gpuaug.targets import masks as masks_module
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "loader"))
-from test_mosaic_batches import COUNT, TARGETS, loader, scenes
+from test_mosaic_batches import COUNT, TARGETS, loader, picture, scenes
 
 BOXES, CLASSES = {"boxes": gpuaug.Boxes(), "keypoints": gpuaug.Keypoints()}, {"masks": gpuaug.Masks()}
 
@@ -86,7 +86,8 @@ def test_mates_are_one_cycle_and_shares_are_the_samples_own() -> None:
     assert np.array_equal(without.mates, whole.mates), "a bad sample changes no other mate"
     changed = np.flatnonzero(without.mixed != whole.mixed)
     assert set(changed.tolist()) == {4, int(np.flatnonzero(whole.mates == 4)[0])}
-    assert mix.mixing(good=good[:1], indices=indices[:1], repeats=indices[:1] * 0, **keys) is None
+    alone = mix.mixing(good=good[:1], indices=indices[:1], repeats=indices[:1] * 0, **keys)
+    assert not alone.mixed.any()
     later = gpuaug.MixObjects(epochs=[2, None])
     assert later.mixing(good=good, indices=indices, repeats=indices * 0, **keys) is None
 
@@ -355,3 +356,37 @@ def test_other_refusals() -> None:
         gpuaug.CopyPaste(objects="some")
     with pytest.raises(gpuaug.ConfigError, match=r"integers \[B, H, W\]. Found: float32 \[2, 3, 4, 4\] and float32"):
         gpuaug.class_mix(torch.rand(2, 3, 4, 4), torch.rand(2, 4, 4))
+
+
+def test_every_batch_has_weights_and_mates() -> None:
+    some = list(scenes()[:9])
+    batches = list(loader(some, targets={"boxes": gpuaug.Boxes()}, mix=gpuaug.MixObjects(p=0.3), batch_size=4))
+    assert [batch.targets.sources.shape[1] for batch in batches] == [2, 2, 2]
+    assert all(batch.targets.weights.shape == batch.targets.labels.shape for batch in batches)
+    assert (batches[-1].targets.weights == 1).all()
+    assert (batches[0].targets.pixel_mask() == 1).all(), "the mate may show where the sample does not"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (((0, 10, 40, 30), (20, 10, 30, 30)), (0, 0, 5, 64), [20, 10, 30, 30]),  # the box is inside the mask
+        (((0, 10, 20, 30), (30, 10, 40, 30)), (10, 0, 64, 64), None),  # they are apart
+    ],
+)
+def test_covering_never_enlarges_or_turns_a_box(first: Any, second: Any, expected: Any) -> None:
+    def scene(area: Any, box: Any) -> Any:
+        mask = np.zeros((64, 64), dtype=np.uint8)
+        mask[area[1] : area[3], area[0] : area[2]] = 1
+        target = gpuaug.Target(boxes=[box], labels=[0], mask=picture(mask), size=(64, 64))
+        return picture(np.full((64, 64, 3), 100, dtype=np.uint8)), target
+
+    made = gpuaug.Loader(
+        [scene(*first), scene(second, second)],
+        augment=gpuaug.Augment(crop=gpuaug.Letterbox(64, centre=False)),
+        targets=gpuaug.Targets(boxes=gpuaug.Boxes(), masks=gpuaug.Masks(kind="instances")),
+        mix=gpuaug.CopyPaste(objects="all", min_area=0), batch_size=2, device="cpu", num_workers=0, order="sequential",
+    )  # fmt: skip
+    targets = next(iter(made)).targets
+    own = targets.boxes[(targets.sample == 0) & (targets.tile == 0)]
+    assert own.tolist() == ([] if expected is None else [expected])

@@ -262,7 +262,7 @@ BAD = [
     (lambda: gpuaug.Mosaic(partners="all"), "`partners` must be one of window, fresh, batch"),
     (lambda: gpuaug.Mosaic(window=2), "`window` must be a whole number from 8 to 1000"),
     (lambda: gpuaug.CanvasAffine(size=0), "`size`"),
-    (lambda: gpuaug.CanvasAffine(size=64, scale=(0, 1)), "`scale` must satisfy 0 < min"),
+    (lambda: gpuaug.CanvasAffine(size=64, scale=(0, 1)), "`scale` must satisfy 0.001 <= min"),
     (lambda: gpuaug.CanvasAffine(size=64, about="middle"), "`about` must be one of centre, origin, crop"),
     (lambda: gpuaug.CanvasAffine(size=64, about="crop"), "must be 0 with `about: crop`. Found: 0.0, 0.1 and 0.0"),
     (lambda: _recipe(crop=None), "`augment.combine` needs a crop with a size"),

@@ -388,3 +388,19 @@ def test_plan_knows_the_tiles_that_a_pass_keeps() -> None:
     assert _tile_bytes(made) == 3 * SIDE * SIDE
     assert _tiles(loader(mosaic={}, affine={}, rank=0, world_size=4)) == 8 * 8 // 4 + 8
     assert _tiles(loader(mosaic={"partners": "fresh"})) == _tiles(loader()) == 0
+
+
+def test_a_mask_number_without_an_object_becomes_no_other_object() -> None:
+    source = []
+    for number in range(8):
+        mask = np.ones((40, 40), dtype=np.uint8)
+        mask[20:] = 3  # the sample has one object
+        target = gpuaug.Target(boxes=[[0, 0, 40, 20]], labels=[number], mask=picture(mask), size=(40, 40))
+        source.append((picture(np.full((40, 40, 3), 100 + number, dtype=np.uint8)), target))
+    rules = {"boxes": gpuaug.Boxes(), "masks": gpuaug.Masks(kind="instances")}
+    for batch in loader(source, mosaic={}, affine={"scale": (0.5, 0.5), "translate": 0}, ops={}, targets=rules):
+        t = batch.targets
+        for row in range(len(batch.images)):
+            for k, box in enumerate(t.boxes[t.sample == row]):
+                y, x = (t.masks[row] == k + 1).nonzero().double().T
+                assert (torch.stack([x.min(), y.min(), x.max() + 1, y.max() + 1]) - box).abs().max() < 1.6
