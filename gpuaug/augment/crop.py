@@ -35,8 +35,14 @@ class Crop:
 
     count = 0  # uniforms per sample
     needs: frozenset[str] = frozenset()  # targets that the crop reads: `boxes`, `masks`, or none
+    pad = "size"  # `batch`: the output of a batch is only as large as its largest image, and `size` is a limit
     size: Any
     interpolation: Interpolation
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all outputs have the sides ``size``, (H, W)."""
+        return isinstance(self.size, tuple) and self.pad == "size"
 
     def __repr__(self) -> str:
         (_, first), *others = vars(self).items()

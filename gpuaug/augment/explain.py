@@ -137,6 +137,9 @@ def explain(
             for op, own in zip(view.augment.prepared, choices, strict=True)
             for step in _steps(op, own, row, sizes[-1] if combined is not None else window.size, channels)
         ]
+        if recipe.resized is not None:
+            values = dict(zip(("height", "width"), map(float, recipe.resized), strict=True))
+            steps.append(Step(name="sizes", kind="Sizes", applied=True, values=dict(values)))
         more: dict[str, Any] = {"view": view.name, "copy": view.copy, "size": window.size, "steps": steps}
         made.append(Explanation(window=box, resized=resized, offset=offset, **more))
     return made

@@ -229,7 +229,7 @@ class Combine:
         made = cls(entries)
         if len({type(each) for each in entries.values()}) < len(entries):
             raise ConfigError(f"`augment.combine` must have one of each kind. Found: {', '.join(entries)}.")
-        if entries and (not isinstance(getattr(crop, "size", None), tuple) or getattr(crop, "centres", False)):
+        if entries and (crop is None or not crop.fixed or getattr(crop, "centres", False)):
             raise ConfigError(
                 "`augment.combine` needs a crop with a size (H, W) that does not choose objects by their centre, such "
                 f"as gpuaug.Letterbox. Found: {crop!r:.99}."

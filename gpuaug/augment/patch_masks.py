@@ -560,11 +560,12 @@ def _views_of(masks: Generator, recipe: Any) -> tuple[tuple[int, ...], list[View
     places, views = zip(
         *((k, v) for k, v in enumerate(recipe.views) if masks.views is None or v.name in masks.views), strict=True
     )
-    sizes: dict[str, Any] = {view.name: getattr(view.augment.crop, "size", None) for view in views}
-    if other := [size for size in sizes.values() if not isinstance(size, tuple)]:
+    crops = {view.name: view.augment.crop for view in views}
+    if other := [crop for crop in crops.values() if crop is None or not crop.fixed]:
         raise ConfigError(
-            f"`views` must have a crop with a size (H, W), which decides that of the masks. Found: {other[0]}."
+            f"`views` must have a crop with a size (H, W), which decides that of the masks. Found: {other[0]!r:.99}."
         )
+    sizes: dict[str, Any] = {name: crop.size for name, crop in crops.items()}
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name} {h} x {w}" for name, (h, w) in sizes.items())
         raise ConfigError(

@@ -46,6 +46,8 @@ def matrices(
         check_carried(view.augment.prepared, ("matrices", "boxes"), path=path)
         first, size = (geometry.crop(window), window.size) if combined is None else (combined.matrices, sizes[0])
         ops = [move for move in moves(view.augment.prepared, choices, size) if isinstance(move, np.ndarray)]
+        if recipe.resized is not None:
+            ops.append(np.diag([recipe.resized[1] / size[1], recipe.resized[0] / size[0], 1.0]))
         made.append(torch.from_numpy(reduce(lambda whole, op: op @ whole, ops, first)))
     return made if keep is None else [each[keep] for each in made]
 

@@ -49,6 +49,7 @@ _READ_ONCE = (
     "a recipe reads its settings only when it is created. Create a new recipe, as `Augment.replace` does; "
     "`loader.replace(augment=...)` makes a loader use the new recipe."
 )
+FLIPPED = {"RandomVerticalFlip": 0, "RandomHorizontalFlip": 1}  # the axis that an operation flips
 LARGEST_COPIES = 1000  # maximum of `copies`; each copy is cropped and augmented separately
 
 
@@ -142,6 +143,7 @@ class RecipeBase(ReadOnly):
 
     views: list[View]
     combine: Any = Combine()
+    resized: Size | None = None  # (H, W) of the finished batch; None: it is not resized
 
     @property
     def schedule(self) -> Mapping[int, Self]:
@@ -248,7 +250,8 @@ class RecipeBase(ReadOnly):
                 window = made.window + np.stack([top, left, top * 0, left * 0], axis=1)
                 windows.append(replace(made, window=window))
                 continue
-            windows.append(crop.windows(u, heights, widths, objects=objects, masks=masks, redraw=redraw))
+            made = crop.windows(u, heights, widths, objects=objects, masks=masks, redraw=redraw)
+            windows.append(_before_flips(made, view, drawn) if crop.pad == "batch" else made)
         return windows
 
     def render(
@@ -280,12 +283,8 @@ class RecipeBase(ReadOnly):
         ``drawn``: the batch's random numbers; ``sizes``: (H, W) of each view's images.
         """
 
-        def one(view: View, op: Prepared, size: Size) -> Chosen:
-            at = view.name, view.copy, op.name
-            u, keys, same = drawn.uniforms[at], drawn.keys.get(at), view.augment.same_on_frame.get(op.name, True)
-            return op.draw(u, size, keys) if drawn.rows.frames == 1 else drawn.rows.choose(op, same, u, size, keys)
-
-        return [[one(v, p, size) for p in v.augment.prepared] for v, size in zip(self.views, sizes, strict=True)]
+        views = zip(self.views, sizes, strict=True)
+        return [[_choose(drawn, view, op, size) for op in view.augment.prepared] for view, size in views]
 
     def forward(
         self,
@@ -526,13 +525,14 @@ class Augment(RecipeBase):
         self.same_on_camera = dict(same_on_camera or {})
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self.combine = Combine.of(combine, names, crop)
-        for name, value in (("copies", copies if copies > 1 else None), ("sizes", sizes)) if self.combine else ():
-            if value is not None:
-                raise ConfigError(f"`augment.{name}` must be left out with `combine`. Found: {value!r:.99}.")
+        if self.combine and copies > 1:
+            raise ConfigError(f"`augment.copies` must be 1 with `combine`. Found: {copies}.")
         self.epochs = self._check_epochs(epochs, {**(ops or {}), **(combine or {})})
         self.sizes = checks.instance("augment.sizes", sizes, Sizes, optional=True)
         if sizes is not None and not isinstance(getattr(crop, "size", None), tuple):
             raise ConfigError(f"`augment.sizes` needs a crop with a size (H, W). Found: {crop!r:.99}.")
+        if sizes is not None and sizes.how == "crop" and self.combine:
+            raise ConfigError("`augment.sizes.how` must be resize with `combine`. Found: crop.")
         self._by_size: dict[Size, Augment] = {}
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
@@ -590,9 +590,11 @@ class Augment(RecipeBase):
             return self
         if size not in self._by_size:
             crop = copy.copy(self.crop)
-            crop.size = size
+            resize = self.sizes is not None and self.sizes.how == "resize"
+            if not resize:
+                crop.size = size
             made = self._by_size[size] = self.replace(crop=crop, sizes=None)
-            made._sized_from = (self,)
+            made._sized_from, made.resized = (self,), size if resize else None
         return self._by_size[size]
 
     @property
@@ -655,6 +657,21 @@ class Augment(RecipeBase):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_executor": None}  # a copied recipe makes its own
+
+
+def _choose(drawn: Drawn, view: View, op: Prepared, size: Size) -> Chosen:
+    at = view.name, view.copy, op.name
+    u, keys, same = drawn.uniforms[at], drawn.keys.get(at), view.augment.same_on_frame.get(op.name, True)
+    return op.draw(u, size, keys) if drawn.rows.frames == 1 else drawn.rows.choose(op, same, u, size, keys)
+
+
+def _before_flips(windows: CropWindows, view: View, drawn: Drawn) -> CropWindows:
+    """Place images so that they lie at the top left after the flips, as if these came before the padding."""
+    moved = np.zeros((len(windows), 2), dtype=bool)  # whether the image lies at the bottom, at the right
+    for op in view.augment.prepared:
+        if (axis := FLIPPED.get(type(op.op).__name__)) is not None:
+            moved[:, axis] ^= _choose(drawn, view, op, windows.size).choice[:, 0] >= 0
+    return replace(windows, offset=windows.offset + moved * (windows.size - windows.resized))
 
 
 def _whole_images(heights: Int, widths: Int, empty: Size) -> CropWindows:

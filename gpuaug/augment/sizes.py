@@ -20,14 +20,16 @@ class Sizes:
     """Draws the size of the output for each step, as RT-DETR and YOLOX train. All ranks have the same size in a step.
 
     The size depends on seed, epoch and the number of the step in the epoch. So a run that resumes with other ranks or
-    another number of samples per batch has other sizes from there on. The crop writes the size, and no random number of
-    the recipe changes with it. Outside of steps, as in ``loader[i]`` and in previews, images have the crop's own size.
+    another number of samples per batch has other sizes from there on. No random number of the recipe changes with the
+    size. Outside of steps, as in ``loader[i]`` and in previews, images have the recipe's own size.
 
     Args:
         choose: sizes (H, W), or ints for squares. Each is equally likely; one that is listed twice, twice as likely.
         hold: number of steps with one size.
         epochs: (first epoch, first epoch without); an end of None: there is none. In other epochs, images have the
-            crop's own size. None: all epochs.
+            recipe's own size. None: all epochs.
+        how: ``crop``: the crop writes the size, so pixels are resized only once. ``resize``: the finished batch is
+            resized with its targets, bilinear and without antialiasing, as in YOLOX; masks take the nearest pixel.
 
     >>> sizes = Sizes(choose=[480, 512, 544])
     >>> [sizes.of(seed=0, epoch=0, step=step) for step in range(3)]
@@ -37,6 +39,7 @@ class Sizes:
     choose: Sequence[Any]
     hold: int = 1
     epochs: Sequence[int | None] | None = None
+    how: str = "crop"
 
     def __post_init__(self) -> None:
         if not isinstance(self.choose, Sequence) or isinstance(self.choose, str) or not 0 < len(self.choose) <= 1000:
@@ -45,6 +48,7 @@ class Sizes:
             )
         object.__setattr__(self, "choose", tuple(pair("choose", each) for each in self.choose))
         checks.whole_number("hold", self.hold, 1)
+        checks.one_of("how", self.how, ("crop", "resize"))
         if self.epochs is not None:
             object.__setattr__(self, "epochs", checks.interval("epochs", self.epochs))
 
@@ -64,4 +68,5 @@ class Sizes:
 
     def settings(self) -> dict[str, Any]:
         """The arguments, as JSON."""
-        return {"choose": [list(each) for each in self.choose], "hold": self.hold, "epochs": self.epochs}
+        made = {"choose": [list(each) for each in self.choose], "hold": self.hold, "epochs": self.epochs}
+        return made if self.how == "crop" else {**made, "how": self.how}

@@ -31,6 +31,7 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, pick, scale
 from gpuaug.targets.geometry import both
 
+LARGEST_MULTIPLE = 4096
 LARGEST_SCALE = 100.0  # maximum of `scale`, `zoom_out` and `sampler_options`; more is surely a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -208,10 +209,15 @@ class Letterbox(Crop):
         upscale: whether an image that is smaller than ``size`` is enlarged.
         shorter: length of the shorter side after resizing; less if ``size`` requires it. A list: one of its values is
             drawn for each sample. None: the image is made as large as ``size`` allows.
+        pad: ``size``: the output has the sides ``size``. ``batch``: it has the largest height and the largest width of
+            the batch's resized images, as in DETR and torchvision's detectors. Then ``centre`` must be False, and an
+            image that ``RandomHorizontalFlip`` or ``RandomVerticalFlip`` flips still lies at the top left.
+        multiple: with ``pad="batch"``, both sides of the output are rounded up to a multiple of this; otherwise 1.
         interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
 
     >>> Letterbox(640)
-    Letterbox((640, 640), fill=114, centre=True, upscale=True, shorter=None, interpolation='bilinear')
+    Letterbox((640, 640), fill=114, centre=True, upscale=True, shorter=None, pad='size', multiple=1, \
+interpolation='bilinear')
     """
 
     def __init__(
@@ -222,6 +228,8 @@ class Letterbox(Crop):
         centre: bool = True,
         upscale: bool = True,
         shorter: int | Sequence[int] | None = None,
+        pad: str = "size",
+        multiple: int = 1,
         interpolation: Interpolation = "bilinear",
     ) -> None:
         self.size = pair("size", size)
@@ -229,6 +237,12 @@ class Letterbox(Crop):
         self.centre = checks.flag("centre", centre)
         self.upscale = checks.flag("upscale", upscale)
         self.shorter = _shorter(shorter)
+        self.pad = checks.one_of("pad", pad, ("size", "batch"))
+        self.multiple = checks.whole_number("multiple", multiple, 1, LARGEST_MULTIPLE)
+        if (pad, centre) == ("batch", True):
+            raise ConfigError("`centre` must be False with `pad='batch'`. Found: True.")
+        if pad == "size" and multiple > 1:
+            raise ConfigError(f"`multiple` must be 1 without `pad='batch'`. Found: {multiple}. Round `size` instead.")
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
     @property
@@ -247,16 +261,111 @@ class Letterbox(Crop):
         sides = given * factor
         sides = np.maximum(np.rint(sides) if self.shorter is None else np.floor(sides), 1).astype(np.int32)
         offset = (np.array(self.size, dtype=np.int32) - sides) // 2 if self.centre else np.zeros_like(sides)
-        whole = stack_rows(len(sides), 0, 0, heights, widths)
-        return CropWindows(whole, sides, offset, self.size, self.interpolation, self.fill)
+        whole, size = stack_rows(len(sides), 0, 0, heights, widths), self.size
+        if self.pad == "batch":
+            size = _largest(sides[known], self.multiple)
+        return CropWindows(whole, sides, offset, size, self.interpolation, self.fill)
 
 
-def _shorter(value: Any) -> int | tuple[int, ...] | None:
+class RandomSizeCrop(Crop):
+    """Crops a part of random sides in half of the images and resizes it, as DETR does (arXiv:2005.12872).
+
+    Equals the authors' ``RandomSelect`` of ``RandomResize(shorter)`` and of ``RandomResize(before)``,
+    ``RandomSizeCrop(sides)`` and ``RandomResize(shorter)``. Here the part is cut from the image itself, with sides
+    rounded to whole pixels, and resized once. The output has the largest height and width of the batch's images, as
+    with ``Letterbox(pad="batch")``, which see.
+
+    Args:
+        size: largest length of the longer side after resizing.
+        shorter: lengths of the shorter side after resizing, of which one is drawn; less if ``size`` requires it.
+        before: lengths of the shorter side before the crop, of which one is drawn.
+        sides: smallest and largest side of the crop, after resizing to ``before``. Both sides are drawn.
+        p: probability of the crop.
+        fill: value of the added pixels, 0..255, as of :class:`~gpuaug.RandomCrop`.
+        multiple: both sides of the output are rounded up to a multiple of this.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
+
+    >>> RandomSizeCrop(1333, shorter=[480, 800]).pad
+    'batch'
+    """
+
+    count = 7  # p, before, height, width, top, left, shorter
+    pad = "batch"
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        shorter: int | Sequence[int] = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800),
+        before: int | Sequence[int] = (400, 500, 600),
+        sides: Sequence[int] = (384, 600),
+        p: float = 0.5,
+        fill: int | Sequence[int] = 0,
+        multiple: int = 1,
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        self.size = pair("size", checks.whole_number("size", size, 1, LARGEST_SIDE))
+        self.shorter = _lengths("shorter", shorter)
+        self.before = _lengths("before", before)
+        self.sides = pair("sides", sides)
+        if self.sides[0] > self.sides[1]:
+            raise ConfigError(f"`sides` must be (smallest, largest). Found: {self.sides}.")
+        self.p = float(checks.number("p", p, 0, 1))
+        self.fill = color(fill)
+        self.multiple = checks.whole_number("multiple", multiple, 1, LARGEST_MULTIPLE)
+        self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
+
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
+        given = np.stack([heights, widths], axis=1)
+        resized = _detr_sides(_chosen(self.before, u[:, 1]), given, None)
+        low, high = self.sides
+        least = np.minimum(resized, low)
+        part = least + integers(u[:, 2:4], np.minimum(resized, high) - least)
+        start = integers(u[:, 4:6], resized - part)
+        first = np.minimum(np.rint(start * given / resized).astype(np.int64), given - 1)
+        cut = np.clip(np.rint(part * given / resized).astype(np.int64), 1, given - first)
+        crops = (u[:, :1] < self.p) & known[:, None]
+        first, cut, part = np.where(crops, first, 0), np.where(crops, cut, given), np.where(crops, part, given)
+        sides = _detr_sides(_chosen(self.shorter, u[:, 6]), part, self.size)
+        window, none = np.concatenate([first, cut], axis=1).astype(np.int32), np.zeros_like(sides)
+        return CropWindows(window, sides, none, _largest(sides[known], self.multiple), self.interpolation, self.fill)
+
+
+def _chosen(lengths: tuple[int, ...], u: Float64) -> Int64:
+    return np.array(lengths)[integers(u, np.array(len(lengths) - 1))]
+
+
+def _detr_sides(shorter: Int64, given: Int64, size: tuple[int, int] | None) -> Any:
+    """The sides of images after DETR's ``resize``, int32 [B, 2]. ``given``: before, [B, 2]."""
+    short, long = given.min(axis=1), given.max(axis=1)
+    if size is not None:
+        most = np.where(given[:, 0] > given[:, 1], size[0], size[1])
+        shorter = np.where(long / short * shorter > most, np.maximum(np.rint(most * short / long), 1), shorter)
+    longer = np.minimum((shorter * long / short).astype(np.int64), _INT32_MAX)
+    tall = (given[:, 0] > given[:, 1])[:, None]
+    sides = np.stack([shorter, longer], axis=1)
+    return np.where(tall, sides[:, ::-1], sides).astype(np.int32)
+
+
+def _largest(sides: Any, multiple: int) -> tuple[int, int]:
+    """The largest height and width, rounded up to a multiple."""
+    height, width = (-(-sides.max(axis=0, initial=1) // multiple) * multiple).tolist()
+    return height, width
+
+
+def _lengths(name: str, value: Any) -> tuple[int, ...]:
+    found = _shorter(value, name)
+    if found is None:
+        raise ConfigError(f"`{name}` must be a whole number or a list of them. Found: None.")
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _shorter(value: Any, name: str = "shorter") -> int | tuple[int, ...] | None:
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     sides: list[Any] = list(value) if several else [1 if value is None else value]
     if not 1 <= len(sides) <= 1000 or any(type(n) is not int or not 1 <= n <= LARGEST_SIDE for n in sides):
         raise ConfigError(
-            f"`shorter` must be a whole number from 1 to {LARGEST_SIDE}, a list of them, or null. Found: {value!r:.99}."
+            f"`{name}` must be a whole number from 1 to {LARGEST_SIDE}, a list of them, or null. Found: {value!r:.99}."
         )
     return tuple(sides) if several else value
 
@@ -449,4 +558,4 @@ def _options(value: Any) -> tuple[float, ...]:
     return tuple(float(checks.number("sampler_options", v, 0, LARGEST_SCALE)) for v in value)
 
 
-TARGET_CROPS = (RandomScaleCrop, Letterbox, RandomIoUCrop)
+TARGET_CROPS = (RandomScaleCrop, Letterbox, RandomSizeCrop, RandomIoUCrop)

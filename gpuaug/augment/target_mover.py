@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,10 +27,10 @@ from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
 from gpuaug.source.base import Source
 from gpuaug.targets import geometry, masks
-from gpuaug.targets.batch import BatchTargets
+from gpuaug.targets.batch import BatchTargets, resized
 from gpuaug.targets.geometry import Float64
 from gpuaug.targets.masks import Erased, Warp
-from gpuaug.targets.objects import by_rules, carry, covered_part, output_keypoints
+from gpuaug.targets.objects import by_rules, carry, covered_part, half, output_keypoints
 from gpuaug.targets.rules import Masks, Targets
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class TargetView:
     annotated: Int64  # [B, 2], the same of the annotated images
     decoded: list[NDArray[Any] | None] | None = None  # upright masks that a crop reads. Element None: no mask
     windows: Any = None  # CropWindows of the view
+    covered: Int64 | None = None  # [B, 4], (top, left, bottom, right) of the output that shows the image; None: all
     moves: list[Warp | Elastic] = field(default_factory=list)  # what masks still have to follow, in order
     masks: Tensor | None = None  # [B, H, W], set by TargetMover.sample
     is_tile: bool = False  # a tile for a mosaic: masks in `matrices`' pixels, objects still in those of the images
@@ -181,8 +183,9 @@ class TargetMover:
                 centres=bool(getattr(view.augment.crop, "centres", False)),
             )
             matrices = reduce(lambda path, op: op @ path, ops, crop)
-            warps = self.warps(done, window.size)
-            moved.append(replace(upright, objects=objects, matrices=matrices, windows=window, moves=warps))
+            made: dict[str, Any] = {"matrices": matrices, "moves": self.warps(done, window.size)}
+            made["covered"] = _covered(ops, covered_part(window), window.size)
+            moved.append(replace(upright, objects=objects, windows=window, **made))
         return moved
 
     def tile(self, upright: TargetView, window: CropWindows) -> TargetView:
@@ -272,11 +275,13 @@ class TargetMover:
         keep: Tensor | None,
         device: torch.device,
         mixing: Mixing | None = None,
+        size: Size | None = None,
     ) -> list[BatchTargets]:
         """Upload the targets of every view to the device of the images. Apply the remaining moves to the masks.
 
         ``bad``: rows with a fault; their masks become ``fill``, and their objects are dropped. ``keep``: int64 [n], the
-        rows to keep; None: all. ``mixing``: how masks are mixed at last; None: they are not.
+        rows to keep; None: all. ``mixing``: how masks are mixed at last; None: they are not. ``size``: (H, W) to which
+        the finished batch is resized; None: it is not.
         """
         rows = np.arange(len(indices)) if keep is None else keep.numpy()
         made = []
@@ -292,9 +297,8 @@ class TargetMover:
                 None if column is None else buffers.to_device(torch.from_numpy(column), device) for column in columns
             ]
             boxes, labels, keypoints, sample = uploaded
-            windows = view.windows
-            covered = np.concatenate([windows.offset, windows.offset + windows.resized], axis=1)
-            covered = np.clip(covered, 0, [*windows.size, *windows.size])
+            whole = np.array([[0, 0, *view.windows.size]])
+            covered = whole.repeat(len(indices), axis=0) if view.covered is None else view.covered
             made.append(
                 BatchTargets(
                     masks=self._finished_masks(view, bad, rows, device, mixing),
@@ -310,14 +314,14 @@ class TargetMover:
                     image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
                     sizes=torch.from_numpy(view.sizes[rows]),
                     annotated=torch.from_numpy(view.annotated[rows]),
-                    covered=torch.from_numpy(covered[rows].astype(np.int64)),
+                    covered=torch.from_numpy(covered[rows]),
                     matrices=torch.from_numpy(view.matrices[rows]),
-                    size=windows.size,
+                    size=view.windows.size,
                     instances=self.instances,
                     **_origins(view, objects.ids, rows, device),
                 )
             )
-        return made
+        return made if size is None else [resized(each, size, half(self.rules)) for each in made]
 
     def _finished_masks(
         self, view: TargetView, bad: Sequence[int], rows: Int64, device: torch.device, mixing: Mixing | None
@@ -436,6 +440,18 @@ class TargetMover:
             "Name them in `targets.masks.colors`, and in `map` if it is set." if in_colors
             else "Name them in `targets.masks.map`, or list them in `targets.masks.ignore`.",
         )  # fmt: skip
+
+
+def _covered(ops: Sequence[Float64], part: Float64, size: Size) -> Int64:
+    """What the output shows of the image, as the smallest box around it, (top, left, bottom, right) [B, 4].
+
+    ``ops``: matrices from each canvas to the next. ``part``: what the crop's shows, (x1, y1, x2, y2) [B, 4].
+    """
+    part = np.concatenate([part[:, :2], np.maximum(part[:, :2], part[:, 2:])], axis=1)
+    box, _ = geometry.visible([*accumulate(ops, lambda path, op: op @ path)], part, size)
+    box = np.nan_to_num(box, nan=0.0)
+    box = np.concatenate([np.floor(box[:, :2] + 1e-6), np.ceil(box[:, 2:] - 1e-6)], axis=1)  # rounding errors
+    return np.ascontiguousarray(box[:, [1, 0, 3, 2]].astype(np.int64))
 
 
 def _origins(view: TargetView, ids: Int64, rows: Int64, device: torch.device) -> dict[str, Tensor]:

@@ -156,7 +156,7 @@ def with_mates(view: TargetView, mixing: Mixing, weights: Float64 | None) -> Tar
     )
     table = replace(view.table.take(at), sample=owner // 2)
     windows = _whole(count, view.windows.size)  # the mate may show where the sample does not
-    return replace(view, table=table, objects=objects, origins=origins, windows=windows)
+    return replace(view, table=table, objects=objects, origins=origins, windows=windows, covered=None)
 
 
 def _of_tiles(table: Objects, rows: Int64, shown: NDArray[np.bool_]) -> tuple[Int64, Int64, Int64]:

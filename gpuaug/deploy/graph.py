@@ -217,6 +217,8 @@ def check_exportable(recipe: Augment) -> None:
             f"`augment.crop.shorter` must be null for an export. Found: {crop.shorter}. Use "
             "gpuaug.Resize(SHORTER, max_size=LONGER)."
         )
+    if crop is not None and crop.pad == "batch":
+        raise ConfigError("`augment.crop.pad` must be size for an export. Found: batch.")
     if crop is not None and crop.interpolation == "nearest":
         raise ConfigError("`augment.crop.interpolation` must be bilinear or bicubic for an export. Found: nearest.")
     for name, op in recipe.ops.items():

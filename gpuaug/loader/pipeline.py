@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from gpuaug.augment.parameters import Chosen
 from gpuaug.augment.progressive import Recipe
@@ -225,8 +226,8 @@ class Pipeline:
         views = batch.targets
         if mixing is not None:
             views = [mixing.objects(view) for view in views]
-        indices = batch.encoded.indices
-        return self.targets.finish(views, indices, bad=bad, keep=keep, device=self.device, mixing=mixing)
+        how: dict[str, Any] = {"mixing": mixing, "size": batch.recipe.resized}
+        return self.targets.finish(views, batch.encoded.indices, bad=bad, keep=keep, device=self.device, **how)
 
     def finish(self, decoded: PartialBatch, epoch: int, held: HeldTiles | None = None) -> Ready | None:
         """Augment and mix a batch; None if policy ``drop`` removes all its samples.
@@ -274,6 +275,9 @@ class Pipeline:
             if self.mix is not None:
                 first = int(encoded.indices[0])
                 images, labels = self.mix(images, labels, valid=valid, epoch=epoch, first_index=first)
+            if (size := decoded.recipe.resized) is not None:
+                resized = (interpolate(view, size, mode="bilinear", align_corners=False) for view in images)
+                images = [view.contiguous(memory_format=self.memory_format) for view in resized]
             made = decoded.recipe, decoded.drawn, decoded.windows, decoded.combined, keep
             batch = Batch(
                 images=_one(images),

@@ -37,8 +37,8 @@ class BatchTargets:
         sizes: int64 ``[B, 2]``, (height, width) of the upright source image.
         annotated: int64 ``[B, 2]``, the same of the annotated image; other than ``sizes`` if annotations were made for
             the stored image, which EXIF turns.
-        covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers after the
-            crop, before the operations.
+        covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers. If it is
+            rotated, the smallest box around this part.
         matrices: float64 ``[B, 3, 3]``, from positions in the annotated image to positions in the output. Pixel i
             covers i..i+1. The inverse matrices map predictions back.
         size: (height, width) of the output.
@@ -259,6 +259,31 @@ class BatchTargets:
         low, high = self.boxes[:, :2], self.boxes[:, 2:]
         height, width = self.size
         return torch.cat([(low + high) / 2, high - low], dim=1) / low.new_tensor([width, height, width, height])
+
+
+def resized(targets: BatchTargets, size: tuple[int, int], half: float) -> BatchTargets:
+    """The targets of a batch that was resized to ``size``, (H, W). Masks take the nearest pixel.
+
+    ``half``: what must be added to coordinates of keypoints, so that pixel i covers i..i+1.
+    """
+    (height, width), (H, W) = targets.size, size
+    scale = torch.tensor([W / width, H / height, 1.0], device="cpu", dtype=torch.float64)
+    made: dict[str, Any] = {"size": size, "matrices": scale[:, None] * targets.matrices}
+    made["covered"] = (targets.covered * scale[[1, 0, 1, 0]]).round().long()
+    if targets.tile_matrices is not None:
+        made["tile_matrices"] = scale[:, None] * targets.tile_matrices
+    if targets.masks is not None:
+        rows, columns = (
+            ((torch.arange(new, device=targets.masks.device) + 0.5) * (old / new)).long()
+            for new, old in zip(size, targets.size, strict=True)
+        )
+        made["masks"] = targets.masks[:, rows[:, None], columns]
+    if targets.boxes is not None:
+        made["boxes"] = targets.boxes * targets.boxes.new_tensor([W / width, H / height] * 2)
+    if targets.keypoints is not None:
+        shift = (targets.keypoints[..., 2:] > 0) * targets.keypoints.new_tensor([half, half, 0])
+        made["keypoints"] = (targets.keypoints + shift) * targets.keypoints.new_tensor(scale.tolist()) - shift
+    return replace(targets, **made)
 
 
 def _moved(xy: Tensor, matrix: Tensor) -> Tensor:

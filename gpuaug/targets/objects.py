@@ -34,7 +34,7 @@ def by_rules(table: Objects, rules: Targets) -> Objects:
     boxes = None if boxes is None or rules.boxes is None else boxes.astype(np.float64)
     keypoints = None if keypoints is None or rules.keypoints is None else keypoints.astype(np.float64)
     if keypoints is not None:
-        keypoints[..., :2] += _half(rules)
+        keypoints[..., :2] += half(rules)
         keypoints[~(keypoints[..., 2] > 0)] = 0
     objects = replace(table, boxes=boxes, keypoints=keypoints)
     if table.crowd.any() and (rules.boxes is None or rules.boxes.crowd == "drop"):
@@ -47,7 +47,7 @@ def output_keypoints(objects: Objects, rules: Targets) -> NDArray[np.float32] | 
     if objects.keypoints is None:
         return None
     shown = objects.keypoints.astype(np.float32)
-    shown[..., :2] -= np.float32(_half(rules)) * (shown[..., 2:] > 0)
+    shown[..., :2] -= np.float32(half(rules)) * (shown[..., 2:] > 0)
     return shown
 
 
@@ -107,7 +107,7 @@ def carry(
     return objects
 
 
-def _half(rules: Targets) -> float:
+def half(rules: Targets) -> float:
     """0.5 if whole-number keypoint coordinates are pixel centres in the source, else 0."""
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
 

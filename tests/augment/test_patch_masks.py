@@ -669,7 +669,7 @@ def test_pictures_show_the_masks(masks):
         ),
         (BlockMasks(patch=24, views=["local"]), views(), "`patch_masks.patch` must divide .* 24, for views of 32 x 32"),
         (RandomMasks(), gpuaug.Augment(), "`patch_masks.views` must have a crop with a size .* Found: None"),
-        (RandomMasks(), gpuaug.Augment(crop=gpuaug.Resize(64)), "`patch_masks.views` must have a crop .* Found: 64"),
+        (RandomMasks(), gpuaug.Augment(crop=gpuaug.Resize(64)), "`patch_masks.views` must have a .* Found: Resize.64"),
         ({"p": 2}, views(), "`patch_masks` must be a gpuaug.BlockMasks or .*_target_"),
     ],
 )

@@ -31,17 +31,18 @@ from gpuaug.augment.recipe import Drawn
 FOLDER = ROOT / "conf" / "gpuaug" / "augment"
 TRAIN = [
     "seg_torchvision", "seg_ade20k", "seg_cityscapes", "seg_voc", "det_hflip", "det_ssd", "det_rtdetr", "det_lsj",
-    "pose_rcnn",
+    "det_detr", "pose_rcnn",
 ]  # fmt: skip
 COMBINED = ["det_yolo", "det_yolox", "det_rtmdet"]  # work only in a loader: see tests/loader/test_mosaic_batches.py
 ALL = sorted([*TRAIN, *(f"{name}_eval" for name in [*TRAIN, *COMBINED])])
 SIZES = {
     "seg_torchvision": (480, 480), "seg_ade20k": (512, 512), "seg_cityscapes": (512, 1024), "seg_voc": (512, 512),
-    "det_hflip": (1333, 1333), "det_ssd": (300, 300), "det_rtdetr": (640, 640), "det_lsj": (1024, 1024),
-    "pose_rcnn": (1333, 1333), "seg_torchvision_eval": (520, 693), "seg_ade20k_eval": (512, 682),
-    "seg_cityscapes_eval": (1024, 1365), "seg_voc_eval": (512, 682), "det_hflip_eval": (1333, 1333),
+    "det_hflip": (800, 1088), "det_ssd": (300, 300), "det_rtdetr": (640, 640), "det_lsj": (1024, 1024),
+    "det_detr": (800, 1066), "det_detr_eval": (800, 1066), "pose_rcnn": (800, 1088),
+    "seg_torchvision_eval": (520, 693), "seg_ade20k_eval": (512, 682),
+    "seg_cityscapes_eval": (1024, 1365), "seg_voc_eval": (512, 682), "det_hflip_eval": (800, 1088),
     "det_ssd_eval": (300, 300), "det_rtdetr_eval": (640, 640), "det_lsj_eval": (1024, 1024),
-    "pose_rcnn_eval": (1333, 1333), "det_yolo_eval": (640, 640),
+    "pose_rcnn_eval": (800, 1088), "det_yolo_eval": (640, 640),
     "det_yolox_eval": (640, 640), "det_rtmdet_eval": (640, 640),
 }  # fmt: skip
 HEIGHT, WIDTH, COUNT = 150, 200, 6
@@ -171,7 +172,16 @@ def test_a_file_writes_out_every_key_and_cites_its_source(name: str) -> None:
     first = text.splitlines()[0]
     assert any(
         cited in first
-        for cited in ("torchvision", "mmsegmentation", "RT-DETR", "detectron2", "ultralytics", "YOLOX", "mmdetection")
+        for cited in (
+            "torchvision",
+            "mmsegmentation",
+            "RT-DETR",
+            "detectron2",
+            "ultralytics",
+            "YOLOX",
+            "mmdetection",
+            "detr",
+        )
     ), first
     node = OmegaConf.create(text)
     parts = [
@@ -192,7 +202,10 @@ def test_a_file_writes_out_every_key_and_cites_its_source(name: str) -> None:
 
 # --- runs
 
-ONE_SIZE = {"det_rtdetr": ["augment.sizes=null"]}
+ONE_SIZE = {
+    "det_rtdetr": ["augment.sizes=null"], "pose_rcnn": ["augment.crop.shorter=800"],
+    "det_detr": ["augment.crop.shorter=800", "augment.crop.p=0"],
+}  # fmt: skip
 
 
 def loader(given: Scenes, name: str, *overrides: str) -> gpuaug.Loader:
@@ -415,6 +428,7 @@ def test_letterboxes_are_the_resizing_of_torchvisions_models(given: Scenes, v2: 
 
     made = recipe(name)
     choices = (640, 672, 704, 736, 768, 800) if name == "pose_rcnn" else (800,)
+    largest = [0, 0]
     for row in rows(made, given):
         shorter = choices[int(row.u[0] * len(choices)) if len(row.u) else 0]
         float_image = given.images[row.number] / 255
@@ -426,18 +440,82 @@ def test_letterboxes_are_the_resizing_of_torchvisions_models(given: Scenes, v2: 
         points = torch.from_numpy(given.keypoints[row.number].copy()).double()
         points[..., :2] += 0.5  # edges; index i is the centre of pixel i
         points = resize_keypoints(points, [HEIGHT, WIDTH], list(size))
-        canvas = padded(image, (1333, 1333), (124 / 255, 116 / 255, 104 / 255))
-        if "flip" in row.chosen and row.flipped:
-            canvas = canvas.flip(2)
-            boxes = torch.stack([1333 - boxes[:, 2], boxes[:, 1], 1333 - boxes[:, 0], boxes[:, 3]], dim=1)
-            points[..., 0] = 1333 - points[..., 0]
+        largest = [max(pair) for pair in zip(largest, size, strict=True)]
+        if "flip" in row.chosen and row.flipped:  # before the padding, as there
+            image, width = image.flip(2), size[1]
+            boxes = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], dim=1)
+            points[..., 0] = width - points[..., 0]
             points = points[:, [0, 2, 1]]
+        canvas = padded(image, tuple(row.image.shape[1:]), (124 / 255, 116 / 255, 104 / 255))
         points[..., :2] -= 0.5
         points[points[..., 2] == 0] = 0
         assert (row.image - canvas).abs().max() <= LEVEL
         assert row.target["labels"].tolist() == labels.tolist()
         assert (row.target["boxes"] - boxes).abs().max() <= 1e-4
         assert (row.target["keypoints"] - points).abs().max() <= 1e-4
+    assert list(row.image.shape[1:]) == [math.ceil(side / 32) * 32 for side in largest]
+
+
+def test_detrs_crop_is_that_of_the_authors(given: Scenes, v2: ModuleType) -> None:
+    """The authors resize, crop and resize again; one resize of whole source pixels differs by less than a pixel."""
+    made, scales, cropped = recipe("det_detr", "augment.normalize=null"), list(range(480, 801, 32)), 0
+    for seed in range(6):
+        for row in rows(made, given, seed=seed):
+            p, before, *part, shorter = row.u.tolist()
+            at, size = (0, 0), (HEIGHT, WIDTH)
+            if p < 0.5:
+                cropped += 1
+                short = (400, 500, 600)[int(before * 3)]
+                whole = short, int(short * WIDTH / HEIGHT)
+                sides = [384 + int(v * (min(side, 600) - 384 + 1)) for v, side in zip(part[:2], whole, strict=True)]
+                start = [int(v * (side - n + 1)) for v, side, n in zip(part[2:], whole, sides, strict=True)]
+                scale = [n / side for n, side in zip((HEIGHT, WIDTH), whole, strict=True)]
+                at = tuple(round(n * s) for n, s in zip(start, scale, strict=True))
+                size = tuple(max(round(n * s), 1) for n, s in zip(sides, scale, strict=True))
+                assert max(abs(n * s - a) for n, s, a in zip(start, scale, at, strict=True)) <= 0.5
+            given_size, (h, w) = (tuple(sides) if p < 0.5 else size), size
+            out = authors_size(given_size, scales[int(shorter * len(scales))])
+            image = given.images[row.number][:, at[0] : at[0] + h, at[1] : at[1] + w]
+            image = v2.functional.resize(image, list(out), antialias=True)
+            boxes, labels = boxes_of(row, given)
+            boxes = (boxes - torch.tensor([*at[::-1], *at[::-1]])) * torch.tensor([out[1] / w, out[0] / h] * 2)
+            if row.flipped:
+                image = image.flip(2)
+                boxes = torch.stack([out[1] - boxes[:, 2], boxes[:, 1], out[1] - boxes[:, 0], boxes[:, 3]], dim=1)
+            boxes = boxes.clamp(torch.zeros(4), torch.tensor([*out[::-1], *out[::-1]]))
+            canvas = padded(image, tuple(row.image.shape[1:]), (124, 116, 104))
+            assert (row.image - canvas / 255).abs().max() <= LEVEL
+            assert row.target["labels"].tolist() == labels[kept(boxes)].tolist()
+            assert (row.target["boxes"] - boxes[kept(boxes)]).abs().max() <= 1e-3
+    assert 8 < cropped < 28
+
+
+def authors_size(size: tuple[int, ...], shorter: int, longest: int = 1333) -> tuple[int, int]:
+    """DETR's get_size_with_aspect_ratio."""
+    h, w = size
+    if max(h, w) / min(h, w) * shorter > longest:
+        shorter = round(longest * min(h, w) / max(h, w))
+    return (shorter, int(shorter * w / h)) if h <= w else (int(shorter * h / w), shorter)
+
+
+def test_flips_leave_images_at_the_top_left_and_the_pixel_mask_is_theirs(given: Scenes) -> None:
+    for name in ("det_detr", "pose_rcnn", "det_lsj"):
+        seen = set()
+        with loader(given, name, "limit_batches=null", "batch_size=3", "augment.crop.fill=7") as made:
+            for batch in [*made, *made, *made]:
+                images, t = batch.images, batch.targets
+                empty = torch.tensor(7 / 255)
+                if name == "det_detr":
+                    empty = ((7 / 255 - MEAN) / STD).view(1, 3, 1, 1)
+                shown = ((images - empty).abs() > 1e-3).any(dim=1).long()
+                mask = t.pixel_mask()
+                assert mask.shape == shown.shape
+                assert (mask >= shown).all()
+                assert (mask - shown).float().mean() < 0.01
+                seen |= {tuple(row) for row in t.covered[:, :2].tolist()}
+                if name == "det_detr":
+                    assert {*t.covered.amax(dim=0)[2:].tolist()} == {*images.shape[2:]}
+        assert (seen == {(0, 0)}) == (name != "det_lsj")
 
 
 def test_evaluation_of_detection(given: Scenes, v2: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import kornia.augmentation as K
@@ -100,6 +101,48 @@ def test_targets_follow_and_explanations_tell():
             widths = batch.targets.boxes[:, 2] - batch.targets.boxes[:, 0]
             assert torch.allclose(widths, torch.full_like(widths, side * 30 / 60), atol=1e-3)
             assert batch.explain(0).size == (side, side)
+
+
+@pytest.mark.parametrize("mosaic", [False, True])
+def test_finished_batches_are_resized_with_their_targets(mosaic):
+    """Pixels against the bilinear formula written out, targets against those of the batch without sizes."""
+    mask = encode(np.kron(np.arange(12).reshape(3, 4), np.ones((16, 15))).astype(np.uint8), "PNG")
+    points = [[[10.0, 8, 2], [0, 0, 0]]]
+    target = gpuaug.Target(boxes=[[10.0, 8, 40, 40]], labels=[1], mask=mask, keypoints=points)
+    rows = [(data, target) for data, _ in SOURCE]
+    rules = {"boxes": gpuaug.Boxes(), "masks": gpuaug.Masks(), "keypoints": gpuaug.Keypoints()}
+    own: dict[str, Any] = {"crop": gpuaug.Letterbox(32), "ops": OPS}
+    if mosaic:
+        own["combine"] = {"mosaic": gpuaug.Mosaic(), "affine": gpuaug.CanvasAffine(32)}
+    more: dict[str, Any] = {"targets": gpuaug.Targets(**rules), "batch_size": 4, "mix": gpuaug.MixObjects(lam=0.5)}
+    sizes = gpuaug.Sizes(choose=[16, (24, 48)], how="resize")
+    with (
+        loader(rows, augment=gpuaug.Augment(**own, sizes=sizes), **more) as made,
+        loader(rows, augment=gpuaug.Augment(**own), **more) as plain,
+    ):
+        seen = set()
+        for batch, whole in zip(made, plain, strict=True):
+            H, W = batch.images.shape[2:]
+            seen.add((H, W))
+            y, x = ((torch.arange(n) + 0.5) * (32 / n) for n in (H, W))
+            for axis, at in ((2, y), (3, x)):
+                low, part = (at - 0.5).clamp(min=0).floor(), (at - 0.5).clamp(min=0) % 1
+                part = part.view(-1, 1) if axis == 2 else part
+                first, second = (whole.images.index_select(axis, (low + k).clamp(max=31).long()) for k in (0, 1))
+                whole = replace(whole, images=first * (1 - part) + second * part)
+            assert (batch.images - whole.images).abs().max() < 1e-5
+            t, u, scale = batch.targets, whole.targets, torch.tensor([W / 32, H / 32])
+            assert t.size == (H, W)
+            assert torch.equal(t.masks, u.masks[:, y.long()][:, :, x.long()])
+            assert torch.allclose(t.boxes, u.boxes * scale.repeat(2))
+            there = u.keypoints[..., 2] > 0
+            assert torch.allclose(t.keypoints[there][:, :2] + 0.5, (u.keypoints[there][:, :2] + 0.5) * scale, atol=1e-4)
+            assert not t.keypoints[~there].any()
+            diagonal = torch.diag(torch.tensor([*scale, 1]).double())
+            assert torch.allclose(batch.matrices, diagonal @ whole.matrices)
+            assert torch.allclose(t.tile_matrices, diagonal @ u.tile_matrices)
+            assert "sizes: height" in str(batch.explain(0))
+        assert seen == {(16, 16), (24, 48)}
 
 
 def test_plan_bounds_the_largest_size():

@@ -216,7 +216,7 @@ def _check_recipe(augment: Any, targets: dict[str, Any] | None) -> None:
         crop = view.augment.crop
         if view.augment.combine:
             raise ConfigError("`augment.combine` must be null with `epochs`, for one sample each. Found: combine.")
-        if crop is None or crop.needs or isinstance(crop.size, int):
+        if crop is None or crop.needs or not crop.fixed:
             raise ConfigError(
                 "`augment.crop` must give images of one size (H, W) with `epochs`, and cannot depend on targets. "
                 f"Found: {crop!r}. Use gpuaug.RandomResizedCrop or gpuaug.Resize((H, W))."

@@ -323,7 +323,11 @@ def rehearsal() -> None:
 
 
 def _keep_largest(recipe: Any) -> None:
-    """Let a recipe draw only the largest of its sizes."""
+    """Let a recipe draw only the largest of its sizes, and make each batch as large as its crop allows."""
+    if isinstance(recipe, dict) and recipe.get("pad") == "batch":
+        most = recipe["size"] if isinstance(recipe["size"], list) else [recipe["size"]] * 2
+        recipe |= {"size": [-(-n // recipe["multiple"]) * recipe["multiple"] for n in most], "pad": "size"}
+        recipe["multiple"] = 1
     for name, value in recipe.items() if isinstance(recipe, dict) else ():
         if name == "sizes" and value:
             value |= {"choose": [max(value["choose"], key=lambda x: np.prod(x) if isinstance(x, list) else x * x)]}
