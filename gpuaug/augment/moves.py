@@ -8,51 +8,94 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import grid_sample
+from torch.overrides import TorchFunctionMode
 
 from gpuaug.augment.ops.erasing import RandomErasing
 from gpuaug.augment.ops.geometry import pixel_matrices
-from gpuaug.augment.parameters import Chosen, Matrix, Params, Prepared, Size
+from gpuaug.augment.parameters import Chosen, Matrix, Params, Prepared, Size, tensors
 from gpuaug.augment.policy import entry_of, fields
 from gpuaug.augment.reference import exact_products
-from gpuaug.errors import ConfigError
+from gpuaug.errors import ConfigError, shown_size
 from gpuaug.native.buffers import to_device
 from gpuaug.random.keyed import Int
+from gpuaug.targets.fields import Field
 from gpuaug.targets.geometry import Bool, Float64, both, from_indices, hulls, inverse
 from gpuaug.targets.masks import Erased
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Elastic:
-    """An elastic transform of some samples: each pixel moves by its own offset. Only masks can follow it."""
+class _Nearest(TorchFunctionMode):
+    """Lets Kornia sample the nearest pixel, and 0 outside the image. It keeps the positions that Kornia samples."""
 
-    module: Any  # Kornia's RandomElasticTransform
-    rows: Int  # [n], the samples that are transformed, ascending
-    keys: Int  # [n, 2], the keys of their noise
+    grid: Tensor | None = None  # [n, H, W, 2], in -1..1
+    corners = False  # whether -1 and 1 are the centres of the outermost pixels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is grid_sample:
+            self.grid, self.corners = args[1], bool(kwargs["align_corners"])
+            kwargs = kwargs | {"mode": "nearest", "padding_mode": "zeros"}
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FieldMove:
+    """An operation that moves each pixel of some samples by its own offset."""
+
+    module: Any  # of Kornia
+    rows: Int  # [n], the samples that are moved, ascending
+    params: Params  # [n, ...]
+    keys: Int | None  # [n, 2], the keys of their noise
 
     def apply(self, masks: Tensor, fill: int) -> Tensor:
         """Move ``masks`` like the images: integers [B, H, W] up to 2**24. Pixels from outside get ``fill``."""
-        from kornia.geometry.transform import elastic_transform2d
-
-        size = (masks.shape[1], masks.shape[2])
         # A single sample is duplicated, as for the images: with one sample, the last bits would differ.
         group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
-        at, keys = (to_device(torch.from_numpy(v[group]), masks.device) for v in (self.rows, self.keys))
-        labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # grid_sample fills with 0
-        flags = self.module.flags
-        settings = (flags["kernel_size"], flags["sigma"], flags["alpha"], flags["align_corners"])
-        with torch.no_grad(), torch.autocast(masks.device.type, enabled=False), exact_products(masks.device):
-            field = fields(self.module, {}, keys, size)["noise"]
-            moved = elastic_transform2d(labels, field, *settings, mode="nearest", padding_mode="zeros")
+        at = to_device(torch.from_numpy(self.rows[group]), masks.device)
+        labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # _Nearest fills with 0
+        moved, _ = self._moved(labels, group)
         moved = moved[: len(self.rows), 0].long().add_(fill).to(masks.dtype)
         return masks.index_copy(0, at[: len(self.rows)], moved)
 
+    def field(self, size: Size) -> Field:
+        """The field, for points and boxes. It is computed on the host, so nothing waits for a device."""
+        grid = self.module.flags.get("grid")  # of a jigsaw
+        pieces = None if grid is None else (size[0] // grid[0], size[1] // grid[1])
+        return Field(self.rows, partial(self._positions, size=size), pieces=pieces)
 
-Move = Float64 | Elastic | Erased
+    def _positions(self, number: int, size: Size) -> Float64:
+        """The input positions (x, y) of all pixels of one sample. They do not depend on the other samples."""
+        limits = np.array(size[::-1], dtype=np.float64)
+        indices = torch.from_numpy(np.indices(size)[::-1].astype(np.float32))
+        moved, made = self._moved(indices[None], np.array([number]))
+        if made.grid is None:
+            return moved[0].permute(1, 2, 0).double().numpy() + 0.5
+        grid = made.grid[0].double().numpy()
+        return (grid + 1) / 2 * (limits - 1) + 0.5 if made.corners else (grid + 1) / 2 * limits
+
+    def _moved(self, x: Tensor, group: Int) -> tuple[Tensor, _Nearest]:
+        """Move float32 [n, C, H, W] as the images of the samples ``group``, by the nearest pixel."""
+        size, flags, made = (x.shape[2], x.shape[3]), self.module.flags, _Nearest()
+        if any(side % count for side, count in zip(size, flags.get("grid", (1, 1)), strict=True)):
+            raise ConfigError(
+                f"the sides of the images must be divisible by grid {flags['grid']} of {type(self.module).__name__}. "
+                f"Found: {shown_size(*size)}. Change `grid` or the crop's size."
+            )
+        values = tensors(self.params, group)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), exact_products(x.device):
+            if self.keys is not None:
+                values |= fields(self.module, values, to_device(torch.from_numpy(self.keys[group]), x.device), size)
+            with torch.device("cpu"), made:  # Kornia makes constants on torch's default device
+                return self.module.apply_transform(x, values, flags), made
+
+
+Move = Float64 | FieldMove | Erased
 
 
 class _MatrixMove(NamedTuple):
@@ -71,7 +114,7 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     other. So a sample's matrices do not depend on the other samples. If a sample has fewer matrices than others, its
     last ones are the identity. :func:`check_carried` must accept ``ops``.
     """
-    parts: list[_MatrixMove | Elastic | Erased] = []
+    parts: list[_MatrixMove | FieldMove | Erased] = []
     for op, c in zip(ops, chosen, strict=True):
         for slot, modules in enumerate(op.slots):
             parts += _taken(modules, c, slot)
@@ -112,7 +155,7 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
             lost[rows] |= outward[own]
             continue
         # only the samples that it changes need a matrix of their own before it
-        close(part.rows if isinstance(part, Elastic) else np.flatnonzero(part.boxes.any(axis=1)))
+        close(part.rows if isinstance(part, FieldMove) else np.flatnonzero(part.boxes.any(axis=1)))
         done += [*map(from_indices, made), part]
         made.clear()
         length[:] = 0
@@ -120,9 +163,20 @@ def moves(ops: Sequence[Prepared], chosen: Sequence[Chosen], size: Size) -> list
     return [*done, *map(from_indices, made)]
 
 
-def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> list[_MatrixMove | Elastic | Erased]:
+def followed(done: Sequence[Move], size: Size, first: Float64) -> tuple[list[Float64 | Field], Float64]:
+    """The moves of points and boxes, and the product of ``first`` [B, 3, 3] and the matrices.
+
+    The product is NaN for the samples that a field moves, because no matrix describes their way.
+    """
+    steps = [move.field(size) if isinstance(move, FieldMove) else move for move in done if not isinstance(move, Erased)]
+    product = reduce(lambda path, step: step @ path, [step for step in steps if not isinstance(step, Field)], first)
+    rows = [row for step in steps if isinstance(step, Field) for row in step.rows]
+    return steps, np.where(np.isin(np.arange(len(product)), rows)[:, None, None], np.nan, product)
+
+
+def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> list[_MatrixMove | FieldMove | Erased]:
     """List the moves of a slot. No sample takes two alternatives."""
-    parts: list[_MatrixMove | Elastic | Erased] = []
+    parts: list[_MatrixMove | FieldMove | Erased] = []
     choice = chosen.choice[:, slot]
     for alternative, module in enumerate(modules):
         entry, params = entry_of(module), chosen.params[slot][alternative]
@@ -131,8 +185,8 @@ def _taken(modules: Sequence[nn.Module], chosen: Chosen, slot: int) -> list[_Mat
         if entry.matrix is not None:
             parts.append(_MatrixMove(entry.matrix, rows, {name: values[rows] for name, values in params.items()}))
         elif entry.affects == "field":
-            assert chosen.keys is not None
-            parts.append(Elastic(module, rows, chosen.keys[rows]))
+            own = {name: values[rows] for name, values in params.items()}
+            parts.append(FieldMove(module, rows, own, None if chosen.keys is None else chosen.keys[rows]))
         elif isinstance(module, RandomErasing) and module.masks is not None:
             parts.append(Erased(module.rectangles(params, choice == alternative), module.masks))
     return parts
@@ -171,7 +225,7 @@ def _across_border(matrices: Float64, size: Size) -> tuple[Bool, Bool]:
 
 
 def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:
-    """Raise ConfigError if the targets ``names`` (masks, boxes, keypoints) cannot follow an operation."""
+    """Raise ConfigError if the targets ``names`` (masks, boxes, keypoints; matrices) cannot follow an operation."""
     for key, op in (leaf for entry in ops if names for leaf in entry.leaves(f"{path}.{entry.name}")):
         if op.chains:
             raise ConfigError(
@@ -186,14 +240,11 @@ def _check_module(module: nn.Module, names: Sequence[str], key: str) -> None:
     from kornia.augmentation import IntensityAugmentationBase2D
 
     kind, entry = type(module), entry_of(module)
-    if entry is not None and entry.affects == "field" and entry.fields is None:
-        entry = None  # Elastic.apply knows only the elastic transform
     kornias = kind.__module__.startswith("kornia.augmentation.")
-    points = [name for name in names if name != "masks"]
-    if entry is not None and entry.affects == "field" and points:
+    if entry is not None and entry.affects == "field" and "matrices" in names:
         raise ConfigError(
-            f"`{key}` must move pixels by a matrix, because {' and '.join(points)} cannot follow an offset per pixel. "
-            f"Found: {kind.__name__}. Remove `{key}`, or use masks as the only target."
+            f"`{key}` must move pixels by a matrix, because no matrix describes an offset per pixel. "
+            f"Found: {kind.__name__}. Remove `{key}`."
         )
     changes_values = kornias and isinstance(module, IntensityAugmentationBase2D)
     if entry is not None or changes_values or getattr(module, "affects", None) == "pixels":

@@ -43,7 +43,7 @@ def matrices(
     chosen = recipe.choose(drawn, sizes)
     for view, window, choices in zip(recipe.views, windows, chosen, strict=True):
         path = f"augment.views.{view.name}.ops" if view.name else "augment.ops"
-        check_carried(view.augment.prepared, ("matrices", "boxes"), path=path)
+        check_carried(view.augment.prepared, ("matrices",), path=path)
         first, size = (geometry.crop(window), window.size) if combined is None else (combined.matrices, sizes[0])
         ops = [move for move in moves(view.augment.prepared, choices, size) if isinstance(move, np.ndarray)]
         if recipe.resized is not None:

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuaug.augment.moves import Elastic, Move, moves
+from gpuaug.augment.moves import FieldMove, Move, followed, moves
 from gpuaug.augment.ops.erasing import RandomErasing
 from gpuaug.augment.parameters import Chosen, Size
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64, Objects
@@ -63,7 +61,7 @@ class TargetView:
     decoded: list[NDArray[Any] | None] | None = None  # upright masks that a crop reads. Element None: no mask
     windows: Any = None  # CropWindows of the view
     covered: Int64 | None = None  # [B, 4], (top, left, bottom, right) of the output that shows the image; None: all
-    moves: list[Warp | Elastic] = field(default_factory=list)  # what masks still have to follow, in order
+    moves: list[Warp | FieldMove] = field(default_factory=list)  # what masks still have to follow, in order
     masks: Tensor | None = None  # [B, H, W], set by TargetMover.sample
     is_tile: bool = False  # a tile for a mosaic: masks in `matrices`' pixels, objects still in those of the images
     origins: Origins | None = None  # of a view that was put together from tiles
@@ -171,7 +169,7 @@ class TargetMover:
         for view, window, choices in zip(views, windows, chosen, strict=True):
             crop = geometry.crop(window) @ upright.matrices
             done = moves(view.augment.prepared, choices, window.size)
-            ops = [move for move in done if isinstance(move, np.ndarray)]
+            ops, matrices = followed(done, window.size, crop)
             objects = carry(
                 upright.objects,
                 crop=crop,
@@ -182,7 +180,6 @@ class TargetMover:
                 flip=self.flip,
                 centres=bool(getattr(view.augment.crop, "centres", False)),
             )
-            matrices = reduce(lambda path, op: op @ path, ops, crop)
             made: dict[str, Any] = {"matrices": matrices, "moves": self.warps(done, window.size)}
             made["covered"] = _covered(ops, covered_part(window), window.size)
             moved.append(replace(upright, objects=objects, windows=window, **made))
@@ -193,11 +190,11 @@ class TargetMover:
         matrices = geometry.crop(window) @ upright.matrices
         return replace(upright, matrices=matrices, windows=window, is_tile=True)
 
-    def warps(self, done: Sequence[Move], size: Size) -> list[Warp | Elastic]:
+    def warps(self, done: Sequence[Move], size: Size) -> list[Warp | FieldMove]:
         """Compose the moves between fields, for masks. A sample that a field does not change is sampled only once."""
-        found, group = list[Warp | Elastic](), list[Float64 | Erased]()
+        found, group = list[Warp | FieldMove](), list[Float64 | Erased]()
         for move in done if self.rules.masks else ():
-            if not isinstance(move, Elastic):
+            if not isinstance(move, FieldMove):
                 group.append(move)
                 continue
             now = [_of_rows(each, move.rows) for each in group]
@@ -246,7 +243,13 @@ class TargetMover:
             del decoded
         for view in views if self.instances else ():
             if not view.is_tile:
-                drop_vanished(view)
+                self.finish_instances(view)
+
+    def finish_instances(self, view: TargetView) -> None:
+        """Move masks of objects on the host, and drop the objects that vanish. They go before samples are mixed."""
+        assert view.masks is not None
+        view.masks, view.moves = self._moved(view.masks, view.moves), []
+        drop_vanished(view)
 
     def _begin(
         self, views: Sequence[TargetView], count: int, device: torch.device, *, small: bool
@@ -328,16 +331,7 @@ class TargetMover:
     ) -> Tensor | None:
         if view.masks is None:
             return None
-        made = buffers.to_device(view.masks, device)
-        for move in view.moves:
-            if isinstance(move, Elastic):
-                made = move.apply(made, self.fill)
-                continue
-            loses = np.isfinite(move.areas[:, :, 9]).any(axis=1)
-            moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | loses)
-            if len(moved):
-                at = buffers.to_device(torch.from_numpy(moved), device)
-                made = made.index_copy(0, at, masks.gather(made.index_select(0, at), move.rows(moved), self.fill))
+        made = self._moved(buffers.to_device(view.masks, device), view.moves)
         if mixing is not None:
             made = mixing.masks(made)
         if len(bad):
@@ -347,6 +341,18 @@ class TargetMover:
         if made.dtype != torch.int64 and device.type == "cpu":  # reused memory, because new memory takes longer
             return buffers.outputs.take((len(made), 1, *made.shape[1:]), torch.int64, False)[:, 0].copy_(made)
         return made.to(torch.int64)
+
+    def _moved(self, made: Tensor, moves: Sequence[Warp | FieldMove]) -> Tensor:
+        for move in moves:
+            if isinstance(move, FieldMove):
+                made = move.apply(made, self.fill)
+                continue
+            loses = np.isfinite(move.areas[:, :, 9]).any(axis=1)
+            moved = np.flatnonzero((move.inverse != np.eye(3)).any(axis=(1, 2)) | loses)
+            if len(moved):
+                at = buffers.to_device(torch.from_numpy(moved), made.device)
+                made = made.index_copy(0, at, masks.gather(made.index_select(0, at), move.rows(moved), self.fill))
+        return made
 
     def _decoded(
         self, encoded: EncodedBatch, info: HeaderInfo, decoder: Decoder, faults: list[Fault]

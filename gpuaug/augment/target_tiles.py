@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +13,11 @@ from torch import Tensor
 
 from gpuaug.augment.gather import gather
 from gpuaug.augment.mosaic import Layout
-from gpuaug.augment.moves import moves
+from gpuaug.augment.moves import followed, moves
 from gpuaug.augment.parameters import Chosen, Prepared
-from gpuaug.augment.target_mover import Origins, TargetMover, TargetView, drop_vanished
+from gpuaug.augment.target_mover import Origins, TargetMover, TargetView
 from gpuaug.batch import OBJECT_COLUMNS, CropWindows, Int64, Objects
-from gpuaug.targets import masks
 from gpuaug.targets.geometry import Float64
-from gpuaug.targets.masks import Warp
 from gpuaug.targets.objects import carry
 
 if TYPE_CHECKING:
@@ -81,12 +78,11 @@ def combine(
     objects = carry(objects, crop=onto, ops=[], covered=part, size=layout.size, limits=None, flip=flip)
     objects = replace(objects, sample=objects.sample // tiles, sizes=table.sizes)
     done = moves(ops, chosen, layout.size)
-    path = [layout.matrices, *(move for move in done if isinstance(move, np.ndarray))]
+    path, whole = followed([layout.matrices, *done], layout.size, np.tile(np.eye(3), (count, 1, 1)))
     canvas = np.concatenate([layout.canvas * 0, layout.canvas], axis=1).astype(np.float64)
     still = np.tile(np.eye(3), (count, 1, 1))
     limits = mover.rules.boxes
     objects = carry(objects, crop=still, ops=path, covered=canvas, size=layout.size, limits=limits, flip=flip)
-    whole = reduce(lambda m, op: op @ m, path)
     each = whole[:, None] @ onto.reshape(count, tiles, 3, 3)
     view = TargetView(
         table=table,
@@ -188,11 +184,8 @@ def _add_masks(
         parts = [[part.to(torch.int32) for part in own] for own in parts]
     where = layout.origin, layout.visible, layout.inverse, layout.size
     view.masks = gather(parts, *where, fill=mover.fill, add=add, most=most, threads=threads)
-    if not mover.instances:
-        return
-    if view.moves and isinstance(first := view.moves[0], Warp):
-        view.masks, view.moves = masks.gather(view.masks, first, mover.fill), view.moves[1:]
-    drop_vanished(view)
+    if mover.instances:
+        mover.finish_instances(view)
 
 
 def _mask(tile: TargetView, row: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpuaug import checks
 from gpuaug.augment.inputs import is_channels_last
+from gpuaug.augment.moves import check_carried
 from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.recipe import Augment, RecipeBase
 from gpuaug.errors import ConfigError
@@ -63,6 +64,9 @@ def tta(
             "`views` must be a gpuaug.Augment, a gpuaug.MultiView, or a mapping of names to gpuaug.Augment. "
             f"Found: {type(recipe).__name__}. Of a gpuaug.Progressive, take the recipe of an epoch: .at(0)."
         )
+
+    for view in recipe.views:
+        check_carried(view.augment.prepared, ("matrices",), path=f"views.{view.name}.ops")
 
     def predict(images: Tensor, **reading: Any) -> Any:
         last = images.ndim == 4 and is_channels_last(images, reading.get("layout"))

@@ -40,7 +40,8 @@ class BatchTargets:
         covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers. If it is
             rotated, the smallest box around this part.
         matrices: float64 ``[B, 3, 3]``, from positions in the annotated image to positions in the output. Pixel i
-            covers i..i+1. The inverse matrices map predictions back.
+            covers i..i+1. The inverse matrices map predictions back. NaN for a sample that an operation has moved by an
+            offset per pixel, such as an elastic transform.
         size: (height, width) of the output.
         source: int64 ``[N]``, number of the sample that each object comes from. This and the next three are None except
             with ``combine``, and with a mix of targets, whose mates are further tiles. Then ``matrices``, ``sizes``
@@ -180,8 +181,13 @@ class BatchTargets:
             h0 and w0 are its ``annotated`` size. Floats are float32.
 
         Raises:
-            ConfigError: the predictions are not those of B images.
+            ConfigError: the predictions are not those of B images, or a field has moved the images.
         """
+        if self.matrices.isnan().any():
+            raise ConfigError(
+                "`restore` needs outputs that only matrices have moved. Found: samples that a field has moved, such as "
+                "an elastic transform. Evaluate without this operation."
+            )
         if self.sources is not None and (self.sources[:, 1:] >= 0).any():
             raise ConfigError(
                 "`restore` needs outputs that show one image each, but these show several. Found: "

@@ -10,9 +10,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuaug.batch import CropWindows, Objects
+from gpuaug.batch import CropWindows, Int64, Objects
 from gpuaug.errors import ConfigError
-from gpuaug.targets import geometry
+from gpuaug.targets import fields, geometry
+from gpuaug.targets.fields import Field
 from gpuaug.targets.geometry import Bool, Float64, both
 from gpuaug.targets.rules import Boxes, Targets
 
@@ -55,7 +56,7 @@ def carry(
     objects: Objects,
     *,
     crop: Float64,
-    ops: Sequence[Float64],
+    ops: Sequence[Float64 | Field],
     covered: Float64,
     size: tuple[int, int],
     limits: Boxes | None,
@@ -72,7 +73,7 @@ def carry(
         objects: in pixels of their images.
         crop: matrices [B, 3, 3] from the annotated image to the first canvas. A crop can only scale, move, mirror and
             transpose.
-        ops: matrices [B, 3, 3] from each canvas to the next. The last canvas is the output.
+        ops: matrices [B, 3, 3] and fields from each canvas to the next. The last canvas is the output.
         covered: [B, 4], (x1, y1, x2, y2) of the first canvas that shows the image; empty if x2 <= x1 or y2 <= y1.
         size: (H, W) of every later canvas.
         limits: of boxes; None: none.
@@ -81,27 +82,31 @@ def carry(
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
     """
     canvas = np.array([[0, 0, *size[::-1]]], dtype=np.float64)
+    matrices = [op for op in ops if not isinstance(op, Field)]
     if objects.boxes is not None:
-        part, paths = covered[objects.sample], accumulate(ops, lambda path, op: op @ path)
+        part, paths = covered[objects.sample], accumulate(matrices, lambda path, op: op @ path)
         cut = geometry.hulls(crop[objects.sample], objects.boxes)
         start, stop = np.maximum(cut[:, :2], part[:, :2]), np.minimum(cut[:, 2:], part[:, 2:])
         boxes, keep = np.concatenate([start, stop], axis=1), both(start <= stop)  # NaN is not kept
         if centres:  # on the border is outside, as in torchvision's RandomIoUCrop
             centre = (cut[:, :2] + cut[:, 2:]) / 2
             keep &= both((centre > part[:, :2] + _ROUNDING) & (centre < part[:, 2:] - _ROUNDING))
+        rows, before = [row for op in ops if isinstance(op, Field) for row in op.rows], boxes
+        bent = np.flatnonzero(np.isin(objects.sample, rows) & keep)
         boxes, left = geometry.visible([path[objects.sample] for path in paths], boxes, size)
+        boxes[bent], left[bent] = fields.visible(ops, before[bent], objects.sample[bent], size)
         keep &= (left >= 0) & _large_enough(boxes, left, cut, limits)  # NaN: nothing is left
         objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
     if objects.keypoints is not None:
-        path = [(m[objects.sample], area) for m, area in ((crop, covered[objects.sample]), *((m, canvas) for m in ops))]
-        keypoints = _moved_keypoints(objects.keypoints, path)
+        path = [(crop, covered[objects.sample]), *((op, canvas) for op in ops)]
+        keypoints = _moved_keypoints(objects.keypoints, objects.sample, path)
         if flip is not None and len(flip) != keypoints.shape[1] and len(keypoints):
             raise ConfigError(
                 f"`targets.keypoints.flip` must name the mirror image of each of the {keypoints.shape[1]} keypoints. "
                 f"Found: {len(flip)} numbers."
             )
         if flip is not None and len(keypoints):
-            swap = np.flatnonzero(reduce(np.not_equal, map(geometry.mirrored, [crop, *ops]))[objects.sample])
+            swap = np.flatnonzero(reduce(np.not_equal, map(geometry.mirrored, [crop, *matrices]))[objects.sample])
             keypoints[swap] = keypoints[swap][:, flip]
         objects = replace(objects, keypoints=keypoints)
     return objects
@@ -127,14 +132,14 @@ def _large_enough(boxes: Float64, left: Float64, cut: Float64, limits: Boxes | N
     return keep
 
 
-def _moved_keypoints(keypoints: Float64, path: Sequence[tuple[Float64, Float64]]) -> Float64:
-    """Keypoints [N, K, 3] after the matrices [N, 3, 3] of ``path``. Keypoints outside a canvas become (0, 0, 0).
+def _moved_keypoints(keypoints: Float64, sample: Int64, path: Sequence[tuple[Float64 | Field, Float64]]) -> Float64:
+    """Keypoints [N, K, 3] after the matrices [B, 3, 3] and fields of ``path``. Those outside a canvas become (0, 0, 0).
 
-    ``path`` also has the canvas after each matrix, [N or 1, 4].
+    ``path`` also has the canvas after each of them, [N or 1, 4].
     """
     visible, xy = keypoints[..., 2] > 0, keypoints[..., :2]
-    for m, area in path:
-        xy = geometry.points(m, xy)
+    for op, area in path:
+        xy = op.points(xy, sample) if isinstance(op, Field) else geometry.points(op[sample], xy)
         visible = visible & both((xy >= area[:, None, :2]) & (xy < area[:, None, 2:]))
     moved = np.zeros_like(keypoints)
     moved[..., :2], moved[..., 2] = np.where(visible[..., None], xy, 0), keypoints[..., 2] * visible

@@ -1,0 +1,181 @@
+"""Points and boxes that a field moves. For each output pixel, a field has the input position that the pixel shows.
+
+Positions are pixel edges, as in geometry.py. Between the centres of pixels, a field is bilinear. Where it folds, it
+shows an input position several times. A point then goes to one of its places, and a box to the hull of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuaug.batch import Int64
+from gpuaug.targets import geometry
+from gpuaug.targets.geometry import Bool, Float64, both
+
+# A solution must have this residual, in pixels of the input. Annotations are not as exact. Newton's method either comes
+# to 1e-6 in a few rounds, or does not come near at all, so that the number hardly matters.
+RESIDUAL = 0.01
+_ROUNDS, _LONGEST = 32, 16.0  # of Newton's method, and its longest step in pixels
+_NEAR = 1e-7  # how far inside their box its outermost points are, so that they belong to its piece of a jigsaw
+_SIDE = np.linspace(_NEAR, 1 - _NEAR, 65)  # places of points on the side of a box
+_INNER = (np.arange(16) + 0.5) / 16  # places of points that measure which part of a box is visible
+
+
+class Field:
+    """A field of some samples of a batch.
+
+    Args:
+        rows: int64 [n], the samples that it moves, ascending.
+        positions: from a number in ``rows`` to the input positions (x, y) of all pixels, [H, W, 2].
+        pieces: (height, width) of the pieces that it exchanges; None: it is continuous.
+    """
+
+    def __init__(
+        self, rows: Int64, positions: Callable[[int], Float64], *, pieces: tuple[int, int] | None = None
+    ) -> None:
+        self.rows, self.pieces = rows, pieces
+        self._positions, self._offsets = positions, dict[int, NDArray[np.float32]]()
+
+    def points(self, xy: Float64, sample: Int64) -> Float64:
+        """Move points [N, K, 2] of the samples ``sample`` [N]. Points without a place in the output become NaN."""
+        moved = xy.copy()
+        for row in np.intersect1d(self.rows, sample).tolist():
+            moved[sample == row] = self.forward(xy[sample == row], row, search=True)
+        return moved
+
+    def forward(self, xy: Float64, row: int, *, search: bool = False) -> Float64:
+        """The output positions that show the input positions ``xy`` [..., 2]; NaN if none is found.
+
+        ``search``: whether Newton's method, if it finds nothing on the canvas, starts again from the nearest pixel.
+        """
+        wanted = xy.reshape(-1, 2)
+        if self.pieces is not None:
+            offsets = self._of(row)[1:-1, 1:-1]
+            cells, last = np.indices(offsets.shape[:2])[::-1].transpose(1, 2, 0), np.array(offsets.shape[1::-1]) - 1
+            back = np.empty_like(offsets)
+            x, y = (cells + np.rint(offsets).astype(np.int64)).transpose(2, 0, 1)
+            back[y, x] = offsets
+            x, y = np.clip(np.floor(np.nan_to_num(wanted)), 0, last).astype(np.int64).T
+            return (wanted - back[y, x]).reshape(xy.shape)
+        found = self._solved(wanted, wanted, row)
+        if search:
+            height, width, _ = self._of(row).shape
+            shown = both((found >= 0) & (found < (width - 2, height - 2)))
+            again = np.flatnonzero(~shown & ~np.isnan(wanted[:, 0]))
+            if len(again):
+                y, x = np.indices((height - 2, width - 2)).reshape(2, -1) + 0.5
+                places = np.stack([x, y], axis=1)
+                seen = places + self._of(row)[1:-1, 1:-1].reshape(-1, 2)
+                start = [places[((seen - point) ** 2).sum(axis=1).argmin()] for point in wanted[again]]
+                found[again] = self._solved(wanted[again], np.array(start), row)
+        return found.reshape(xy.shape)
+
+    def back(self, xy: Float64, row: int) -> Float64:
+        """The input positions that output positions ``xy`` [..., 2] show."""
+        return xy + self._offset(xy.reshape(-1, 2), row)[0].reshape(xy.shape)
+
+    def _solved(self, wanted: Float64, start: Float64, row: int) -> Float64:
+        """Newton's method for points [n, 2]. What does not reach RESIDUAL becomes NaN."""
+        found, going = start.copy(), np.arange(len(wanted))
+        with np.errstate(all="ignore"):
+            for _ in range(_ROUNDS):
+                offset, (a, b), (c, d) = self._offset(found[going], row)
+                rest = found[going] + offset - wanted[going]
+                left = np.hypot(*rest.T) > 1e-6
+                going, rest, a, b, c, d = going[left], rest[left], 1 + a[left], b[left], c[left], 1 + d[left]
+                if not len(going):
+                    break
+                step = np.stack([d * rest[:, 0] - b * rest[:, 1], a * rest[:, 1] - c * rest[:, 0]], axis=1)
+                step /= (a * d - b * c)[:, None]
+                found[going] -= np.clip(np.nan_to_num(step), -_LONGEST, _LONGEST)
+        rest = self.back(found, row) - wanted
+        return np.where((np.hypot(*rest.T) < RESIDUAL)[:, None], found, np.nan)
+
+    def _offset(self, xy: Float64, row: int) -> tuple[Float64, Float64, Float64]:
+        """What the field adds to output positions [n, 2], and the derivatives of its x and its y, each [2, n]."""
+        offsets = self._of(row)
+        height, width, _ = offsets.shape
+        at = np.nan_to_num(xy, posinf=0, neginf=0) + 0.5
+        cell = np.clip(np.floor(at), 0, (width - 2, height - 2)).astype(np.int64)
+        if self.pieces is not None:  # the piece that the position is in
+            cell = np.clip(np.floor(at + 0.5), 1, (width - 2, height - 2)).astype(np.int64)
+            return offsets[cell[:, 1], cell[:, 0]].astype(np.float64), *np.zeros((2, 2, len(at)))
+        fx, fy = (at - cell).T[..., None]
+        first, flat = cell[:, 1] * width + cell[:, 0], offsets.reshape(-1, 2)
+        a, b, c, d = (flat.take(first + step, axis=0).astype(np.float64) for step in (0, 1, width, width + 1))
+        top, bottom = a + (b - a) * fx, c + (d - c) * fx
+        across, down = (b - a) * (1 - fy) + (d - c) * fy, bottom - top
+        return top + down * fy, np.stack([across[:, 0], down[:, 0]]), np.stack([across[:, 1], down[:, 1]])
+
+    def _of(self, row: int) -> NDArray[np.float32]:
+        """Input position minus output position of each pixel, [H + 2, W + 2, 2]: a pixel beyond each border repeats."""
+        if row not in self._offsets:
+            positions = self._positions(int(np.searchsorted(self.rows, row)))
+            y, x = np.indices(positions.shape[:2]) + 0.5
+            offsets = (positions - np.stack([x, y], axis=-1)).astype(np.float32)
+            self._offsets[row] = np.pad(np.nan_to_num(offsets, nan=1e6), ((1, 1), (1, 1), (0, 0)), mode="edge")
+        return self._offsets[row]
+
+
+def visible(
+    steps: Sequence[Float64 | Field], boxes: Float64, sample: Int64, size: tuple[int, int]
+) -> tuple[Float64, Float64]:
+    """What canvas after canvas leaves of boxes that fields move, as :func:`gpuaug.targets.geometry.visible`.
+
+    A box is the hull of two sets of points of the last canvas. One has the points of its outline that are on every
+    canvas. The other has the pixel centres and the points of the border that show something of the box. So the hull
+    can be too small by half a pixel where a canvas or a fold cuts the box, but it is never too large.
+
+    Args:
+        steps: matrices [B, 3, 3] and fields from each canvas to the next.
+        boxes: [N, 4], on the first canvas.
+        sample: [N], the number of the sample of each box.
+        size: (H, W) of each canvas.
+    """
+    hulls, area = np.full((len(boxes), 4), np.nan), (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    inner = np.stack(np.meshgrid(_INNER, _INNER), axis=-1).reshape(-1, 2)
+    ends = np.full_like(_SIDE, _NEAR), np.full_like(_SIDE, 1 - _NEAR)
+    outline = [np.stack(pair, axis=1) for end in ends for pair in ((_SIDE, end), (end, _SIDE))]
+    places = np.concatenate([inner, *outline])
+    for row in np.unique(sample).tolist():
+        own = np.flatnonzero(sample == row)
+        path = [step if isinstance(step, Field) else step[row] for step in steps]
+        path = [step for step in path if not isinstance(step, Field) or row in step.rows]
+        low, high = boxes[own, None, :2], boxes[own, None, 2:]
+        moved = low + places * (high - low)
+        for step in path:
+            moved = step.forward(moved, row) if isinstance(step, Field) else _mapped(step, moved)
+            moved[~_inside(moved, size)] = np.nan
+        area[own] *= np.isfinite(moved[:, : len(inner), 0]).mean(axis=1)
+        pixels = np.stack(np.meshgrid(*(_lines(path, size, axis) for axis in (1, 0))), axis=-1).reshape(-1, 2)
+        shown = pixels
+        for step in reversed(path):
+            shown = step.back(shown, row) if isinstance(step, Field) else _mapped(geometry.inverse(step), shown)
+            shown[~_inside(shown, size)] = np.nan
+        x, y = np.ascontiguousarray(shown.T)
+        for k, seen, (x1, y1, x2, y2) in zip(own.tolist(), moved[:, len(inner) :], boxes[own].tolist(), strict=True):
+            there = (x >= x1) & (x <= x2) & (y >= y1) & (y <= y2)
+            seen = np.concatenate([seen[np.isfinite(seen[:, 0])], pixels[there]])
+            if len(seen):
+                hulls[k] = *seen.min(axis=0), *seen.max(axis=0)
+    area[np.isnan(hulls[:, 0])] = np.nan
+    return hulls, area
+
+
+def _mapped(m: Float64, xy: Float64) -> Float64:
+    return geometry.points(m[None], xy.reshape(1, -1, 2)).reshape(xy.shape)
+
+
+def _inside(xy: Float64, size: tuple[int, int]) -> Bool:
+    return both((xy >= 0) & (xy <= size[::-1]))
+
+
+def _lines(path: Sequence[Float64 | Field], size: tuple[int, int], axis: int) -> Float64:
+    """Centres of pixels along an axis, and both sides of the borders of the canvas and of pieces."""
+    sides = {step.pieces[axis] for step in path if isinstance(step, Field) and step.pieces}
+    edges = np.unique(np.concatenate([np.arange(0, size[axis] + 1, side) for side in (size[axis], *sides)]))
+    near = _NEAR * size[axis]
+    return np.sort(np.concatenate([np.arange(size[axis]) + 0.5, edges[:-1] + near, edges[1:] - near]))
