@@ -24,7 +24,7 @@ from gpuaug.augment.policy import entry_of, fields
 from gpuaug.augment.reference import exact_products
 from gpuaug.errors import ConfigError, shown_size
 from gpuaug.native.buffers import to_device
-from gpuaug.random.keyed import Int
+from gpuaug.random.keyed import Float, Int
 from gpuaug.targets.fields import Field
 from gpuaug.targets.geometry import Bool, Float64, both, from_indices, hulls, inverse
 from gpuaug.targets.masks import Erased
@@ -53,13 +53,16 @@ class FieldMove:
     params: Params  # [n, ...]
     keys: Int | None  # [n, 2], the keys of their noise
 
+    @property
+    def group(self) -> Int:
+        """Numbers in ``rows``. A single one is there twice, as for the images: alone, its last bits would differ."""
+        return np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
+
     def apply(self, masks: Tensor, fill: int) -> Tensor:
         """Move ``masks`` like the images: integers [B, H, W] up to 2**24. Pixels from outside get ``fill``."""
-        # A single sample is duplicated, as for the images: with one sample, the last bits would differ.
-        group = np.repeat(np.arange(len(self.rows)), 2 if len(self.rows) == 1 else 1)
-        at = to_device(torch.from_numpy(self.rows[group]), masks.device)
+        at = to_device(torch.from_numpy(self.rows[self.group]), masks.device)
         labels = masks.index_select(0, at).long().sub_(fill).float()[:, None]  # _Nearest fills with 0
-        moved, _ = self._moved(labels, group)
+        moved, _ = self._moved(labels, self.group)
         moved = moved[: len(self.rows), 0].long().add_(fill).to(masks.dtype)
         return masks.index_copy(0, at[: len(self.rows)], moved)
 
@@ -69,15 +72,16 @@ class FieldMove:
         pieces = None if grid is None else (size[0] // grid[0], size[1] // grid[1])
         return Field(self.rows, partial(self._positions, size=size), pieces=pieces)
 
-    def _positions(self, number: int, size: Size) -> Float64:
-        """The input positions (x, y) of all pixels of one sample. They do not depend on the other samples."""
-        limits = np.array(size[::-1], dtype=np.float64)
+    def _positions(self, size: Size) -> Float:
+        """The input positions (x, y) of all pixels, [n, H, W, 2]."""
         indices = torch.from_numpy(np.indices(size)[::-1].astype(np.float32))
-        moved, made = self._moved(indices[None], np.array([number]))
-        if made.grid is None:
-            return moved[0].permute(1, 2, 0).double().numpy() + 0.5
-        grid = made.grid[0].double().numpy()
-        return (grid + 1) / 2 * (limits - 1) + 0.5 if made.corners else (grid + 1) / 2 * limits
+        moved, made = self._moved(indices.expand(len(self.group), -1, -1, -1), self.group)
+        if made.grid is None:  # a jigsaw, whose pieces show whole pixels
+            positions = moved.permute(0, 2, 3, 1) + 0.5
+        else:
+            sides = torch.tensor(size[::-1], dtype=torch.float32, device="cpu")
+            positions = (made.grid + 1) / 2 * (sides - 1) + 0.5 if made.corners else (made.grid + 1) / 2 * sides
+        return positions[: len(self.rows)].numpy()
 
     def _moved(self, x: Tensor, group: Int) -> tuple[Tensor, _Nearest]:
         """Move float32 [n, C, H, W] as the images of the samples ``group``, by the nearest pixel."""

@@ -7,6 +7,7 @@ shows an input position several times. A point then goes to one of its places, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +30,15 @@ class Field:
 
     Args:
         rows: int64 [n], the samples that it moves, ascending.
-        positions: from a number in ``rows`` to the input positions (x, y) of all pixels, [H, W, 2].
+        positions: computes the input positions (x, y) of all pixels of these samples, [n, H, W, 2].
         pieces: (height, width) of the pieces that it exchanges; None: it is continuous.
     """
 
     def __init__(
-        self, rows: Int64, positions: Callable[[int], Float64], *, pieces: tuple[int, int] | None = None
+        self, rows: Int64, positions: Callable[[], NDArray[np.float32]], *, pieces: tuple[int, int] | None = None
     ) -> None:
         self.rows, self.pieces = rows, pieces
-        self._positions, self._offsets = positions, dict[int, NDArray[np.float32]]()
+        self._positions, self._offsets = cache(positions), dict[int, NDArray[np.float32]]()
 
     def points(self, xy: Float64, sample: Int64) -> Float64:
         """Move points [N, K, 2] of the samples ``sample`` [N]. Points without a place in the output become NaN."""
@@ -113,10 +114,10 @@ class Field:
     def _of(self, row: int) -> NDArray[np.float32]:
         """Input position minus output position of each pixel, [H + 2, W + 2, 2]: a pixel beyond each border repeats."""
         if row not in self._offsets:
-            positions = self._positions(int(np.searchsorted(self.rows, row)))
+            positions = self._positions()[np.searchsorted(self.rows, row)]
             y, x = np.indices(positions.shape[:2]) + 0.5
-            offsets = (positions - np.stack([x, y], axis=-1)).astype(np.float32)
-            self._offsets[row] = np.pad(np.nan_to_num(offsets, nan=1e6), ((1, 1), (1, 1), (0, 0)), mode="edge")
+            offsets = (np.nan_to_num(positions, nan=1e6) - np.stack([x, y], axis=-1)).astype(np.float32)
+            self._offsets[row] = np.pad(offsets, ((1, 1), (1, 1), (0, 0)), mode="edge")
         return self._offsets[row]
 
 
