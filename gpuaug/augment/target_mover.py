@@ -24,8 +24,9 @@ from gpuaug.decode.request import HeaderInfo, decode_fault, split_by_bytes
 from gpuaug.errors import ConfigError
 from gpuaug.native import buffers
 from gpuaug.source.base import Source
-from gpuaug.targets import geometry, masks
+from gpuaug.targets import fields, geometry, masks
 from gpuaug.targets.batch import BatchTargets, resized
+from gpuaug.targets.fields import Field
 from gpuaug.targets.geometry import Float64
 from gpuaug.targets.masks import Erased, Warp
 from gpuaug.targets.objects import by_rules, carry, covered_part, half, output_keypoints
@@ -448,13 +449,13 @@ class TargetMover:
         )  # fmt: skip
 
 
-def _covered(ops: Sequence[Float64], part: Float64, size: Size) -> Int64:
+def _covered(ops: Sequence[Float64 | Field], part: Float64, size: Size) -> Int64:
     """What the output shows of the image, as the smallest box around it, (top, left, bottom, right) [B, 4].
 
-    ``ops``: matrices from each canvas to the next. ``part``: what the crop's shows, (x1, y1, x2, y2) [B, 4].
+    ``ops``: matrices and fields from each canvas to the next. ``part``: what the crop's shows, (x1, y1, x2, y2) [B, 4].
     """
     part = np.concatenate([part[:, :2], np.maximum(part[:, :2], part[:, 2:])], axis=1)
-    box, _ = geometry.visible([*accumulate(ops, lambda path, op: op @ path)], part, size)
+    box, _ = fields.visible(ops, part, np.arange(len(part)), size)
     box = np.nan_to_num(box, nan=0.0)
     box = np.concatenate([np.floor(box[:, :2] + 1e-6), np.ceil(box[:, 2:] - 1e-6)], axis=1)  # rounding errors
     return np.ascontiguousarray(box[:, [1, 0, 3, 2]].astype(np.int64))

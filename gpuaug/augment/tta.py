@@ -66,7 +66,7 @@ def tta(
         )
 
     for view in recipe.views:
-        check_carried(view.augment.prepared, ("matrices",), path=f"views.{view.name}.ops")
+        check_carried(view.augment.prepared, ("matrices",), path=f"views.{view.name}.ops" if view.name else "ops")
 
     def predict(images: Tensor, **reading: Any) -> Any:
         last = images.ndim == 4 and is_channels_last(images, reading.get("layout"))

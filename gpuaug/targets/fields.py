@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,17 +125,34 @@ class Field:
 def visible(
     steps: Sequence[Float64 | Field], boxes: Float64, sample: Int64, size: tuple[int, int]
 ) -> tuple[Float64, Float64]:
-    """What canvas after canvas leaves of boxes that fields move, as :func:`gpuaug.targets.geometry.visible`.
-
-    A box is the hull of two sets of points of the last canvas. One has the points of its outline that are on every
-    canvas. The other has the pixel centres and the points of the border that show something of the box. So the hull
-    can be too small by half a pixel where a canvas or a fold cuts the box, but it is never too large.
+    """What canvas after canvas leaves of boxes, as :func:`gpuaug.targets.geometry.visible` for matrices alone.
 
     Args:
         steps: matrices [B, 3, 3] and fields from each canvas to the next.
         boxes: [N, 4], on the first canvas.
         sample: [N], the number of the sample of each box.
         size: (H, W) of each canvas.
+    """
+    matrices = [step for step in steps if not isinstance(step, Field)]
+    hulls, area = geometry.visible([path[sample] for path in accumulate(matrices, _product)], boxes, size)
+    moved = [row for step in steps if isinstance(step, Field) for row in step.rows]
+    bent = np.flatnonzero(np.isin(sample, moved) & both(boxes[:, :2] <= boxes[:, 2:]))
+    hulls[bent], area[bent] = _bent(steps, boxes[bent], sample[bent], size)
+    return hulls, area
+
+
+def _product(path: Float64, step: Float64) -> Float64:
+    return step @ path
+
+
+def _bent(
+    steps: Sequence[Float64 | Field], boxes: Float64, sample: Int64, size: tuple[int, int]
+) -> tuple[Float64, Float64]:
+    """:func:`visible` of boxes that fields move.
+
+    A box is the hull of two sets of points of the last canvas. One has the points of its outline that are on every
+    canvas. The other has the pixel centres and the points of the border that show something of the box. So the hull
+    can be too small by half a pixel where a canvas or a fold cuts the box, but it is never too large.
     """
     hulls, area = np.full((len(boxes), 4), np.nan), (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     inner = np.stack(np.meshgrid(_INNER, _INNER), axis=-1).reshape(-1, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,19 +81,15 @@ def carry(
         centres: whether to drop objects whose box has its centre outside the crop, as SSD's crop does.
     """
     canvas = np.array([[0, 0, *size[::-1]]], dtype=np.float64)
-    matrices = [op for op in ops if not isinstance(op, Field)]
     if objects.boxes is not None:
-        part, paths = covered[objects.sample], accumulate(matrices, lambda path, op: op @ path)
+        part = covered[objects.sample]
         cut = geometry.hulls(crop[objects.sample], objects.boxes)
         start, stop = np.maximum(cut[:, :2], part[:, :2]), np.minimum(cut[:, 2:], part[:, 2:])
         boxes, keep = np.concatenate([start, stop], axis=1), both(start <= stop)  # NaN is not kept
         if centres:  # on the border is outside, as in torchvision's RandomIoUCrop
             centre = (cut[:, :2] + cut[:, 2:]) / 2
             keep &= both((centre > part[:, :2] + _ROUNDING) & (centre < part[:, 2:] - _ROUNDING))
-        rows, before = [row for op in ops if isinstance(op, Field) for row in op.rows], boxes
-        bent = np.flatnonzero(np.isin(objects.sample, rows) & keep)
-        boxes, left = geometry.visible([path[objects.sample] for path in paths], boxes, size)
-        boxes[bent], left[bent] = fields.visible(ops, before[bent], objects.sample[bent], size)
+        boxes, left = fields.visible(ops, boxes, objects.sample, size)
         keep &= (left >= 0) & _large_enough(boxes, left, cut, limits)  # NaN: nothing is left
         objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
     if objects.keypoints is not None:
@@ -106,7 +101,8 @@ def carry(
                 f"Found: {len(flip)} numbers."
             )
         if flip is not None and len(keypoints):
-            swap = np.flatnonzero(reduce(np.not_equal, map(geometry.mirrored, [crop, *matrices]))[objects.sample])
+            mirrored = (geometry.mirrored(op) for op in [crop, *ops] if not isinstance(op, Field))
+            swap = np.flatnonzero(reduce(np.not_equal, mirrored)[objects.sample])
             keypoints[swap] = keypoints[swap][:, flip]
         objects = replace(objects, keypoints=keypoints)
     return objects

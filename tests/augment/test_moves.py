@@ -334,8 +334,8 @@ def test_what_targets_cannot_follow_is_refused(op: nn.Module, names: tuple[str, 
 
 
 def test_the_message_names_a_member_of_one_of_by_its_full_key() -> None:
-    inner = OneOf(ops={"flip": K.RandomHorizontalFlip(), "bend": Users()})
+    inner = OneOf(ops={"flip": K.RandomHorizontalFlip(), "bend": K.RandomElasticTransform()})
     ops = {"one": OneOf(ops={"auto": gpuaug.RandAugment(), "inner": inner})}
     prepared = prepare_all(ops, path="augment.ops")
     with pytest.raises(gpuaug.ConfigError, match=re.escape("`augment.ops.one.ops.inner.ops.bend`")):
-        check_carried(prepared, BOXES)
+        check_carried(prepared, ("matrices",))

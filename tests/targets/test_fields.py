@@ -8,16 +8,14 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-from test_canvases import WARPS
 from torch.nn.functional import grid_sample
 
 import gpuaug
-from gpuaug.targets.fields import RESIDUAL, Field
+from gpuaug.targets.fields import RESIDUAL
 
 SIZE, COUNT = (96, 128), 12
-RULES = gpuaug.Targets(
-    boxes=gpuaug.Boxes(min_size=0, min_area=0), keypoints=gpuaug.Keypoints(pixel_centers=False)
-)  # fmt: skip
+BOXES, KEYPOINTS = gpuaug.Boxes(min_size=0, min_area=0), gpuaug.Keypoints(pixel_centers=False)
+RULES = gpuaug.Targets(boxes=BOXES, keypoints=KEYPOINTS)
 
 
 def fisheye(low: float, high: float) -> K.RandomFisheye:
@@ -67,12 +65,11 @@ def run(ops: dict[str, Any], what: dict[str, Any], seed: int = 0, backend: str =
     return shown, images[:, 2].numpy() > 1 - 1e-4, targets
 
 
-def check_points(shown: Any, valid: Any, targets: Any, what: dict[str, Any], *, whole: bool) -> int:
+def check_points(shown: Any, valid: Any, targets: Any, what: dict[str, Any], *, whole: bool, pieces: bool) -> int:
     """A visible point is where the image shows it, and a point that the image shows is visible."""
     found, compared = targets.keypoints.double().numpy(), 0
     for points, label, row in zip(found, targets.labels.tolist(), targets.sample.tolist(), strict=True):
-        before = what["keypoints"][row][label]
-        for (x, y, visible), place in zip(points, before[:, :2], strict=True):
+        for (x, y, visible), place in zip(points, what["keypoints"][row][label][:, :2], strict=True):
             near = np.hypot(*(shown[row] - place).transpose(2, 0, 1))[valid[row]].min(initial=np.inf)
             if not visible:
                 assert not whole or near > 0.2
@@ -80,6 +77,13 @@ def check_points(shown: Any, valid: Any, targets: Any, what: dict[str, Any], *, 
             column, line = int(x), int(y)
             around = valid[row][max(line - 1, 0) : line + 2, max(column - 1, 0) : column + 2]
             if min(x, y, SIZE[1] - x, SIZE[0] - y) < 0.5 or not around.all():
+                continue
+            if min(*place, *(SIZE[::-1] - place)) < 2:  # pixels that are mixed with reflected ones
+                continue
+            if pieces:
+                there = shown[row, line, column] + (x - column - 0.5, y - line - 0.5)
+                assert np.hypot(*(there - place)) < 1e-3
+                compared += 1
                 continue
             at = torch.tensor([[[[2 * x / SIZE[1] - 1, 2 * y / SIZE[0] - 1]]]])
             pixels = torch.from_numpy(shown[row]).permute(2, 0, 1)[None]
@@ -115,7 +119,7 @@ def check_boxes(shown: Any, valid: Any, targets: Any, what: dict[str, Any], *, o
 def test_targets_follow_a_moderate_field(name: str, backend: str) -> None:
     what = given()
     shown, valid, targets = run({"op": MODERATE[name]()}, what, backend=backend)
-    assert check_points(shown, valid, targets, what, whole=True) > 300
+    assert check_points(shown, valid, targets, what, whole=True, pieces=name == "jigsaw") > 300
     check_boxes(shown, valid, targets, what, outer=1.5)
 
 
@@ -123,5 +127,47 @@ def test_targets_follow_a_moderate_field(name: str, backend: str) -> None:
 def test_targets_follow_a_strong_field(name: str) -> None:
     what = given()
     shown, valid, targets = run({"op": STRONG[name]()}, what)
-    assert check_points(shown, valid, targets, what, whole=name not in ("rough", "elastic")) > 60
+    kind = {"whole": name not in ("rough", "elastic"), "pieces": name == "jigsaw"}
+    assert check_points(shown, valid, targets, what, **kind) > 60
     check_boxes(shown, valid, targets, what, outer=np.inf)
+
+
+def test_covered_is_the_part_that_shows_the_image() -> None:
+    ops = {"field": MODERATE["elastic"](), "turn": K.RandomAffine(30.0, (0.3, 0.3), p=0.7)}
+    shown, _, targets = run(ops, given())
+    inside = (shown > 0.5).all(axis=3)
+    for row, (top, left, bottom, right) in enumerate(targets.covered.tolist()):
+        lines, columns = np.nonzero(inside[row])
+        hull = lines.min(), columns.min(), lines.max() + 1, columns.max() + 1
+        assert np.abs(np.subtract((top, left, bottom, right), hull)).max() <= 1
+    assert targets.matrices.isnan().any(dim=(1, 2)).sum() > COUNT // 2
+
+
+def test_boxes_of_a_sample_do_not_depend_on_its_batch() -> None:
+    recipe = gpuaug.Augment(ops={"field": MODERATE["spline"](), "turn": K.RandomAffine(20.0)})
+    what = given()
+    _, together = recipe(positions(), **what, targets=RULES, seed=1, indices=range(COUNT))
+    for row in range(COUNT):
+        own = {name: each[row : row + 1] for name, each in what.items()}
+        _, alone = recipe(positions(1), **own, targets=RULES, seed=1, indices=[row])
+        assert torch.equal(alone.boxes, together.boxes[together.sample == row])
+        assert torch.equal(alone.keypoints, together.keypoints[together.sample == row])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_samples_may_have_no_objects(count: int) -> None:
+    boxes = [torch.rand(count, 4).sort().values * 90] * 2
+    recipe = gpuaug.Augment(ops={"field": MODERATE["elastic"]()})
+    _, targets = recipe(positions(2), boxes=boxes, targets=gpuaug.Targets(boxes=BOXES), indices=[0, 1])
+    assert len(targets.boxes) <= 2 * count
+
+
+def test_what_needs_matrices_refuses_fields() -> None:
+    recipe = gpuaug.Augment(ops={"field": MODERATE["elastic"]()})
+    with pytest.raises(
+        gpuaug.ConfigError, match="`ops.field` must .* no matrix .* Found: RandomElastic"
+    ):
+        gpuaug.tta(lambda images: images, recipe)
+    _, targets = recipe(positions(), boxes=given()["boxes"], targets=gpuaug.Targets(boxes=BOXES), indices=range(COUNT))
+    with pytest.raises(gpuaug.ConfigError, match="`restore` needs outputs that only matrices have moved"):
+        targets.restore(boxes=targets.boxes)
