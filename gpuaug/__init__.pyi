@@ -44,6 +44,7 @@ from gpuaug.augment.target_crops import RandomScaleCrop as RandomScaleCrop
 from gpuaug.augment.target_crops import Letterbox as Letterbox
 from gpuaug.augment.target_crops import RandomIoUCrop as RandomIoUCrop
 from gpuaug.augment.target_crops import RandomSizeCrop as RandomSizeCrop
+from gpuaug.augment.person_crop import PersonCrop as PersonCrop
 from gpuaug.augment.sizes import Sizes as Sizes
 from gpuaug.augment.mosaic import Mosaic as Mosaic
 from gpuaug.augment.mosaic import CanvasAffine as CanvasAffine

@@ -200,9 +200,10 @@ class CropWindows:
         resized: [B, 2], (h, w) of the window after resizing.
         offset: [B, 2], (y, x) of the resized window's top left corner on the canvas. Pixels outside the canvas are cut
             off.
-        size: (H, W) of the canvas, and of the view.
+        size: (H, W) of the canvas, and of the view if there is no ``rest``.
         interpolation: ``nearest``; or ``bilinear`` or ``bicubic``, with antialiasing.
         fill: value of canvas pixels that the resized window does not cover.
+        rest: [B, 3, 3], from positions on the canvas to positions in the view; None: the canvas is the view.
     """
 
     window: Int32
@@ -211,10 +212,12 @@ class CropWindows:
     size: tuple[int, int]
     interpolation: Interpolation = "bilinear"
     fill: Fill = 0
+    rest: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.window)
 
     def take(self, rows: Int64) -> CropWindows:
         """The windows of some rows."""
-        return replace(self, window=self.window[rows], resized=self.resized[rows], offset=self.offset[rows])
+        parts = {name: getattr(self, name) for name in ("window", "resized", "offset", "rest")}
+        return replace(self, **{name: part[rows] for name, part in parts.items() if part is not None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -146,8 +147,12 @@ def explain(
 
 
 def _combine_steps(combine: Combine, drawn: Drawn, combined: Any, row: int) -> list[Step]:
-    """What a mosaic and the transform of its canvas did."""
+    """What a mosaic and the transform of its canvas did, or a crop that turns its window."""
     steps = []
+    if combine.crop is not None:
+        x, y = combined.layout.matrices[row, 0, :2]
+        turned: Any = {"angle": math.degrees(math.atan2(y, x)), "scale": math.hypot(x, y)}
+        steps.append(Step(name="person", kind=type(combine.crop).__name__, applied=True, values=turned))
     for name, op in combine.entries.items():
         if isinstance(op, Mosaic):
             applied = bool(op._applied(drawn.uniforms["", 0, name][row : row + 1])[0])

@@ -201,12 +201,22 @@ class Combine:
 
     Attributes:
         entries: names, which key the random numbers, and operations.
+        crop: the recipe's crop, if its windows have a ``rest``; else None. Then there are no entries.
     """
 
     entries: Mapping[str, Mosaic | CanvasAffine] = field(default_factory=dict)
+    crop: Any = None
 
     def __bool__(self) -> bool:
-        return bool(self.entries)
+        return bool(self.entries) or self.crop is not None
+
+    def __str__(self) -> str:
+        return "`combine`" if self.crop is None else f"gpuaug.{type(self.crop).__name__}"
+
+    @property
+    def key(self) -> str:
+        """The part of the recipe that makes outputs of tiles."""
+        return "combine" if self.crop is None else "crop"
 
     def named(self, kind: type) -> tuple[str, Any]:
         """The name and the operation of a kind; "" and None if there is none."""
@@ -226,7 +236,9 @@ class Combine:
             if name in (*names, "crop"):
                 raise ConfigError(f"`augment.combine` and `augment.ops` must have different names. Found: {name!r}.")
             entries[name] = each
-        made = cls(entries)
+        made = cls(entries, crop if getattr(crop, "turns", False) else None)
+        if entries and made.crop is not None:
+            raise ConfigError(f"`augment.combine` must be left out with {made}. Found: {', '.join(entries)}.")
         if len({type(each) for each in entries.values()}) < len(entries):
             raise ConfigError(f"`augment.combine` must have one of each kind. Found: {', '.join(entries)}.")
         if entries and (crop is None or not crop.fixed or getattr(crop, "centres", False)):
@@ -239,12 +251,16 @@ class Combine:
         return made
 
     def size(self, crop: tuple[int, int]) -> tuple[int, int]:
-        """(H, W) of the output. ``crop``: that of the crop."""
+        """(H, W) of the output. ``crop``: that of the crop's windows."""
+        if self.crop is not None:
+            return tuple(self.crop.size)
         if (affine := self.named(CanvasAffine)[1]) is not None:
             return affine.size
         return crop if self.named(Mosaic)[1] is None else (2 * crop[0], 2 * crop[1])
 
-    def lay(self, uniforms: Mapping[str, Float], crop: tuple[int, int], covered: Int64) -> Layout:
+    def lay(
+        self, uniforms: Mapping[str, Float], crop: tuple[int, int], covered: Int64, rest: Float64 | None = None
+    ) -> Layout:
         """Where the tiles of each output are.
 
         Args:
@@ -252,8 +268,12 @@ class Combine:
             crop: (H, W) of the crops.
             covered: int64 [B, K, 4], (x1, y1, x2, y2) of the crop that shows the image of a tile; empty: no tile.
                 K is 1 without a mosaic.
+            rest: of the crop's windows.
         """
         count, tiles = covered.shape[:2]
+        if rest is not None:
+            canvas = np.tile(np.array(crop[::-1], dtype=np.int64), (count, 1))
+            return Layout(covered[..., :2] * 0, covered, canvas, rest, self.size(crop))
         (name, mosaic), (affine_name, affine) = self.named(Mosaic), self.named(CanvasAffine)
         sides, single = covered[..., 2:] - covered[..., :2], np.array(crop[::-1], dtype=np.int64)
         # alone: at the centre, or where the crop has put it

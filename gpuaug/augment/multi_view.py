@@ -64,9 +64,9 @@ class MultiView(RecipeBase):
             checks.instance(f"augment.views.{name}", augment, Augment)
             if backend not in (None, augment.backend):
                 augment = augment.replace(backend=backend)  # the caller's object is unchanged
-            for key in ("sizes", "combine"):
-                if getattr(augment, key):
-                    raise ConfigError(f"`augment.views.{name}.{key}` must be null: only a recipe without views has it.")
+            if augment.sizes or augment.combine:
+                found = "`sizes`" if augment.sizes else augment.combine
+                raise ConfigError(f"`augment.views.{name}` must have no {found}: only a recipe without views has it.")
             recipes[name] = augment
         if not recipes:
             raise ConfigError("`augment.views` must have at least one view. Found: none.")

@@ -370,8 +370,8 @@ class RecipeBase(ReadOnly):
         """
         if self.combine:
             raise ConfigError(
-                "`augment.combine` works only in a loader, which reads the other samples of a mosaic. Found: a call "
-                "with images. Use gpuaug.Loader, or `replace(combine=None)`."
+                f"`augment.{self.combine.key}` works only in a loader. Found: {self.combine}, and a call with images. "
+                "Use gpuaug.Loader, or another crop and `replace(combine=None)`."
             )
         self.check_unchanged()
         images, white, clip, refuses = pixels(images, layout=layout, white=white, nan=nan)
@@ -510,9 +510,10 @@ class Augment(RecipeBase):
     ) -> None:
         super().__init__()
         if crop is not None and not isinstance(crop, (*CROPS, Window)):
-            from gpuaug.augment.target_crops import TARGET_CROPS  # other recipes do not need it
+            from gpuaug.augment.person_crop import PersonCrop  # other recipes do not need these
+            from gpuaug.augment.target_crops import TARGET_CROPS
 
-            checks.instance("augment.crop", crop, *CROPS, *TARGET_CROPS)
+            checks.instance("augment.crop", crop, *CROPS, *TARGET_CROPS, PersonCrop)
         checks.instance("augment.normalize", normalize, Normalize, optional=True)
         checks.whole_number("augment.copies", copies, 1, LARGEST_COPIES)
         checks.one_of("augment.backend", backend, BACKENDS)
@@ -526,13 +527,13 @@ class Augment(RecipeBase):
         self.crop, self.normalize, self.copies, self.backend = crop, normalize, copies, backend
         self.combine = Combine.of(combine, names, crop)
         if self.combine and copies > 1:
-            raise ConfigError(f"`augment.copies` must be 1 with `combine`. Found: {copies}.")
+            raise ConfigError(f"`augment.copies` must be 1 with {self.combine}. Found: {copies}.")
         self.epochs = self._check_epochs(epochs, {**(ops or {}), **(combine or {})})
         self.sizes = checks.instance("augment.sizes", sizes, Sizes, optional=True)
         if sizes is not None and not isinstance(getattr(crop, "size", None), tuple):
             raise ConfigError(f"`augment.sizes` needs a crop with a size (H, W). Found: {crop!r:.99}.")
         if sizes is not None and sizes.how == "crop" and self.combine:
-            raise ConfigError("`augment.sizes.how` must be resize with `combine`. Found: crop.")
+            raise ConfigError(f"`augment.sizes.how` must be resize with {self.combine}. Found: crop.")
         self._by_size: dict[Size, Augment] = {}
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
@@ -574,7 +575,7 @@ class Augment(RecipeBase):
             **{name: value for name in ("same_on_frame", "same_on_camera", "epochs") if (value := getattr(self, name))},
             **({} if self.sizes is None else {"sizes": self.sizes.settings()}),
             # a name decides the random numbers
-            **({"combine": settings(self.combine.entries)} if self.combine else {}),
+            **({"combine": settings(self.combine.entries)} if self.combine.entries else {}),
         }
 
     def for_step(self, *, seed: int, epoch: int, step: int | None) -> Augment:

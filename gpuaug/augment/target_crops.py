@@ -36,7 +36,7 @@ LARGEST_SCALE = 100.0  # maximum of `scale`, `zoom_out` and `sampler_options`; m
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
-def _missing(crop: Crop, target: str, remedy: str) -> ConfigError:
+def missing(crop: Crop, target: str, remedy: str) -> ConfigError:
     return ConfigError(
         f"`augment.crop` ({type(crop).__name__}) needs the {target} of the images. Found: a run without {target}. "
         f"{remedy}"
@@ -119,7 +119,7 @@ class RandomScaleCrop(Crop):
         corner = self._corner(u[:, 1:3], free)
         if self.cat_max_ratio < 1:
             if (masks := reads.masks) is None:
-                raise _missing(self, "masks", "Use a source with masks, or `cat_max_ratio: 1`.")
+                raise missing(self, "masks", "Use a source with masks, or `cat_max_ratio: 1`.")
             again = np.stack([self._corner(p, free) for p in np.split(u[:, 3:], self.REDRAWS, axis=1)], axis=1)
             for row in np.flatnonzero(known & free.any(axis=1)).tolist():
                 if (mask := masks[row]) is not None:
@@ -455,7 +455,7 @@ class RandomIoUCrop(Crop):
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         objects, redraw = reads.objects, reads.redraw
         if objects is None:
-            raise _missing(self, "boxes", "Use a source with boxes, or gpuaug.Resize.")
+            raise missing(self, "boxes", "Use a source with boxes, or gpuaug.Resize.")
         draws, sizes = u.astype(np.float32), np.stack([heights, widths], axis=1)
         corner, canvas = self._zoomed(draws, sizes)
         crop = np.concatenate([np.zeros_like(canvas), canvas], axis=1)

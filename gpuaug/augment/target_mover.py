@@ -70,10 +70,14 @@ class TargetView:
     @property
     def upright_objects(self) -> Objects:
         """The objects in pixels of the upright images, for crops."""
-        boxes = self.objects.boxes
-        if boxes is None or (self.matrices == np.eye(3)).all():
+        boxes, keypoints = self.objects.boxes, self.objects.keypoints
+        if (self.matrices == np.eye(3)).all():
             return self.objects
-        return replace(self.objects, boxes=geometry.hulls(self.matrices[self.objects.sample], boxes))
+        m = self.matrices[self.objects.sample]
+        if keypoints is not None:
+            xy = geometry.points(m, keypoints[..., :2])
+            keypoints = np.concatenate([xy, keypoints[..., 2:]], axis=2)
+        return replace(self.objects, boxes=None if boxes is None else geometry.hulls(m, boxes), keypoints=keypoints)
 
 
 class TargetMover:

@@ -205,7 +205,7 @@ def export(
 def check_exportable(recipe: Augment) -> None:
     """Raise ConfigError for a recipe that draws random numbers, or does what a graph cannot."""
     crop = recipe.crop
-    if recipe.combine:
+    if recipe.combine.entries:
         raise ConfigError("`augment.combine` must be null for an export. Found: combine. Take a recipe for evaluation.")
     if crop is not None and not isinstance(crop, Resize | ResizeCenterCrop | Letterbox):
         raise ConfigError(

@@ -72,8 +72,10 @@ def check_recipe(recipe: Recipe, channels: int, *, raw: bool = False) -> None:
     """Raise ConfigError if an operation cannot take images with ``channels``, or a crop is only for tensors."""
     for key, view in views_of(recipe):
         crop, normalize = view.augment.crop, view.augment.normalize
-        if raw and view.augment.combine:
-            raise ConfigError(f"`{key}.combine` needs images of 8 bits. Found: decode.pixels=raw. Use its default.")
+        if raw and (combine := view.augment.combine):
+            raise ConfigError(
+                f"`{key}.{combine.key}` needs images of 8 bits. Found: {combine}, decode.pixels=raw. Use its default."
+            )
         ops = view.augment.prepared
         check_domains(ops, channels=channels, deep=False, key=f"{key}.ops", crop=crop, normalize=normalize)
         if getattr(crop, "interpolation", None) == "nearest":
@@ -147,9 +149,10 @@ def check_patch_masks(patch_masks: Any, recipe: Recipe, seed: int) -> Any:
         return None
     from gpuaug.augment.patch_masks import GENERATORS, for_recipe
 
-    for key in ("sizes", "combine"):
-        if any(getattr(view.augment, key) for each in recipe.schedule.values() for view in each.views):
-            raise ConfigError(f"`augment.{key}` must be null with `patch_masks`. Found: {key}.")
+    for augment in (view.augment for each in recipe.schedule.values() for view in each.views):
+        if augment.sizes or augment.combine:
+            found = "`sizes`" if augment.sizes else augment.combine
+            raise ConfigError(f"a recipe must have no {found} with `patch_masks`. Remove one of them.")
     return for_recipe(checks.instance("patch_masks", patch_masks, *GENERATORS), recipe, seed=seed)
 
 

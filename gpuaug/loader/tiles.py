@@ -57,7 +57,8 @@ class HeldTiles:
         numbers = np.array([[int(each.encoded.indices[row]) for each, row in own] for own in places])
         numbers[~there] = -1
         uniforms = {name: batch.drawn.uniforms["", 0, name][:count] for name in recipe.combine.entries}
-        layout = recipe.combine.lay(uniforms, crop, covered)
+        windows = batch.windows[0].take(np.arange(count))
+        layout = recipe.combine.lay(uniforms, crop, covered, windows.rest)
         images = gather(
             [[each.images[0][row] for each, row in own] for own in places],
             layout.origin, layout.visible, layout.inverse, layout.size,
@@ -73,7 +74,7 @@ class HeldTiles:
             views = [[((each.targets or [])[0], row) for each, row in own] for own in places]
             made = [combine(targets, views, numbers, layout, ops, chosen, threads=threads)]
         rows = slice(count)
-        onto = geometry.crop(batch.windows[0].take(np.arange(count)))
+        onto = geometry.crop(windows)
         onto[:, :2, 2] += layout.origin[:, 0]
         needed: dict[str, Any] = {name: getattr(encoded, name)[rows] for name in ("indices", "repeats", "valid")}
         needed["labels"] = None if encoded.labels is None else encoded.labels[rows]
@@ -83,7 +84,7 @@ class HeldTiles:
             encoded=replace(encoded, tiles=None, **needed),
             faults=[fault for fault in batch.faults if fault.row < count],
             drawn=drawn,
-            windows=[batch.windows[0].take(np.arange(count))],
+            windows=[windows],
             chosen=[chosen],
             targets=made,
             images=[images],

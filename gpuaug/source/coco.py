@@ -40,6 +40,10 @@ class CocoSource(ListedSource):
         masks: ``instances``: one map of object numbers for each image, drawn from polygons and run lengths (needs
             pycocotools). None: no masks.
         empty: ``drop`` leaves out images without objects, and numbers the other images without gaps.
+        unit: ``image``: a sample is an image with all its objects. ``object``: a sample is one object and its image,
+            as pose estimation needs it. Only objects with a labelled keypoint count, and no crowds. Samples are in the
+            order of the image ids, then of the file. The key is the image's path, ``/``, and the annotation's id (or,
+            if an annotation has no id, the number of the object in its image).
         classes: class mapping of another run, as in :class:`FolderSource`. It must name all categories of the file.
         subset, exclude: as in :class:`FolderSource`.
         remote: how to read from a URL.
@@ -65,6 +69,7 @@ class CocoSource(ListedSource):
         split: str | None = None,
         masks: Literal["instances"] | None = None,
         empty: Literal["keep", "drop"] = "keep",
+        unit: Literal["image", "object"] = "image",
         classes: Classes = None,
         subset: Subset = None,
         exclude: str | os.PathLike[str] | None = None,
@@ -74,6 +79,7 @@ class CocoSource(ListedSource):
         if masks is not None:
             checks.one_of("source.masks", masks, ("instances",))
         checks.one_of("source.empty", empty, ("keep", "drop"))
+        checks.one_of("source.unit", unit, ("image", "object"))
         try:
             from gpuaug.source.coco_json import mirror_images, parse
             from gpuaug.source.segmentations import import_pycocotools
@@ -88,7 +94,8 @@ class CocoSource(ListedSource):
         self.root = absolute(root) if split is None else join(absolute(root), split)
         if not is_url(self.root) and not os.path.isdir(self.root):
             raise SourceError(f"the folder of images does not exist: {self.root!r}. Set `source.root`, `source.split`.")
-        parsed = parse(_read_file(place, self._storage), place=place, masks=masks, empty=empty, classes=mapping)
+        kinds: Any = {"masks": masks, "empty": empty, "unit": unit, "classes": mapping}
+        parsed = parse(_read_file(place, self._storage), place=place, **kinds)
         self._set_classes(parsed.categories if mapping is None else mapping)
         self.target_kinds = frozenset() if masks is None else frozenset({"masks"})
         self._set_objects(parsed.objects)
@@ -96,7 +103,8 @@ class CocoSource(ListedSource):
         self.image_ids = share(torch.from_numpy(parsed.image_ids))
         ids = dict(zip(parsed.categories, parsed.category_ids.tolist(), strict=True))
         self.category_ids = share(torch.tensor([ids.get(name, -1) for name in self.classes or ()], dtype=torch.int64))
-        self._files = Files(self.root, self._names, self._storage)
+        files = self._names if parsed.files is parsed.names else Names.of([parsed.files])
+        self._files = Files(self.root, files, self._storage)
         self._outlines, self._place = parsed.outlines, redact(place)
         self.flip_pairs = mirror_images(parsed.points)
         self._activate(subset, exclude, began=began)

@@ -68,9 +68,10 @@ class _Outlined(_Object, gc=False, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotations:
-    """Content of a file of annotations: N images and their objects."""
+    """Content of a file of annotations: N samples and their objects."""
 
-    names: list[bytes]  # paths of the images, relative to their folder
+    names: list[bytes]  # the key of each sample
+    files: list[bytes]  # path of each sample's image, relative to the images' folder
     image_ids: Int64  # [N], ascending
     objects: ObjectTable
     categories: list[str]  # names, by ascending id
@@ -85,6 +86,7 @@ def parse(
     place: str,
     masks: str | None = None,
     empty: str = "keep",
+    unit: str = "image",
     classes: Mapping[str, int] | None = None,
 ) -> Annotations:
     """Parse COCO's JSON of instances or person_keypoints.
@@ -94,7 +96,7 @@ def parse(
     :class:`CocoSource`.
     """
     try:
-        return _annotations(data, redact(place), masks, empty, classes)
+        return _annotations(data, redact(place), masks, empty, unit, classes)
     except RecursionError as error:
         raise _refused(place, "the lists in the file are nested too deeply") from error
     except SourceError:
@@ -111,7 +113,7 @@ def _refused(place: str, reason: str) -> SourceError:
 
 
 def _annotations(
-    data: bytes, file: str, masks: str | None, empty: str, classes: Mapping[str, int] | None
+    data: bytes, file: str, masks: str | None, empty: str, unit: str, classes: Mapping[str, int] | None
 ) -> Annotations:
     kind = _Object if masks is None else _Outlined
     lists, damaged = _rows(data, {"images": _Image, "categories": _Category, "annotations": kind})
@@ -137,23 +139,43 @@ def _annotations(
         reasons = {int(np.searchsorted(kept, i)): reason for i, reason in reasons.items()}
         images, counts, sample = [images[i] for i in kept.tolist()], counts[kept], np.searchsorted(kept, sample)
 
+    bad: dict[int, str] = {}  # by object
+
     def fault(k: int, reason: str) -> None:
         number = rows[order[k]].id
         name = f"object {k - np.searchsorted(sample, sample[k])}" if number is None else f"annotation {number}"
-        reasons.setdefault(int(sample[k]), f"{name} in {file!r} {reason}")
+        bad.setdefault(k, f"{name} in {file!r} {reason}")
 
     columns["labels"] = _labels(columns["labels"], categories, classes, file, fault)
     points, columns["keypoints"], columns["pointed"] = _keypoints(
         (rows[i].keypoints for i in order.tolist()), categories, fault
     )
-    outlines = None if masks is None else Segmentations(rows[i].segmentation for i in order.tolist())
     if (ids := columns["ids"]) is not None:
         repeated = (ids >= 0) & np.isin(ids, _twice(ids.tolist()))
         for k in np.flatnonzero(repeated).tolist():
             fault(k, "has an id that another object has too")
+    names = files = [os.fsencode(image.file_name) for image in images]
+    if unit == "object":
+        taken = _persons(columns, bad)
+        if not len(taken):
+            raise SourceError(f"no object in {file!r} has a labelled keypoint, and `source.unit` is object.")
+        owner, known = sample[taken], ids is not None and (ids >= 0).all()
+        if lost := len(set(reasons) - set(owner.tolist())):
+            log.warning("source: %d damaged images in %r are left out: no object of theirs is known", lost, file)
+        numbers = ids[taken] if known else taken - np.searchsorted(sample, owner)
+        bad = {n: reason for n, k in enumerate(taken.tolist()) if (reason := bad.get(k))}
+        reasons = {n: reason for n, i in enumerate(owner.tolist()) if (reason := reasons.get(i))}
+        columns = _rows_of(columns, taken)
+        images, kept, order, files = [images[i] for i in owner], kept[owner], order[taken], [files[i] for i in owner]
+        names = [b"%b/%d" % pair for pair in zip(files, numbers.tolist(), strict=True)]
+        counts, sample = np.ones_like(taken), np.arange(len(taken))
+    for k in sorted(bad):
+        reasons.setdefault(int(sample[k]), bad[k])
     columns["sizes"] = np.array([(image.height, image.width) for image in images])
+    outlines = None if masks is None else Segmentations(rows[i].segmentation for i in order.tolist())
     return Annotations(
-        names=[os.fsencode(image.file_name) for image in images],
+        names=names,
+        files=files,
         image_ids=image_ids[kept],
         objects=ObjectTable(counts, **columns, reasons=reasons, file=file),
         categories=[category.name for category in categories],
@@ -262,6 +284,25 @@ def _positions(numbers: Int64, known: Int64) -> Int64:
 
 
 # -- columns of the objects
+
+
+def _persons(columns: Mapping[str, Any], bad: Mapping[int, str]) -> Int64:
+    """The objects that are samples of their own: with a labelled keypoint and no crowd, or damaged."""
+    taken = np.zeros(len(columns["labels"]), dtype=bool)
+    if (points := columns["keypoints"]) is not None:
+        taken[columns["pointed"]] = (points[..., 2] != 0).any(axis=1)
+    taken &= ~columns["crowd"]
+    taken[list(bad)] = True
+    return np.flatnonzero(taken)
+
+
+def _rows_of(columns: Mapping[str, Any], taken: Int64) -> dict[str, Any]:
+    """The columns of some objects."""
+    made = {name: None if x is None or name in ("keypoints", "pointed") else x[taken] for name, x in columns.items()}
+    if (pointed := columns["pointed"]) is not None:
+        inside = np.isin(pointed, taken)
+        made |= {"keypoints": columns["keypoints"][inside], "pointed": np.searchsorted(taken, pointed[inside])}
+    return made
 
 
 def _column(rows: Iterable[Any], name: str) -> Int64:

@@ -44,8 +44,8 @@ class BatchTargets:
             offset per pixel, such as an elastic transform.
         size: (height, width) of the output.
         source: int64 ``[N]``, number of the sample that each object comes from. This and the next three are None except
-            with ``combine``, and with a mix of targets, whose mates are further tiles. Then ``matrices``, ``sizes``
-            and ``image_ids`` are those of the sample itself.
+            with ``combine`` or :class:`PersonCrop`, and with a mix of targets, whose mates are further tiles. Then
+            ``matrices``, ``sizes`` and ``image_ids`` are those of the sample itself.
         tile: int64 ``[N]``, number of the tile that shows the object, 0 .. K - 1; 0 is the sample itself.
         sources: int64 ``[B, K]``, number of the sample in each tile; -1: no tile.
         tile_matrices: float64 ``[B, K, 3, 3]``, as ``matrices``, for each tile.

@@ -274,7 +274,7 @@ BAD = [
     (lambda: _recipe(combine={"a": gpuaug.Resize(8)}), "`augment.combine.a` must be a gpuaug.Mosaic or gpuaug.Canvas"),
     (lambda: _recipe(combine={"a": gpuaug.Mosaic(), "b": gpuaug.Mosaic()}), "must have one of each kind"),
     (lambda: _recipe(combine={"crop": gpuaug.Mosaic()}), "must have different names. Found: 'crop'"),
-    (lambda: gpuaug.MultiView(views={"a": _recipe()}), "`augment.views.a.combine` must be null"),
+    (lambda: gpuaug.MultiView(views={"a": _recipe()}), "`augment.views.a` must have no `combine`"),
     (lambda: _recipe()(torch.zeros(2, 3, 8, 8)), "`augment.combine` works only in a loader"),
     (lambda: gpuaug.export(_recipe(), "x.onnx"), "`augment.combine` must be null for an export"),
 ]  # fmt: skip

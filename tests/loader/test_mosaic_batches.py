@@ -339,7 +339,7 @@ def test_layouts_for_models_and_what_a_mosaic_refuses() -> None:
     lines = str(batch.explain(0))
     assert "mosaic: samples (" in lines
     assert "affine: angle 0, scale" in lines
-    with pytest.raises(gpuaug.ConfigError, match="`augment.combine` must be null with `patch_masks`"):
+    with pytest.raises(gpuaug.ConfigError, match="a recipe must have no `combine` with `patch_masks`"):
         loader(mosaic={}, patch_masks=gpuaug.RandomMasks(patch=16))
     with pytest.raises(gpuaug.ConfigError, match="`augment.combine` needs images of 8 bits"):
         loader(mosaic={}, decode=gpuaug.Decode(pixels="raw", channels=3))

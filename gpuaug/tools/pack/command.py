@@ -214,7 +214,7 @@ def _check_recipe(augment: Any, targets: dict[str, Any] | None) -> None:
         )
     for view in augment.views:
         crop = view.augment.crop
-        if view.augment.combine:
+        if view.augment.combine.entries:
             raise ConfigError("`augment.combine` must be null with `epochs`, for one sample each. Found: combine.")
         if crop is None or crop.needs or not crop.fixed:
             raise ConfigError(

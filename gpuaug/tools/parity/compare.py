@@ -51,8 +51,8 @@ def compare(loader: Loader, *, indices: Sequence[int], epoch: int = 0) -> Parity
     for name in ("mix", "targets"):
         if getattr(loader, name) is not None:
             parity.note(f"`{name}` is left out: only images are compared, before they are mixed")
-    if loader.augment.at(epoch).combine:
-        parity.note("`augment.combine` is left out: the operations are compared on the crop of one sample")
+    if combine := loader.augment.at(epoch).combine:
+        parity.note(f"what follows the window of {combine} is left out: operations are compared on one window")
     parity.differences.sort(key=lambda d: [*STAGES].index(d.stage))
     return parity
 
