@@ -150,7 +150,7 @@ def _combine_steps(combine: Combine, drawn: Drawn, combined: Any, row: int) -> l
     """What a mosaic and the transform of its canvas did, or a crop that turns its window."""
     steps = []
     if combine.crop is not None:
-        x, y = combined.layout.matrices[row, 0, :2]
+        x, y = combined.matrices[row, 0, :2]
         turned: Any = {"angle": math.degrees(math.atan2(y, x)), "scale": math.hypot(x, y)}
         steps.append(Step(name="person", kind=type(combine.crop).__name__, applied=True, values=turned))
     for name, op in combine.entries.items():

@@ -627,3 +627,87 @@ def test_missing_packages_are_named_with_their_command(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "gpuaug.source.coco_json")
     with pytest.raises(ConfigError, match=r"needs msgspec.*pip install 'gpuaug\[coco\]'"):
         open_coco(tmp_path)
+
+
+def people(rng):
+    """Annotations of which some are crowds, or have no labelled keypoint."""
+    content = random_file(rng, points=PERSON, outlines=False)
+    for number, row in enumerate(content["annotations"]):
+        row["iscrowd"] = int(number % 7 == 0)
+        if number % 3 == 0:
+            row["keypoints"] = [0] * 51
+    return content
+
+
+def test_a_sample_for_each_person(tmp_path):
+    content = people(np.random.default_rng(0))
+    folder = write(tmp_path, content, "person_keypoints")
+    whole = open_coco(folder, annotations="person_keypoints")
+    source = open_coco(folder, annotations="person_keypoints", unit="object")
+    files = {image["id"]: image["file_name"] for image in content["images"]}
+    rows = [r for r in content["annotations"] if not r["iscrowd"] and any(r["keypoints"][2::3])]
+    rows = [r for number in sorted(files) for r in rows if r["image_id"] == number]
+    assert len(source) == len(rows) < sum(len(whole.label(i).labels) for i in range(len(whole)))
+    assert source.image_ids.tolist() == [row["image_id"] for row in rows]
+    assert source.flip_pairs == PAIRS
+    assert len({source.key(i) for i in range(len(source))}) == len(source)
+    for i, row in enumerate(rows):
+        data, target = source[i]
+        name = files[row["image_id"]]
+        assert (bytes(data).decode(), source.key(i)) == (name, f"{name}/{row['id']}")
+        assert target.ids.tolist() == [row["id"]]
+        assert target.keypoints[0].ravel().tolist() == row["keypoints"]
+        x, y, w, h = row["bbox"]
+        assert np.allclose(target.boxes, [[x, y, x + w, y + h]], rtol=1e-5)
+        assert target.size == whole.label(whole.image_ids.tolist().index(row["image_id"])).size
+    assert source.digest() != whole.digest()
+    assert source.objects_digest() != whole.objects_digest()
+    half = open_coco(folder, annotations="person_keypoints", unit="object", subset=0.5)
+    assert [half.key(i) for i in half.indices.tolist()] == [source.key(i) for i in half.indices.tolist()]
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"key": source.key(2)}))
+    left = open_coco(folder, annotations="person_keypoints", unit="object", exclude=tmp_path / "bad.jsonl")
+    assert left.indices.tolist() == [0, 1, *range(3, len(source))]
+
+
+def test_a_damaged_person_is_a_fault_and_others_of_its_image_are_not(tmp_path, caplog):
+    content = people(np.random.default_rng(1))
+    rows = [r for r in content["annotations"] if not r["iscrowd"] and any(r["keypoints"][2::3])]
+    images = [r["image_id"] for r in rows]
+    shared = [r for r in rows if images.count(r["image_id"]) > 1]
+    bad, turned = shared[0], next(r for r in shared if r["image_id"] != shared[0]["image_id"])
+    bad["keypoints"][2], lost = 9, turned["image_id"]
+    content["images"][[i["id"] for i in content["images"]].index(lost)]["width"] = 0
+    empty = next(image for image in content["images"] if image["id"] not in images)
+    empty["width"] = -1
+    source = open_coco(write(tmp_path, content), unit="object")
+    for i, number in enumerate(source.image_ids.tolist()):
+        broken = number == lost or source.key(i).endswith(f"/{bad['id']}")
+        with pytest.raises(GpuaugError) if broken else contextlib.nullcontext():
+            source[i]
+    assert "1 damaged images" in caplog.text
+
+
+def test_persons_without_ids_and_files_without_persons(tmp_path):
+    content = people(np.random.default_rng(2))
+    for row in content["annotations"]:
+        del row["id"]
+    source = open_coco(write(tmp_path, content), unit="object")
+    assert all(source.key(i).split("/")[1].isdigit() for i in range(len(source)))
+    assert len({source.key(i) for i in range(len(source))}) == len(source)
+    for row in content["annotations"]:
+        row["keypoints"] = [0] * 51
+    with pytest.raises(SourceError, match=r"no object in .* has a labelled keypoint, and `source.unit` is object"):
+        open_coco(write(tmp_path, content), unit="object")
+    with pytest.raises(ConfigError, match="`source.unit` must be image or object"):
+        open_coco(tmp_path, unit="person")
+
+
+def test_masks_of_one_person(tmp_path):
+    content = people(np.random.default_rng(3))
+    for row in content["annotations"]:
+        row["segmentation"] = [[1, 1, 5, 1, 5, 4, 1, 4]]
+    source = open_coco(write(tmp_path, content), unit="object", masks="instances")
+    for i in range(len(source)):
+        mask = runs.decode(bytes(source[i][1].mask))
+        assert mask.max() == 1
+        assert mask[1:4, 1:5].all()
