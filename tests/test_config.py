@@ -85,6 +85,7 @@ def test_operation_names_are_the_same_in_every_recipe():
     names = {
         "RandomHorizontalFlip": "flip", "RandomVerticalFlip": "vflip", "ColorJitter": "jitter",
         "RandomGrayscale": "gray", "RandomGaussianBlur": "blur", "RandomSolarize": "solarize",
+        "RandomBoxBlur": "blur", "RandomMedianBlur": "median",
         "RandAugment": "randaugment", "OneOf": "choice", "SomeOf": "choice",
         "PhotometricDistort": "distort", "TrivialAugmentWide": "trivialaugment", "AutoAugment": "autoaugment",
         "AugMix": "augmix", "TimmAugment": "timm", "RandomErasing": "erase",

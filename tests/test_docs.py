@@ -122,7 +122,7 @@ UNITS = {
     "max_bytes": "byte",
     "cache_bytes": "byte",
     "max_pixels": "pixel",
-    "padding": "pixel",
+    "padding": "pixel|factor",
     "prefetch": "batches",
 }
 

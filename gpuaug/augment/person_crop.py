@@ -60,7 +60,6 @@ class PersonCrop(Crop):
     """
 
     turns = True  # the window is not the output: `CropWindows.rest` maps it there
-    count = 8  # uniforms: half body, upper; shift in x and y, scale, angle; whether shifted, whether turned
 
     def __init__(
         self,
@@ -90,6 +89,12 @@ class PersonCrop(Crop):
         self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
 
     @property
+    def count(self) -> int:  # type: ignore[override]
+        """Uniforms: half body, upper; shift in x and y, scale, angle; whether shifted, whether turned."""
+        is_random = self.half_body or self.shift * self.shift_p or self.scale or self.rotation * self.rotation_p
+        return 8 if is_random else 0
+
+    @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         """``boxes``, and ``keypoints`` with half body."""
         return frozenset({"boxes", "keypoints"} if self.half_body else {"boxes"})
@@ -97,6 +102,7 @@ class PersonCrop(Crop):
     def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
         if (objects := reads.objects) is None or objects.boxes is None:
             raise missing(self, "boxes", "Use a source with one person per sample and targets=pose, or gpuaug.Resize.")
+        u = u if self.count else np.full((len(heights), 8), 0.5)
         m = self._matrices(u, *self._boxes(u, heights, widths, objects))
         height, width = self.size
         reach = geometry.hulls(geometry.inverse(m), np.tile([0.0, 0.0, width, height], (len(m), 1)))

@@ -116,6 +116,8 @@ def test_matrices_pixels_and_keypoints_equal_mmpose(crop: Any) -> None:
     made, branches = loader(crop=crop), list[str]()
     recipe = made.augment
     u = recipe.draw(seed=3, epoch=0, indices=np.arange(COUNT)).uniforms["", 0, "crop"]
+    assert u.shape[1] == (8 if crop else 0)
+    u = u if crop else np.full((COUNT, 8), 0.5)
     fine = 0
     for batch in made:
         t = batch.targets
@@ -309,7 +311,7 @@ BAD = [
     (lambda: next(iter(loader([(smooth(9, 9), gpuaug.Target(boxes=[[0, 0, 5, 5]] * 2, labels=[0, 0],
      keypoints=np.zeros((2, 17, 3))))]))), "(PersonCrop) needs samples of one person. Found: 2 objects in a sample"),
     (lambda: gpuaug.Augment(crop=gpuaug.PersonCrop(8))(torch.zeros(2, 3, 8, 8)), "`augment.crop` works only in"),
-    (lambda: gpuaug.Augment(crop=gpuaug.PersonCrop(8), copies=2), "`augment.copies` must be left out with gpuaug."),
+    (lambda: gpuaug.Augment(crop=gpuaug.PersonCrop(8), copies=2), "`augment.copies` must be 1 with gpuaug."),
     (lambda: gpuaug.Augment(crop=gpuaug.PersonCrop(8), combine={"a": gpuaug.CanvasAffine(8)}),
      "`augment.combine` must be left out with gpuaug.PersonCrop. Found: a"),
     (lambda: gpuaug.MultiView(views={"a": gpuaug.Augment(crop=gpuaug.PersonCrop(8))}), "have no gpuaug.PersonCrop"),

@@ -33,7 +33,9 @@ TRAIN = [
     "seg_torchvision", "seg_ade20k", "seg_cityscapes", "seg_voc", "det_hflip", "det_ssd", "det_rtdetr", "det_lsj",
     "det_detr", "pose_rcnn",
 ]  # fmt: skip
-COMBINED = ["det_yolo", "det_yolox", "det_rtmdet"]  # work only in a loader: see tests/loader/test_mosaic_batches.py
+# these two work only in a loader: see tests/loader/test_mosaic_batches.py, tests/augment/test_person_crop.py
+COMBINED, PERSON = ["det_yolo", "det_yolox", "det_rtmdet"], ["pose_hrnet", "pose_rtmpose"]
+LOADED = [*COMBINED, *PERSON, *(f"{name}_eval" for name in PERSON)]
 ALL = sorted([*TRAIN, *(f"{name}_eval" for name in [*TRAIN, *COMBINED])])
 SIZES = {
     "seg_torchvision": (480, 480), "seg_ade20k": (512, 512), "seg_cityscapes": (512, 1024), "seg_voc": (512, 512),
@@ -156,9 +158,9 @@ def nearly_equal_masks(found: Tensor, want: Tensor) -> None:
 
 def test_every_recipe_has_an_evaluation_counterpart() -> None:
     files = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem.partition("_")[0] in ("seg", "det", "pose"))
-    assert files == sorted([*ALL, *COMBINED])
+    assert files == sorted([*ALL, *LOADED])
     assert sorted(SIZES) == ALL
-    for name in [*TRAIN, *COMBINED]:
+    for name in [*TRAIN, *COMBINED, *PERSON]:
         train, counterpart = recipe(name), recipe(f"{name}_eval")
         assert not counterpart.ops
         assert not sum(stream.count for stream in counterpart.draws)
@@ -166,7 +168,7 @@ def test_every_recipe_has_an_evaluation_counterpart() -> None:
         assert train.crop.interpolation == counterpart.crop.interpolation == "bilinear"
 
 
-@pytest.mark.parametrize("name", [*ALL, *COMBINED])
+@pytest.mark.parametrize("name", [*ALL, *LOADED])
 def test_a_file_writes_out_every_key_and_cites_its_source(name: str) -> None:
     text = (FOLDER / f"{name}.yaml").read_text()
     first = text.splitlines()[0]
@@ -180,6 +182,7 @@ def test_a_file_writes_out_every_key_and_cites_its_source(name: str) -> None:
             "ultralytics",
             "YOLOX",
             "mmdetection",
+            "mmpose",
             "detr",
         )
     ), first

@@ -162,6 +162,10 @@ MADE: dict[str, Attack] = {
         lambda p, made: None if made.needs else augmented(p, crop=made),
     ),
     "RandomSizeCrop": (lambda p: {"size": 16, "shorter": 8, "before": 8}, lambda p, made: augmented(p, crop=made)),
+    "PersonCrop": (
+        lambda p: {"size": 8},
+        lambda p, made: boxes(p, targets=BOXES, augment=gpuaug.Augment(crop=made)),
+    ),
     "RandomIoUCrop": (lambda p: {"size": 8}, lambda p, made: boxed(made)),
     "MaskFolderSource": (lambda p: {"root": p / "scenes"}, lambda p, made: pairs(p, source=made, targets=MASKS)),
     "YoloSource": (lambda p: {"root": p / "scenes"}, lambda p, made: boxes(p, source=made, targets=BOXES)),

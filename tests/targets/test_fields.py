@@ -164,9 +164,7 @@ def test_samples_may_have_no_objects(count: int) -> None:
 
 def test_what_needs_matrices_refuses_fields() -> None:
     recipe = gpuaug.Augment(ops={"field": MODERATE["elastic"]()})
-    with pytest.raises(
-        gpuaug.ConfigError, match="`ops.field` must .* no matrix .* Found: RandomElastic"
-    ):
+    with pytest.raises(gpuaug.ConfigError, match="`ops.field` must .* no matrix .* Found: RandomElastic"):
         gpuaug.tta(lambda images: images, recipe)
     _, targets = recipe(positions(), boxes=given()["boxes"], targets=gpuaug.Targets(boxes=BOXES), indices=range(COUNT))
     with pytest.raises(gpuaug.ConfigError, match="`restore` needs outputs that only matrices have moved"):
