@@ -15,6 +15,7 @@ from gpuaug.read.order import Shuffle as Shuffle
 from gpuaug.read.order import Sequential as Sequential
 from gpuaug.read.order import Weighted as Weighted
 from gpuaug.read.order import Repeated as Repeated
+from gpuaug.read.order import Buckets as Buckets
 from gpuaug.decode.decoder import Decode as Decode
 from gpuaug.loader.faults import Faults as Faults
 from gpuaug.batch import EncodedBatch as EncodedBatch

@@ -632,11 +632,17 @@ class Loader:
         return EpochOrder(self._ordered(), start=start, batch_size=self.batch_size, **share)
 
     def _log_last(self, tasks: EpochOrder) -> None:
-        """Log once, on rank 0, what `last` does with samples that do not fill a batch on every rank."""
+        """Log once, on rank 0, what `last` does with samples that do not fill a batch on every rank; and of buckets."""
+        together, order = tasks.batch_size * tasks.world_size, self.order
+        if isinstance(order, orders.Buckets) and order.samples % together and not tasks.rank and not self._passes:
+            self._log.warning(
+                "order.samples=%d: batches show images of several shapes, because it is no multiple of the %d samples "
+                "of a step (batch_size times ranks)", order.samples, together,
+            )  # fmt: skip
         if self._last_logged or tasks.rank or tasks.world_size == 1:
             return
         most, least = len(tasks), len(replace(tasks, rank=tasks.world_size - 1))
-        more = tasks.batch_size * tasks.world_size * most - tasks.remaining
+        more = together * most - tasks.remaining
         self._last_logged = most != least or (self._last is None and more > 0)
         if most != least:
             self._log.warning(

@@ -107,19 +107,7 @@ class Weighted:
         self.weights: NDArray[np.float64] | None = None
         if isinstance(weights, str) and weights == "class":
             return
-        if isinstance(weights, str | os.PathLike):
-            values = read_numbers(weights, key="order.weights", dtype=np.float64)
-        else:
-            try:
-                values = np.asarray(weights, dtype=np.float64)
-            except (TypeError, ValueError, OverflowError, RuntimeError):
-                values = np.asarray(np.nan)
-        if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
-            raise ConfigError(
-                "`order.weights` must be `class`, a FILE, or one finite number >= 0 per sample. "
-                f"Found: {weights!r:.200}."
-            )
-        self.weights = values
+        self.weights = _numbers(weights, "order.weights", "`class`, a FILE, or one finite number >= 0 per sample")
 
     def __repr__(self) -> str:
         return f"Weighted(weights={'class' if self.weights is None else _digest(self.weights)})"
@@ -147,14 +135,7 @@ class Weighted:
             if own.min(initial=0) < 0:
                 raise SourceError(f"`order.weights=class` needs labels >= 0. Found: {own.min()}.")
             return 1.0 / np.bincount(own)[own]
-        if len(self.weights) == len(numbers):
-            return self.weights[np.argsort(numbers_by_position(source))]
-        if source.indices is None or (len(numbers) and len(self.weights) <= numbers[-1]):
-            raise ConfigError(
-                f"`order.weights` must hold one weight per sample of the source: {len(numbers)}. "
-                f"Found: {len(self.weights)}."
-            )
-        return self.weights[numbers]
+        return _of_samples(self.weights, source, numbers, "`order.weights` must hold one weight")
 
 
 @dataclass(frozen=True)
@@ -177,6 +158,69 @@ class Repeated:
         """Sample numbers with repeats, int64 ``[len(source)]``; new ones for each ``seed`` and ``epoch``."""
         once = Shuffle().order(seed, epoch, source)
         return once[: -(-len(once) // self.repeats)].repeat_interleave(self.repeats)[: len(once)]
+
+
+class Buckets:
+    """A new permutation in each epoch, in which samples of similar shape are neighbours: batches need less padding.
+
+    Samples are put into buckets by height / width, in the order of a permutation. When a bucket has ``samples`` of
+    them, these come next in the epoch. What is left at the end comes last. So do torchvision's ``GroupedBatchSampler``
+    and detectron2's ``AspectRatioGroupedDataset``, but each rank on its own.
+
+    Args:
+        samples: how many samples of one bucket are neighbours. If it is a multiple of ``batch_size`` times the number
+            of ranks, each step shows samples of one bucket on all ranks. The order does not depend on these two
+            numbers, so a run can resume with others.
+        edges: ascending height / width at which a new bucket begins. The default has a bucket for images that are wider
+            than high, and one for all others, as detectron2. torchvision: 0.5, 0.63, 0.79, 1, 1.26, 1.59, 2.
+        ratios: height / width of each sample, as a sequence or a FILE (.npy, .json, or text with one number per line);
+            None: those that the source knows (COCO, VOC, and folders of ``gpuaug pack``).
+
+    >>> Buckets(2, ratios=[0.7, 1.5, 0.7, 1.5, 0.7]).order(seed=0, epoch=0, source=range(5))
+    tensor([2, 0, 3, 1, 4])
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        *,
+        edges: Sequence[float] = (1.0,),
+        ratios: str | os.PathLike[str] | Sequence[float] | Tensor | None = None,
+    ) -> None:
+        self.samples = checks.whole_number("order.samples", samples, 1)
+        self.edges = _numbers(edges, "order.edges", "a list of numbers >= 0")
+        if (np.diff(self.edges) <= 0).any():
+            raise ConfigError(f"`order.edges` must be ascending. Found: {edges!r:.200}.")
+        self.ratios = None if ratios is None else _numbers(ratios, "order.ratios", "a FILE or one number per sample")
+
+    def __repr__(self) -> str:
+        ratios = "" if self.ratios is None else f", ratios={_digest(self.ratios)}"
+        return f"Buckets({self.samples}, edges={self.edges.tolist()}{ratios})"
+
+    def order(self, seed: int, epoch: int, source: Any) -> Tensor:
+        """Each active number once, int64 ``[len(source)]``; a new permutation for each ``seed`` and ``epoch``."""
+        source = adapt_source(source)
+        numbers, shuffled = active_numbers(source), Shuffle().order(seed, epoch, source)
+        bucket = np.searchsorted(self.edges, self._ratios(source, numbers), side="right")
+        own = bucket[np.searchsorted(numbers, shuffled.numpy())]
+        last = np.full(len(own), len(own))
+        for each in range(len(self.edges) + 1):
+            at = np.flatnonzero(own == each)
+            whole = at[: len(at) // self.samples * self.samples].reshape(-1, self.samples)
+            last[whole] = whole[:, -1:]  # a group comes when its last sample is found
+        return shuffled[torch.from_numpy(np.argsort(last, kind="stable"))]
+
+    def _ratios(self, source: Any, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+        if self.ratios is not None:
+            return _of_samples(self.ratios, source, numbers, "`order.ratios` must hold one number")
+        shapes = getattr(source, "shapes", None)
+        if shapes is None or (known := shapes()) is None:
+            raise ConfigError(
+                "`order=buckets` needs a source that knows the sizes of its images without reading them. Found: "
+                f"{source!r}. Set `order.ratios` to a FILE with height / width of each sample, or use `gpuaug pack`."
+            )
+        height, width = known[numbers].T.astype(np.float64)
+        return np.where(width > 0, height / np.maximum(width, 1), 1.0)
 
 
 class Positions:
@@ -214,8 +258,8 @@ def adapt(order: Any) -> Order:
     if isinstance(order, WeightedRandomSampler):
         remedy = "Use order=weighted, or gpuaug.Weighted(weights)."
     raise ConfigError(
-        "`order` must be shuffle, sequential, gpuaug.Shuffle, Sequential, Weighted or Repeated, or a list of positions "
-        f"in the source. Found: {order!r:.200}. {remedy}"
+        "`order` must be shuffle, sequential, gpuaug.Shuffle, Sequential, Weighted, Repeated or Buckets, or a list of "
+        f"positions in the source. Found: {order!r:.200}. {remedy}"
     )
 
 
@@ -300,6 +344,29 @@ class EpochOrder(Sequence[Task]):
     def position(self, k: int) -> int:
         """The position of all ranks together after ``k`` steps from ``start``."""
         return self.start + min(k * self.batch_size * self.world_size, self.remaining)
+
+
+def _numbers(given: Any, key: str, allowed: str) -> NDArray[np.float64]:
+    """The numbers >= 0 of a list, an array or a FILE."""
+    if isinstance(given, str | os.PathLike):
+        values = read_numbers(given, key=key, dtype=np.float64)
+    else:
+        try:
+            values = np.array(given, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            values = np.asarray(np.nan)
+    if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
+        raise ConfigError(f"`{key}` must be {allowed}. Found: {given!r:.200}.")
+    return values
+
+
+def _of_samples(values: NDArray[np.float64], source: Any, numbers: NDArray[np.int64], what: str) -> NDArray[np.float64]:
+    """The values of the active samples ``numbers``. ``values``: of these, by position, or of the whole source."""
+    if len(values) == len(numbers):
+        return values[np.argsort(numbers_by_position(source))]
+    if source.indices is None or (len(numbers) and len(values) <= numbers[-1]):
+        raise ConfigError(f"{what} per sample of the source: {len(numbers)}. Found: {len(values)}.")
+    return values[numbers]
 
 
 def _values(name: str, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:

@@ -253,6 +253,11 @@ class ListedSource(Source):
         """Hash of all objects; None if there are none."""
         return None if self._objects is None else self._objects.digest()
 
+    def shapes(self) -> NDArray[np.int32] | None:
+        """Height and width of the annotated images, int32 [N, 2]; 0: not known. None if no size is known."""
+        sizes = None if self._objects is None else self._objects.sizes
+        return None if sizes is None else sizes.numpy()
+
     def mask_path(self, index: int) -> str | None:
         """Path or URL of the mask of sample ``index``; None if masks are not files."""
         return None if self._mask_files is None else redact(self._mask_files.range(self._check(index)).path)

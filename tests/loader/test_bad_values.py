@@ -179,6 +179,10 @@ MADE: dict[str, Attack] = {
     "Keypoints": (lambda p: {}, lambda p, made: repr(gpuaug.Targets(keypoints=made))),
     "Targets": (lambda p: {"masks": gpuaug.Masks()}, lambda p, made: pairs(p, targets=made)),
     "Repeated": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
+    "Buckets": (
+        lambda p: {"samples": 2},
+        lambda p, made: boxes(p, order=made, targets=BOXES),
+    ),
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
     "Sizes": (
         lambda p: {"choose": [8, 16]},

@@ -163,10 +163,10 @@ def test_plan_bounds_the_largest_size():
         (lambda: gpuaug.Sizes(choose=[32], epochs=[3, 3]), "`epochs` must be"),
         (lambda: gpuaug.Augment(sizes=gpuaug.Sizes(choose=[32])), "needs a crop with a size"),
         (lambda: gpuaug.Augment(crop=gpuaug.Resize(8), sizes=gpuaug.Sizes(choose=[32])), "needs a crop with a size"),
-        (lambda: gpuaug.MultiView(views={"a": sized()}), "`augment.views.a.sizes` must be null"),
+        (lambda: gpuaug.MultiView(views={"a": sized()}), "`augment.views.a` must have no `sizes`"),
         (
             lambda: loader(SOURCE, augment=sized(), patch_masks=gpuaug.RandomMasks(patch=8)),
-            "`augment.sizes` must be null",
+            "a recipe must have no `sizes` with `patch_masks`",
         ),
     ],
 )
@@ -181,3 +181,28 @@ def test_in_yaml():
     assert made.sizes == gpuaug.Sizes(choose=[96, [64, 96]], hold=2)
     assert made.fingerprint()["sizes"] == {"choose": [[96, 96], [64, 96]], "hold": 2, "epochs": None}
     assert "sizes" not in gpuaug.build(gpuaug.compose("train", words[:1]).augment).fingerprint()
+
+
+def test_buckets_need_less_padding_and_a_resume_on_other_ranks_goes_on() -> None:
+    shapes = [(40, 60), (60, 40)] * 20
+    source = [(encode(photograph("china", shape), "PNG"), n) for n, shape in enumerate(shapes)]
+    pad = gpuaug.Augment(crop=gpuaug.Letterbox(64, shorter=32, centre=False, pad="batch"))
+    order = gpuaug.Buckets(8, ratios=[h / w for h, w in shapes])
+    shuffled, bucketed = [], []
+    for found, how in ((shuffled, "shuffle"), (bucketed, order)):
+        with loader(source, augment=pad, order=how, batch_size=4) as made:
+            found += [(tuple(batch.images.shape[2:]), batch.indices.tolist()) for batch in made]
+    area = [sum(h * w for (h, w), _ in found) for found in (shuffled, bucketed)]
+    assert area[1] < 0.85 * area[0]
+    with loader(source, augment=pad, order=order, batch_size=4) as made:
+        steps = iter(made)
+        first = [next(steps) for _ in range(2)]
+        state = made.state_dict()
+    assert [batch.indices.tolist() for batch in first] == [indices for _, indices in bucketed[:2]]
+    rest = []
+    for rank in range(2):
+        with loader(source, augment=pad, order=order, batch_size=2, rank=rank, world_size=2) as made:
+            made.load_state_dict(state)
+            rest.append([batch.indices.tolist() for batch in made])
+    together = [sorted(a + b) for a, b in zip(*rest, strict=True)]
+    assert together == [sorted(indices) for _, indices in bucketed[2:]]

@@ -13,6 +13,7 @@ from gpuaug import source as sources
 from gpuaug.errors import ConfigError
 from gpuaug.random import keyed as draw
 from gpuaug.read.order import (
+    Buckets,
     EpochOrder,
     Ordered,
     Repeated,
@@ -234,6 +235,62 @@ def test_repeated_shows_a_part_of_the_samples_several_times(total, repeats):
     assert epoch.repeats.tolist() == [k % repeats for k in range(total)]
     with pytest.raises(ConfigError, match=r"order\.repeats"):
         Repeated(repeats=0)
+
+
+def grouped(order, ratios, samples, edges):
+    """Fills a list for each bucket, as torchvision's GroupedBatchSampler does; the rest comes last, in its order."""
+    full, lists = [], {}
+    for i in order:
+        bucket = sum(ratios[i] >= edge for edge in edges)
+        lists.setdefault(bucket, []).append(i)
+        if len(lists[bucket]) == samples:
+            full += lists.pop(bucket)
+    return [*full, *(i for i in order if i not in full)]
+
+
+@given(st.lists(st.floats(0.2, 5), max_size=60), st.integers(1, 9), st.sampled_from([(1.0,), (0.5, 1, 2), ()]))
+@settings(max_examples=80, deadline=None)
+def test_buckets_are_those_of_a_slow_loop(ratios, samples, edges):
+    source = Source(len(ratios))
+    order = Buckets(samples, edges=edges, ratios=ratios)
+    for epoch in range(2):
+        shuffled = Shuffle().order(3, epoch, source).tolist()
+        found = order.order(3, epoch, source).tolist()
+        assert found == grouped(shuffled, ratios, samples, edges)
+        assert sorted(found) == list(range(len(ratios)))
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 12), (1, 4), (3, 4), (2, 3), (3, 2)])
+def test_all_ranks_work_on_one_bucket_in_each_step(ranks, batch_size):
+    """Also after a resume with other ranks: the order does not depend on them."""
+    ratios = np.random.default_rng(0).choice([0.7, 1.4], 500)
+    epoch = ordered(Buckets(12, ratios=ratios), 0, 5, Source(500))
+    mixed = 0
+    for start in (0, 144):
+        shares = [EpochOrder(epoch, start=start, rank=r, world_size=ranks, batch_size=batch_size) for r in range(ranks)]
+        for k in range(min(map(len, shares))):
+            shown = {ratios[i] for own in shares for i in own[k][0].tolist()}
+            mixed += len(shown) > 1
+    assert mixed <= 2 * 24 / (ranks * batch_size)  # what is left at the end of an epoch
+
+
+def test_buckets_of_a_subset_and_wrong_settings():
+    source = Source(6, indices=[1, 2, 4, 5])
+    by_number, own = Buckets(2, ratios=[9, 0.5, 2, 9, 0.5, 2]), Buckets(2, ratios=[0.5, 2, 0.5, 2])
+    assert own.order(0, 0, source).tolist() == by_number.order(0, 0, source).tolist()
+    pairs = own.order(0, 0, source).reshape(2, 2).sort().values.tolist()
+    assert sorted(pairs) == [[1, 4], [2, 5]]
+    assert repr(own) != repr(by_number)
+    with pytest.raises(ConfigError, match="`order.samples` must be"):
+        Buckets(0)
+    with pytest.raises(ConfigError, match="`order.edges` must be ascending"):
+        Buckets(2, edges=[1, 0.5])
+    with pytest.raises(ConfigError, match="`order.ratios` must be a FILE or one number per sample. Found"):
+        Buckets(2, ratios=[1, float("nan")])
+    with pytest.raises(ConfigError, match="`order.ratios` must hold one number per sample of the source: 6. Found: 2"):
+        Buckets(2, ratios=[1, 2]).order(0, 0, Source(6))
+    with pytest.raises(ConfigError, match="knows the sizes of its images .* Set `order.ratios` to a FILE"):
+        Buckets(2).order(0, 0, Source(6))
 
 
 @given(st.lists(st.integers(0, 8), max_size=40))
