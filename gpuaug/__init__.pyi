@@ -16,6 +16,7 @@ from gpuaug.read.order import Sequential as Sequential
 from gpuaug.read.order import Weighted as Weighted
 from gpuaug.read.order import Repeated as Repeated
 from gpuaug.read.order import Buckets as Buckets
+from gpuaug.read.tokens import Tokens as Tokens
 from gpuaug.decode.decoder import Decode as Decode
 from gpuaug.loader.faults import Faults as Faults
 from gpuaug.batch import EncodedBatch as EncodedBatch
@@ -41,6 +42,7 @@ from gpuaug.augment.crop import RandomResizedCrop as RandomResizedCrop
 from gpuaug.augment.crop import RandomCrop as RandomCrop
 from gpuaug.augment.crop import Resize as Resize
 from gpuaug.augment.crop import ResizeCenterCrop as ResizeCenterCrop
+from gpuaug.augment.crop import ResizeToSequence as ResizeToSequence
 from gpuaug.augment.target_crops import RandomScaleCrop as RandomScaleCrop
 from gpuaug.augment.target_crops import Letterbox as Letterbox
 from gpuaug.augment.target_crops import RandomIoUCrop as RandomIoUCrop

@@ -16,6 +16,8 @@ from gpuaug.random.keyed import Float
 
 LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger value is a mistake
 LARGEST_VIEW = 178_000_000  # largest number of pixels of a view; equals the default of `decode.max_pixels`
+LARGEST_MULTIPLE = 4096
+LONGEST = 2**16  # patches of a sequence
 _TRIES = 10  # tries of RandomResizedCrop before it takes a central crop, as in torchvision
 Float64 = NDArray[np.float64]
 Known = NDArray[np.bool_]  # [B], False for a sample that cannot be decoded
@@ -263,6 +265,57 @@ class Resize(Crop):
         return CropWindows(box, resized, offset, (height, width), self.interpolation)
 
 
+class ResizeToSequence(Crop):
+    """Resizes the whole image to at most ``length`` patches and keeps its aspect ratio, as NaFlex (arXiv:2502.14786).
+
+    The image is made as large as ``length`` allows, and each side is rounded up to a multiple of ``patch``, as timm's
+    transform of this name. No side gets more than ``2 * sqrt(length)`` patches: a longer image is squeezed. The images
+    of a batch lie at the top left of outputs as large as the largest of them. ``batch.patches()`` cuts them into
+    sequences. With ``batch_size`` as :class:`~gpuaug.Tokens`, each step has its own ``length``.
+
+    Args:
+        length: largest number of patches.
+        patch: side of a patch, in pixels.
+        fill: value of the added pixels, 0..255, as of :class:`~gpuaug.RandomCrop`.
+        interpolation: ``bilinear`` or ``bicubic``.
+
+    >>> ResizeToSequence(256).size
+    (512, 512)
+    """
+
+    pad = "batch"
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        patch: int = 16,
+        fill: int | Sequence[int] = 0,
+        interpolation: Interpolation = "bicubic",
+    ) -> None:
+        self.length = checks.whole_number("length", length, 1, LONGEST)
+        self.patch = checks.whole_number("patch", patch, 1, LARGEST_MULTIPLE)
+        self.fill = color(fill)
+        self.interpolation = checks.one_of("interpolation", interpolation, get_args(Interpolation))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Largest sides of an output."""
+        side = self.patch * min(math.ceil(2 * math.sqrt(self.length)), self.length)
+        return side, side
+
+    def _windows(self, u: Float64, heights: Int64, widths: Int64, known: Known, reads: Reads) -> CropWindows:
+        given = np.stack([heights, widths], axis=1) / self.patch
+        low, high = np.zeros((len(given), 1)), np.full((len(given), 1), float(self.length * self.patch))
+        for _ in range(60):  # the largest factor with at most `length` patches
+            middle = (low + high) / 2
+            fits = np.ceil(given * middle).prod(axis=1, keepdims=True) <= self.length
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+        sides = np.clip(np.ceil(given * low), 1, self.size[0] // self.patch).astype(np.int32) * self.patch
+        whole, none = stack_rows(len(sides), 0, 0, heights, widths), np.zeros_like(sides)
+        return CropWindows(whole, sides, none, largest_of(sides[known], self.patch), self.interpolation, self.fill)
+
+
 class Window(Crop):
     """Cuts a window from images that hold several views side by side, as `gpuaug pack epochs=K` stores them."""
 
@@ -287,7 +340,13 @@ def side_by_side(sizes: Sequence[tuple[int, int]]) -> tuple[list[Window], tuple[
     return windows, (bottom, width)
 
 
-CROPS = (RandomResizedCrop, RandomCrop, ResizeCenterCrop, Resize)
+CROPS = (RandomResizedCrop, RandomCrop, ResizeCenterCrop, Resize, ResizeToSequence)
+
+
+def largest_of(sides: Any, multiple: int) -> tuple[int, int]:
+    """The largest height and width, rounded up to a multiple."""
+    height, width = (-(-sides.max(axis=0, initial=1) // multiple) * multiple).tolist()
+    return height, width
 
 
 def stack_rows(count: int, *columns: Any) -> Int32:

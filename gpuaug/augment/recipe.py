@@ -40,14 +40,15 @@ from gpuaug.machine import verdict
 from gpuaug.random.keyed import Float, Int, seed_of_call, uniforms
 
 if TYPE_CHECKING:
+    from gpuaug.read.order import Step
     from gpuaug.targets.rules import Targets
 
 log = logging.getLogger("gpuaug")
 
 BACKENDS = ("fused", "kornia")
 _READ_ONCE = (
-    "a recipe reads its settings only when it is created. Create a new recipe, as `Augment.replace` does; "
-    "`loader.replace(augment=...)` makes a loader use the new recipe."
+    "a recipe reads its settings only when it is created. Create a new recipe, as `Augment.replace` does, and a new "
+    "loader with it."
 )
 FLIPPED = {"RandomVerticalFlip": 0, "RandomHorizontalFlip": 1}  # the axis that an operation flips
 LARGEST_COPIES = 1000  # maximum of `copies`; each copy is cropped and augmented separately
@@ -154,13 +155,13 @@ class RecipeBase(ReadOnly):
     def _stages(self) -> dict[int, Self]:
         return {first: self._of_epoch(first) for first in sorted({0, *changes})} if (changes := self.changes()) else {}
 
-    def for_step(self, *, seed: int, epoch: int, step: int | None) -> Self:
-        """Return the recipe with the size of a step.
+    def for_step(self, *, seed: int, epoch: int, step: Step | None) -> Self:
+        """Return the recipe with the size of a step, or the length of its sequences.
 
         Args:
             seed: of the loader.
             epoch: of the step.
-            step: its number in the epoch; None: the recipe keeps its own size.
+            step: None: the recipe keeps its own size.
         """
         return self
 
@@ -534,7 +535,7 @@ class Augment(RecipeBase):
             raise ConfigError(f"`augment.sizes` needs a crop with a size (H, W). Found: {crop!r:.99}.")
         if sizes is not None and sizes.how == "crop" and self.combine:
             raise ConfigError(f"`augment.sizes.how` must be resize with {self.combine}. Found: crop.")
-        self._by_size: dict[Size, Augment] = {}
+        self._by_size: dict[Size | int, Augment] = {}
         self._executor: ReferenceBackend | FusedBackend | None = None
         self._made = self.settings()
 
@@ -578,25 +579,22 @@ class Augment(RecipeBase):
             **({"combine": settings(self.combine.entries)} if self.combine.entries else {}),
         }
 
-    def for_step(self, *, seed: int, epoch: int, step: int | None) -> Augment:
-        """Return the recipe with the size of a step.
-
-        Args:
-            seed: of the loader.
-            epoch: of the step.
-            step: its number in the epoch; None: the recipe keeps its own size.
-        """
-        size = None if self.sizes is None or step is None else self.sizes.of(seed=seed, epoch=epoch, step=step)
-        if size is None:
+    def for_step(self, *, seed: int, epoch: int, step: Step | None) -> Augment:
+        """As :meth:`RecipeBase.for_step`."""
+        number, length = step or (None, None)
+        size = None if self.sizes is None or number is None else self.sizes.of(seed=seed, epoch=epoch, step=number)
+        if (key := length if size is None else size) is None:
             return self
-        if size not in self._by_size:
+        if key not in self._by_size:
             crop = copy.copy(self.crop)
             resize = self.sizes is not None and self.sizes.how == "resize"
-            if not resize:
+            if length is not None:
+                crop.length = length
+            elif not resize:
                 crop.size = size
-            made = self._by_size[size] = self.replace(crop=crop, sizes=None)
+            made = self._by_size[key] = self.replace(crop=crop, sizes=None)
             made._sized_from, made.resized = (self,), size if resize else None
-        return self._by_size[size]
+        return self._by_size[key]
 
     @property
     def checked(self) -> Augment:

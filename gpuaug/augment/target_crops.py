@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gpuaug import checks
 from gpuaug.augment.crop import (
+    LARGEST_MULTIPLE,
     LARGEST_SIDE,
     Crop,
     Float64,
@@ -22,6 +23,7 @@ from gpuaug.augment.crop import (
     Reads,
     color,
     integers,
+    largest_of,
     pair,
     resized_sides,
     stack_rows,
@@ -31,7 +33,6 @@ from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Float, pick, scale
 from gpuaug.targets.geometry import both
 
-LARGEST_MULTIPLE = 4096
 LARGEST_SCALE = 100.0  # maximum of `scale`, `zoom_out` and `sampler_options`; more is surely a mistake
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -263,7 +264,7 @@ interpolation='bilinear')
         offset = (np.array(self.size, dtype=np.int32) - sides) // 2 if self.centre else np.zeros_like(sides)
         whole, size = stack_rows(len(sides), 0, 0, heights, widths), self.size
         if self.pad == "batch":
-            size = _largest(sides[known], self.multiple)
+            size = largest_of(sides[known], self.multiple)
         return CropWindows(whole, sides, offset, size, self.interpolation, self.fill)
 
 
@@ -328,7 +329,7 @@ class RandomSizeCrop(Crop):
         first, cut, part = np.where(crops, first, 0), np.where(crops, cut, given), np.where(crops, part, given)
         sides = _detr_sides(_chosen(self.shorter, u[:, 6]), part, self.size)
         window, none = np.concatenate([first, cut], axis=1).astype(np.int32), np.zeros_like(sides)
-        return CropWindows(window, sides, none, _largest(sides[known], self.multiple), self.interpolation, self.fill)
+        return CropWindows(window, sides, none, largest_of(sides[known], self.multiple), self.interpolation, self.fill)
 
 
 def _chosen(lengths: tuple[int, ...], u: Float64) -> Int64:
@@ -345,12 +346,6 @@ def _detr_sides(shorter: Int64, given: Int64, size: tuple[int, int] | None) -> A
     tall = (given[:, 0] > given[:, 1])[:, None]
     sides = np.stack([shorter, longer], axis=1)
     return np.where(tall, sides[:, ::-1], sides).astype(np.int32)
-
-
-def _largest(sides: Any, multiple: int) -> tuple[int, int]:
-    """The largest height and width, rounded up to a multiple."""
-    height, width = (-(-sides.max(axis=0, initial=1) // multiple) * multiple).tolist()
-    return height, width
 
 
 def _lengths(name: str, value: Any) -> tuple[int, ...]:

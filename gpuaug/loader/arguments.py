@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gpuaug import checks, machine
+from gpuaug.augment.crop import ResizeToSequence
 from gpuaug.augment.domains import check as check_domains
 from gpuaug.augment.mix import Mix
 from gpuaug.augment.progressive import Recipe, views_of
 from gpuaug.errors import ConfigError
 from gpuaug.read.order import Sequential, Shuffle
+from gpuaug.read.tokens import Tokens
 
 if TYPE_CHECKING:
     from gpuaug.targets.rules import Targets
@@ -141,6 +144,20 @@ def check_mix(mix: Any, recipe: Recipe, targets: Any) -> Any:
         )
     check_targets_of_mix(mix, targets)
     return mix
+
+
+def check_tokens(tokens: Tokens | None, recipe: Recipe, others: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a recipe does not fit ``tokens``. ``others``: settings that must be None."""
+    if tokens is None:
+        return
+    for key, view in views_of(recipe):
+        if not isinstance(view.augment.crop, ResizeToSequence) or view.augment.sizes or len(recipe.at(0).views) > 1:
+            raise ConfigError(
+                "`batch_size` as gpuaug.Tokens needs a recipe with one view, the crop gpuaug.ResizeToSequence and no "
+                f"`sizes`. Found: `{key}.crop` {view.augment.crop!r:.99}."
+            )
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(f"`{given[0]}` must be none if `batch_size` is gpuaug.Tokens. Remove one of them.")
 
 
 def check_patch_masks(patch_masks: Any, recipe: Recipe, seed: int) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gpuaug import checks
 from gpuaug.batch import Images
 from gpuaug.errors import ConfigError
+from gpuaug.native.buffers import to_device
 
 if TYPE_CHECKING:  # workers do not need Pillow
     from PIL.Image import Image
@@ -43,6 +44,9 @@ class Batch:
         extra: a list of B values, such as captions, as the source gave them. A value is None if its sample has no
             extra or could not be read. ``mix`` does not mix the values.
         patch_masks: a :class:`~gpuaug.PatchMasks`; None if the loader draws no patch masks.
+        sides: int64 ``[B, 2]``, CPU: height and width of the image, at the top left of the output, for crops whose
+            output is as large as the batch's largest image; else None.
+        patch, length: of :class:`ResizeToSequence`, for :meth:`patches`; None: the recipe has another crop.
         positions: computes :attr:`matrices`; None: this batch has none.
         explained: computes what :meth:`explain` returns, for each view of a row; None: this batch has no explanations.
         look: normalization and names for ``show``. None: ``show`` takes the pixels as values from 0 to 1.
@@ -63,6 +67,9 @@ class Batch:
     targets: Any = None
     extra: list[Any] = field(default_factory=list)
     patch_masks: Any = None
+    sides: Tensor | None = None
+    patch: int | None = None
+    length: int | None = None
     positions: Callable[[], list[Tensor]] | None = field(default=None, repr=False, compare=False)
     explained: Callable[[int], list[Explanation]] | None = field(default=None, repr=False, compare=False)
     look: Any = field(default=None, repr=False, compare=False)
@@ -99,6 +106,33 @@ class Batch:
             raise ConfigError("`matrices` needs a batch from a gpuaug.Loader. Found: another batch.")
         made = self.positions()
         return made if isinstance(self.images, list) else made[0]
+
+    def patches(self) -> dict[str, Tensor]:
+        """Sequences of patches, for NaFlex models such as timm's ``naflexvit``, as the model's keyword arguments.
+
+        Returns, on the device of ``images``, with L = ``length`` and p = ``patch``:
+
+        - ``patches``: ``[B, L, p * p * C]``, the channel is the fastest; rows of patches, then zeros
+        - ``patch_coord``: int64 ``[B, L, 2]``, (row, column) of each patch in its image; zeros behind
+        - ``patch_valid``: bool ``[B, L]``, False behind
+
+        Raises:
+            ConfigError: the recipe has another crop than :class:`ResizeToSequence`.
+        """
+        if self.sides is None or self.patch is None or self.length is None or isinstance(self.images, list):
+            raise ConfigError("`patches` needs a batch with the crop gpuaug.ResizeToSequence. Found: another crop.")
+        p, device = self.patch, self.images.device
+        count, channels, height, width = self.images.shape
+        rows, columns = (self.sides // p).T[:, :, None]
+        k = torch.arange(self.length, device="cpu")
+        valid = k < rows * columns
+        coord = torch.stack([k // columns, k % columns], dim=2) * valid[:, :, None]
+        at = to_device(coord[:, :, 0] * (width // p) + coord[:, :, 1], device)
+        cut = self.images.reshape(count, channels, height // p, p, width // p, p).permute(0, 2, 4, 3, 5, 1)
+        cut = cut.reshape(count, -1, p * p * channels)
+        valid, coord = to_device(valid, device), to_device(coord, device)
+        patches = cut.gather(1, at[:, :, None].expand(-1, -1, cut.shape[2])) * valid[:, :, None]
+        return {"patches": patches, "patch_coord": coord, "patch_valid": valid}
 
     def explain(self, row: int) -> Explanation | list[Explanation]:
         """What the recipe did to the sample at ``row``: its crop window, and each operation with its parameters.

@@ -38,8 +38,9 @@ from gpuaug.loader.state import VERSION, Row, check_rows, check_state, compare, 
 from gpuaug.random import keyed as draw
 from gpuaug.read import order as orders
 from gpuaug.read.ends import finalize
-from gpuaug.read.order import EpochOrder, Last, Task
+from gpuaug.read.order import EpochOrder, Last, Step, Task
 from gpuaug.read.reader import Reader
+from gpuaug.read.tokens import Tokens
 from gpuaug.source.base import checksum
 
 if TYPE_CHECKING:  # runs without targets or patch masks do not import them
@@ -57,7 +58,7 @@ class Loader:
         source: a :class:`~gpuaug.FolderSource`, or any map-style object that yields ``(bytes, label)`` or
             ``(bytes, label, extra)``.
         augment: :class:`~gpuaug.Augment`, :class:`~gpuaug.MultiView` or :class:`~gpuaug.Progressive`.
-        batch_size: samples per batch and rank.
+        batch_size: samples per batch and rank; or a :class:`~gpuaug.Tokens`, for sequences of patches.
         order: ``"shuffle"`` (the default), ``"sequential"``, an order such as :class:`~gpuaug.Weighted`, a list or
             array of positions, or an object with the method ``order(seed, epoch, source)``.
         shuffle: True means ``order="shuffle"``, False means ``order="sequential"``. ``shuffle`` replaces an ``order``
@@ -140,7 +141,7 @@ class Loader:
         source: Any,
         *,
         augment: Recipe,
-        batch_size: int = 64,
+        batch_size: int | Tokens = 64,
         order: Any = None,
         shuffle: bool | None = None,
         last: str | None = None,
@@ -177,13 +178,16 @@ class Loader:
         self.augment: Recipe = checks.instance("augment", augment, Augment, MultiView, Progressive)
         self.seed: int = checks.whole_number("seed", seed, None)
         self.source = sources.adapt(source)
-        self.batch_size: int = checks.whole_number("batch_size", batch_size, 1)
+        self.tokens: Tokens | None = batch_size if isinstance(batch_size, Tokens) else None
+        most = batch_size if self.tokens is None else self.tokens.most
+        self.batch_size: int = checks.whole_number("batch_size", most, 1)
         self.order = orders.adapt(arguments.choose_order(order, shuffle))
         self._last = None if last is None else checks.one_of("last", last, get_args(Last))
         self.mix: Mix | TargetMix | None = arguments.check_mix(mix, self.augment, targets)
         self.targets = arguments.check_targets(targets, self.source, self.augment, self.mix)
         self.decode: Decode = checks.instance("decode", decode, Decode, optional=True) or Decode()
         arguments.check_recipe(self.augment, self.decode.channels or 3, raw=self.decode.pixels == "raw")
+        arguments.check_tokens(self.tokens, self.augment, {"mix": mix, "patch_masks": patch_masks})
         self.patch_masks = patch_masks
         self.faults: Faults = checks.instance("faults", faults, Faults, optional=True) or Faults()
         self.device = machine.choose_device(device)
@@ -290,6 +294,7 @@ class Loader:
                 "samples": len(self._ordered()),
                 "order of the epoch": self._ordered().digest,
                 "batch_size": self.batch_size,
+                "tokens": self.tokens,
                 "last": self.last,
                 "limit_batches": self.limit_batches,
                 "faults.policy": self.faults.policy,
@@ -297,8 +302,8 @@ class Loader:
             distributed.agree({**self.fingerprint(), **shared}, device=self.device)
         self._log_last(tasks)
         row = self._row()
-        self._passes = [each for each in self._passes if each.step < row.step or each.leads_to(row)]
-        if not self._passes or not self._passes[-1].leads_to(row):
+        self._passes = [each for each in self._passes if each.step < row.step or each.leads_to(row, seed=self.seed)]
+        if not self._passes or not self._passes[-1].leads_to(row, seed=self.seed):
             self._passes.append(row)
         return _Epoch(self, tasks)
 
@@ -306,7 +311,8 @@ class Loader:
         """What the pass that begins here adds to ``_passes``."""
         world_size = distributed.rank_and_world(self._rank, self._world_size)[1]
         place = self._step, self._epoch, self._position, len(self._ordered())
-        return Row(*place, self.batch_size, world_size, self.last, self.limit_batches)
+        size = self.batch_size if self.tokens is None else self.tokens.row
+        return Row(*place, size, world_size, self.last, self.limit_batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of ``epoch``. If a state of this epoch was just loaded, the loaded position stays."""
@@ -438,7 +444,7 @@ class Loader:
             raise GpuaugError(f"none of the samples {list(indices)} could be decoded, and `faults.policy` is drop.")
         return batch
 
-    def _make(self, task: Task, epoch: int, *, mix: bool, faults: Faults, step: int | None = None) -> Batch | None:
+    def _make(self, task: Task, epoch: int, *, mix: bool, faults: Faults, step: Step | None = None) -> Batch | None:
         """Make one batch in this process; None if policy ``drop`` removes all samples."""
         reader = Reader(self.source, targets=self.pipeline.reader.targets)
         pipeline = replace(self.pipeline, reader=reader, faults=faults)
@@ -498,7 +504,7 @@ class Loader:
         rows = [row for row in self._passes or [self._row()] if row.step <= step]
         if not rows:
             raise ConfigError(f"`step` must be {self._passes[0].step} or more, where this run began. Found: {step}.")
-        epoch, start, number = rows[-1].place(step)
+        epoch, start, number = rows[-1].place(step, seed=self.seed)
         ordered, batches = self._ordered(_check_epoch(epoch)), dict[int, Batch]()
         if rows[-1].samples != len(ordered):
             raise StateError(
@@ -506,7 +512,7 @@ class Loader:
                 "and the same `subset` and `exclude` of the source."
             )
         for rank in range(rows[-1].world_size):
-            tasks = rows[-1].split(ordered, start=start, rank=rank)
+            tasks = rows[-1].split(ordered, start=start, rank=rank, seed=self.seed, number=epoch)
             if number < len(tasks):
                 in_epoch, task = tasks.step(number), tasks[number]
                 if (partners := self._partners(epoch)) is not None:
@@ -629,12 +635,14 @@ class Loader:
                 "collective operation (such as DDP's) that waits for every rank."
             )
         share: dict[str, Any] = {"rank": rank, "world_size": world_size, "last": self.last, "limit": self.limit_batches}
+        share |= {"tokens": self.tokens, "seed": self.seed, "number": self._epoch}
         return EpochOrder(self._ordered(), start=start, batch_size=self.batch_size, **share)
 
     def _log_last(self, tasks: EpochOrder) -> None:
         """Log once, on rank 0, what `last` does with samples that do not fill a batch on every rank; and of buckets."""
         together, order = tasks.batch_size * tasks.world_size, self.order
-        if isinstance(order, orders.Buckets) and order.samples % together and not tasks.rank and not self._passes:
+        first = self.tokens is None and not tasks.rank and not self._passes
+        if isinstance(order, orders.Buckets) and order.samples % together and first:
             self._log.warning(
                 "order.samples=%d: batches show images of several shapes, because it is no multiple of the %d samples "
                 "of a step (batch_size times ranks)", order.samples, together,
@@ -642,7 +650,7 @@ class Loader:
         if self._last_logged or tasks.rank or tasks.world_size == 1:
             return
         most, least = len(tasks), len(replace(tasks, rank=tasks.world_size - 1))
-        more = together * most - tasks.remaining
+        more = tasks.world_size * tasks.before(most) - tasks.remaining
         self._last_logged = most != least or (self._last is None and more > 0)
         if most != least:
             self._log.warning(

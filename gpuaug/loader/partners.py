@@ -21,7 +21,7 @@ class Partners:
     Attributes:
         mosaic: of the epoch's recipe; None: each output has one tile.
         name: of the mosaic in the recipe.
-        epoch_order: the epoch, the same on every rank.
+        ordered: the epoch, the same on every rank.
         seed, epoch: of the random numbers.
     """
 

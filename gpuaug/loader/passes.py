@@ -15,7 +15,7 @@ from gpuaug.loader.batch import Batch
 from gpuaug.loader.pipeline import PartialBatch, Pipeline
 from gpuaug.loader.tiles import HeldTiles
 from gpuaug.read.ends import finalize
-from gpuaug.read.order import Task
+from gpuaug.read.order import Step, Task
 from gpuaug.read.prefetch import END, Producer
 from gpuaug.read.reader import Reader
 
@@ -36,7 +36,7 @@ class Pass(Iterator[Batch]):
         tasks: ``(indices, repeats, valid)`` of each batch; may be infinite.
         prefetch: number of finished batches that may wait while the next batch is made; 0: each batch is made when it
             is requested.
-        steps: for each task, the number of the step in the epoch; None: they are no steps of an epoch.
+        steps: for each task, its step in the epoch; None: they are no steps of an epoch.
 
     Attributes:
         done: number of tasks whose batch was handed out, or was dropped by the faults policy.
@@ -51,7 +51,7 @@ class Pass(Iterator[Batch]):
         *,
         epoch: int,
         prefetch: int = 2,
-        steps: Iterator[int | None] | None = None,
+        steps: Iterator[Step | None] | None = None,
     ) -> None:
         self._pipeline, self._epoch = pipeline, epoch
         self.done, self.waited = 0, 0.0

@@ -28,7 +28,7 @@ from gpuaug.loader.faults import Faults
 from gpuaug.loader.self_check import SelfCheck
 from gpuaug.loader.tiles import Combined, HeldTiles
 from gpuaug.native.buffers import to_device
-from gpuaug.read.order import Task
+from gpuaug.read.order import Step, Task
 from gpuaug.read.reader import Reader
 
 if TYPE_CHECKING:  # runs without targets or patch masks do not import these modules
@@ -156,10 +156,10 @@ class Pipeline:
     def read(self, tasks: Iterable[Task], epoch: int) -> Iterator[EncodedBatch]:
         return self.reader.batches(tasks, first=self.first_row(epoch))
 
-    def read_headers(self, encoded: EncodedBatch, epoch: int, step: int | None = None) -> PartialBatch:
+    def read_headers(self, encoded: EncodedBatch, epoch: int, step: Step | None = None) -> PartialBatch:
         """Read the headers, draw the random parameters, and compute each view's window in each image.
 
-        ``step``: number of the step in the epoch; None: this is a batch of chosen samples.
+        ``step``: None: this is a batch of chosen samples.
         """
         info = self.decoder.read_headers(encoded)
         indices, repeats = encoded.indices.numpy(), encoded.repeats.numpy()
@@ -288,6 +288,9 @@ class Pipeline:
                 targets=_one(targets),
                 extra=extra,
                 patch_masks=masks,
+                sides=_sides(decoded, keep),
+                patch=getattr(decoded.recipe.views[0].augment.crop, "patch", None),
+                length=getattr(decoded.recipe.views[0].augment.crop, "length", None),
                 positions=partial(_positions, *made),
                 explained=partial(_explained, *made, images[0].shape[1]),
                 look=replace(self.appearance_at(epoch), bad=frozenset(bad if keep is None else ())),
@@ -350,6 +353,16 @@ class Pipeline:
             self.stop()
             self.reader.close()
             self.decoders.close()
+
+
+def _sides(decoded: PartialBatch, keep: Tensor | None) -> Tensor | None:
+    """The sides of the images within outputs that are as large as the largest of them; None for other crops."""
+    crops = [view.augment.crop for view in decoded.recipe.views]
+    if len(crops) > 1 or crops[0] is None or crops[0].pad == "size":
+        return None
+    windows = decoded.windows[0]
+    sides = torch.from_numpy(np.minimum(windows.resized, windows.size).astype(np.int64))
+    return sides if keep is None else sides[keep]
 
 
 def _positions(*given: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from gpuaug.augment.fingerprint import differences
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
 from gpuaug.read.order import EpochOrder, Last, Order, Ordered, describe
+from gpuaug.read.tokens import Tokens
 from gpuaug.source.base import checksum
 
 log = logging.getLogger("gpuaug")
@@ -57,42 +58,52 @@ class Row(NamedTuple):
         epoch, position: where the first of the passes began.
         samples: of an epoch.
         batch_size, world_size, last, limit: how an epoch is split, as in :class:`~gpuaug.read.order.EpochOrder`.
+            ``batch_size`` is a list for :class:`~gpuaug.Tokens`: tokens, multiple, and the lengths.
     """
 
     step: int
     epoch: int
     position: int
     samples: int
-    batch_size: int
+    batch_size: int | list[int]
     world_size: int
     last: Last
     limit: int | None
 
-    def split(self, epoch: Any, *, start: int, rank: int = 0) -> EpochOrder:
+    def split(self, epoch: Any, *, start: int, rank: int = 0, seed: int = 0, number: int = 0) -> EpochOrder:
         """The batches of ``rank`` from position ``start`` on. ``epoch``: its samples in order."""
         share: dict[str, Any] = {"world_size": self.world_size, "last": self.last, "limit": self.limit}
-        return EpochOrder(epoch, start=start, rank=rank, batch_size=self.batch_size, **share)
+        if isinstance(self.batch_size, list):
+            tokens, multiple, *lengths = self.batch_size
+            share |= {"tokens": Tokens(tokens, lengths, multiple), "seed": seed, "number": number}
+        else:
+            share["batch_size"] = self.batch_size
+        return EpochOrder(epoch, start=start, rank=rank, **share)
 
-    def _lengths(self) -> tuple[int, int]:
-        """Number of batches of the first pass, and of each later one."""
-        first, later = (len(self.split(range(self.samples), start=start)) for start in (self.position, 0))
-        return first, max(1, later)
-
-    def place(self, step: int) -> tuple[int, int, int]:
+    def place(self, step: int, *, seed: int) -> tuple[int, int, int]:
         """The epoch of a step, the position where its pass began, and the number of its batch in the pass."""
-        first, later = self._lengths()
-        number = step - self.step
+        samples, kind = range(self.samples), {"seed": seed, "number": self.epoch}
+        first, number = len(self.split(samples, start=self.position, **kind)), step - self.step
         if number < first:
             return self.epoch, self.position, number
+        later = max(1, len(self.split(samples, start=0)))  # the same in all epochs
         epochs, number = divmod(number - first, later)
         return self.epoch + 1 + epochs, 0, number
 
-    def leads_to(self, other: Row) -> bool:
+    def leads_to(self, other: Row, *, seed: int) -> bool:
         """Whether this row also describes the passes of ``other``."""
         if self[3:] != other[3:] or other.step < self.step:
             return False
-        epoch, start, number = self.place(other.step)
-        return (epoch, start + number * self.batch_size * self.world_size) == (other.epoch, other.position)
+        epoch, start, number = self.place(other.step, seed=seed)
+        own, kind = range(self.samples), {"seed": seed, "number": epoch}
+        ours, theirs = (self.split(own, start=at, **kind) for at in (start, other.position))
+        if (epoch, ours.position(number)) != (other.epoch, other.position):
+            return False
+        return (
+            ours.plan is None
+            or theirs.plan is None
+            or ours.plan.lengths[number:].tolist() == theirs.plan.lengths.tolist()
+        )
 
 
 def check_rows(value: Any) -> list[Row]:
@@ -100,9 +111,10 @@ def check_rows(value: Any) -> list[Row]:
     rows = []
     for each in value if isinstance(value, list) and len(value) <= 10_000 else [None]:
         given = each if isinstance(each, list) and len(each) == 8 else [-1] * 8
-        numbers = [*given[:6], 1 if given[7] is None else given[7]]
+        several = given[4] if isinstance(given[4], list) and 3 <= len(given[4]) <= 1002 else [given[4]]
+        numbers = [*given[:4], *several, given[5], 1 if given[7] is None else given[7]]
         whole = all(type(x) is int and 0 <= x < 2**62 for x in numbers) and given[6] in LASTS
-        if not whole or min(numbers[4:]) < 1 or max(numbers[4:6]) > 2**20 or given[2] > given[3]:
+        if not whole or min(numbers[4:]) < 1 or max(numbers[4:-1]) > 2**20 or given[2] > given[3]:
             raise StateError(f"the passes of the loader state are damaged. Found: {str(value)[:200]!r}.")
         rows.append(Row(*given))
     return rows

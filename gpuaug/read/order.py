@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from gpuaug import checks
 from gpuaug.batch import Tiles
 from gpuaug.errors import ConfigError, SourceError
 from gpuaug.random import keyed as draw
+from gpuaug.read.tokens import Plan, Tokens
 from gpuaug.source.adapt import active_numbers, numbers_by_position
 from gpuaug.source.adapt import adapt as adapt_source
 from gpuaug.source.index import occurrences, range_problem, read_numbers
@@ -289,12 +290,25 @@ class Ordered:
         return _digest(self.indices.numpy())
 
 
+class Step(NamedTuple):
+    """A step of training.
+
+    Attributes:
+        number: in the epoch, from 0.
+        length: patches of each sequence; None: the batches have ``batch_size`` samples.
+    """
+
+    number: int
+    length: int | None = None
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EpochOrder(Sequence[Task]):
     """The batches of one rank, from position ``start`` to the end of an epoch, each as ``(indices, repeats, valid)``.
 
     For ``last`` see :class:`gpuaug.Loader`. ``pad`` repeats the first samples of the epoch. ``limit`` is the largest
-    number of batches from the beginning of the epoch; None: no limit.
+    number of batches from the beginning of the epoch; None: no limit. ``tokens``: decides the size of each batch, in
+    place of ``batch_size``; it needs ``seed`` and ``number``, that of the epoch.
     """
 
     epoch: Ordered = field(kw_only=False)
@@ -304,6 +318,21 @@ class EpochOrder(Sequence[Task]):
     batch_size: int = 64
     last: Last = "uneven"
     limit: int | None = None
+    tokens: Tokens | None = None
+    seed: int = 0
+    number: int = 0
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The steps, if ``tokens`` decides their sizes."""
+        if self.tokens is None:
+            return None
+        place: dict[str, Any] = {"start": self.start, "seed": self.seed, "epoch": self.number}
+        return self.tokens.plan(len(self.epoch), ranks=self.world_size, **place, whole=self.last == "drop")
+
+    def before(self, k: int) -> int:
+        """How many samples each rank has consumed before batch ``k``, counted from ``start``."""
+        return k * self.batch_size if self.plan is None else int(self.plan.bounds[k])
 
     @property
     def remaining(self) -> int:
@@ -313,9 +342,19 @@ class EpochOrder(Sequence[Task]):
     def __len__(self) -> int:
         """Number of batches of this rank from ``start`` on."""
         step = self.batch_size * self.world_size
-        full, rest = divmod(self.remaining, step)
-        count = full + {"drop": False, "pad": rest > 0, "uneven": rest > self.rank}[self.last]
-        return count if self.limit is None else max(0, min(count, self.limit - -(-self.start // step)))
+        if self.plan is not None:
+            count, first = len(self.plan.lengths), self.plan.first
+            if (
+                count
+                and self.last == "uneven"
+                and self.world_size * self.before(count - 1) + self.rank >= self.remaining
+            ):
+                count -= 1
+        else:
+            full, rest = divmod(self.remaining, step)
+            count = full + {"drop": False, "pad": rest > 0, "uneven": rest > self.rank}[self.last]
+            first = -(-self.start // step)
+        return count if self.limit is None else max(0, min(count, self.limit - first))
 
     def __getitem__(self, k: Any) -> Any:
         if isinstance(k, slice):
@@ -332,18 +371,19 @@ class EpochOrder(Sequence[Task]):
 
     def positions(self, k: int) -> Tensor:
         """The positions of batch ``k`` in the epoch, int64; from ``len(self.epoch)`` on, the epoch begins again."""
-        step = self.batch_size * self.world_size
-        begin = self.start + self.rank + k * step
-        end = begin + step if self.last == "pad" else min(begin + step, len(self.epoch))
+        begin, end = (self.start + self.rank + self.world_size * self.before(i) for i in (k, k + 1))
+        end = end if self.last == "pad" else min(end, len(self.epoch))
         return torch.arange(begin, end, self.world_size, device="cpu")
 
-    def step(self, k: int) -> int:
-        """The number of batch ``k``, counted from the beginning of the epoch."""
-        return self.start // (self.batch_size * self.world_size) + k
+    def step(self, k: int) -> Step:
+        """What batch ``k`` has in common on all ranks."""
+        if self.plan is not None:
+            return Step(self.plan.first + k, int(self.plan.lengths[k]))
+        return Step(self.start // (self.batch_size * self.world_size) + k)
 
     def position(self, k: int) -> int:
         """The position of all ranks together after ``k`` steps from ``start``."""
-        return self.start + min(k * self.batch_size * self.world_size, self.remaining)
+        return self.start + min(self.world_size * self.before(k), self.remaining)
 
 
 def _numbers(given: Any, key: str, allowed: str) -> NDArray[np.float64]:

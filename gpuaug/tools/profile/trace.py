@@ -25,6 +25,7 @@ from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
 from gpuaug.loader.passes import Pass
 from gpuaug.loader.pipeline import PartialBatch, Pipeline
+from gpuaug.read import order as orders
 from gpuaug.read.order import Task
 
 Step = Callable[[Batch], None]
@@ -146,7 +147,7 @@ class _Traced(Pipeline):
                     return
                 yield batch
 
-    def read_headers(self, encoded: EncodedBatch, epoch: int, step: int | None = None) -> PartialBatch:
+    def read_headers(self, encoded: EncodedBatch, epoch: int, step: orders.Step | None = None) -> PartialBatch:
         with self.clock.stage("headers"):
             batch = super().read_headers(encoded, epoch, step)
         if batch.info is not None:
