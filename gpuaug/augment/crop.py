@@ -268,10 +268,11 @@ class Resize(Crop):
 class ResizeToSequence(Crop):
     """Resizes the whole image to at most ``length`` patches and keeps its aspect ratio, as NaFlex (arXiv:2502.14786).
 
-    The image is made as large as ``length`` allows, and each side is rounded up to a multiple of ``patch``, as timm's
+    The image is made as large as ``length`` allows; each side is rounded up to a multiple of ``patch``, as by timm's
     transform of this name. No side gets more than ``2 * sqrt(length)`` patches: a longer image is squeezed. The images
-    of a batch lie at the top left of outputs as large as the largest of them. ``batch.patches()`` cuts them into
-    sequences. With ``batch_size`` as :class:`~gpuaug.Tokens`, each step has its own ``length``.
+    of a batch lie at the top left of outputs as large as the largest of them; for operations, see ``pad="batch"`` of
+    :class:`Letterbox`. ``batch.patches()`` cuts the images into sequences. With ``batch_size`` as
+    :class:`~gpuaug.Tokens`, each step has its own ``length``.
 
     Args:
         length: largest number of patches.

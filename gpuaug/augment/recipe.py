@@ -531,7 +531,7 @@ class Augment(RecipeBase):
             raise ConfigError(f"`augment.copies` must be 1 with {self.combine}. Found: {copies}.")
         self.epochs = self._check_epochs(epochs, {**(ops or {}), **(combine or {})})
         self.sizes = checks.instance("augment.sizes", sizes, Sizes, optional=True)
-        if sizes is not None and not isinstance(getattr(crop, "size", None), tuple):
+        if sizes is not None and not isinstance(getattr(crop, "__dict__", {}).get("size"), tuple):
             raise ConfigError(f"`augment.sizes` needs a crop with a size (H, W). Found: {crop!r:.99}.")
         if sizes is not None and sizes.how == "crop" and self.combine:
             raise ConfigError(f"`augment.sizes.how` must be resize with {self.combine}. Found: crop.")

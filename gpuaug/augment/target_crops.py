@@ -212,7 +212,9 @@ class Letterbox(Crop):
             drawn for each sample. None: the image is made as large as ``size`` allows.
         pad: ``size``: the output has the sides ``size``. ``batch``: it has the largest height and the largest width of
             the batch's resized images, as in DETR and torchvision's detectors. Then ``centre`` must be False, and an
-            image that ``RandomHorizontalFlip`` or ``RandomVerticalFlip`` flips still lies at the top left.
+            image that ``RandomHorizontalFlip`` or ``RandomVerticalFlip`` flips still lies at the top left. All other
+            operations see the padding. So those that look at more than one pixel, such as contrast or an affine
+            transform, make a sample depend on its batch.
         multiple: with ``pad="batch"``, both sides of the output are rounded up to a multiple of this; otherwise 1.
         interpolation: ``bilinear`` or ``bicubic``; ``nearest`` only for batches of tensors, not in a loader.
 

@@ -179,6 +179,11 @@ MADE: dict[str, Attack] = {
     "Keypoints": (lambda p: {}, lambda p, made: repr(gpuaug.Targets(keypoints=made))),
     "Targets": (lambda p: {"masks": gpuaug.Masks()}, lambda p, made: pairs(p, targets=made)),
     "Repeated": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
+    "Tokens": (
+        lambda p: {"tokens": 64, "lengths": [8, 16]},
+        lambda p, made: one_batch(p, batch_size=made, augment=gpuaug.Augment(crop=gpuaug.ResizeToSequence(8, patch=4))),
+    ),
+    "ResizeToSequence": (lambda p: {"length": 8, "patch": 4}, lambda p, made: augmented(p, crop=made)),
     "Buckets": (
         lambda p: {"samples": 2},
         lambda p, made: boxes(p, order=made, targets=BOXES),

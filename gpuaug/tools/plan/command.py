@@ -151,12 +151,15 @@ def on_cuda(loader: Loader, batch: int) -> list[StageMemory]:
     stored, channels = decoder.stored, 3 if decoder.stored is None else decoder.stored.channels
     each = channels * (1 if stored is None else np.dtype(stored.dtype).itemsize)  # bytes of a pixel
 
-    def pixels(sides: Any) -> int:  # bytes of a batch of images, whose sides are [n, 2]
-        return each * loader.batch_size * round(sides.prod(axis=1).mean())
+    def pixels(sides: Any, count: int = loader.batch_size) -> int:  # bytes of a batch of images, whose sides are [n, 2]
+        return each * count * round(sides.prod(axis=1).mean())
 
+    count = loader.batch_size  # images as large as these in a batch
+    if loader.tokens is not None:
+        count = -(-loader.tokens.tokens // loader.augment.at(loader.epoch).views[0].augment.crop.length)
     decoded = min(pixels(info.stored), loader.decode.max_bytes)
-    resized = sum(pixels(view.window[:, 2:]) + pixels(view.resized) for view in views)
-    canvases = [each * loader.batch_size * math.prod(view.size) for view in views]
+    resized = sum(pixels(view.window[:, 2:]) + pixels(view.resized, count) for view in views)
+    canvases = [each * count * math.prod(view.size) for view in views]
     tiles = _tiles(loader) * _tile_bytes(loader)
     made = min(len(loader), loader.prefetch + 2)
     decoders = 2 if stored is None and loader.prefetch else 1
