@@ -92,6 +92,7 @@ class Objects:
         labels, crowd: [N].
         area: [N], as the source gave it, in pixels of the source's image; NaN: not known.
         ids: [N]; -1: not known.
+        visible: [N], the share of each box that is left; None: nothing has moved the boxes yet.
         sizes: [B, 2], (height, width) of the image that the annotations were made for; 0: not known.
         fractions: [B], whether coordinates are fractions of the image's sides; None: False for all images.
     """
@@ -105,6 +106,7 @@ class Objects:
     ids: Int64
     sizes: Int32
     fractions: NDArray[np.bool_] | None = None
+    visible: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.sample)
@@ -132,7 +134,7 @@ class Objects:
         return replace(kept, sample=sample, sizes=self.sizes[keep_rows], fractions=fractions)
 
 
-OBJECT_COLUMNS = ("sample", "boxes", "labels", "keypoints", "crowd", "area", "ids")  # one entry per object
+OBJECT_COLUMNS = ("sample", "boxes", "labels", "keypoints", "crowd", "area", "ids", "visible")  # one entry per object
 
 
 NO_TILE = -(2**62)

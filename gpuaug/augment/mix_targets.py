@@ -378,7 +378,9 @@ class CopyPaste(TargetMix):
         both, starts = made.objects, made.objects.offsets
         keep, boxes = np.ones(len(both), dtype=bool), both.boxes
         assert boxes is not None
+        assert both.visible is not None
         boxes, keypoints = boxes.copy(), None if both.keypoints is None else both.keypoints.copy()
+        visible = both.visible.copy()
         masks, pasted = numbers.copy(), np.zeros(numbers.shape, dtype=np.bool_)
         for row in np.flatnonzero(mixing.mixed).tolist():
             mate, count = int(mixing.mates[row]), int(own_counts[row])
@@ -399,6 +401,7 @@ class CopyPaste(TargetMix):
             boxes[own, 2:] = np.where(high, np.minimum(after[:, 3:], boxes[own, 2:]), boxes[own, 2:])
             gone |= covered & (boxes[own, 2:] <= boxes[own, :2]).any(axis=1)
             keep[own] = ~gone
+            visible[own] *= after[:, 0] / np.maximum(before[:, 0], 1)
             if keypoints is not None and count:
                 points = keypoints[own]
                 places = points[..., :2].astype(np.int64).clip(0, np.array(masks.shape[:0:-1]) - 1)
@@ -408,7 +411,7 @@ class CopyPaste(TargetMix):
             left = np.concatenate([~gone, np.ones(len(chosen), dtype=bool)])
             table = np.concatenate([[0], np.cumsum(left) * left]).astype(np.int32)
             masks[row] = table[masks[row]]
-        made.objects = replace(both, boxes=boxes, keypoints=keypoints).take(keep)
+        made.objects = replace(both, boxes=boxes, keypoints=keypoints, visible=visible).take(keep)
         made.masks = torch.from_numpy(masks)
         mixing.pasted = pasted
         return made

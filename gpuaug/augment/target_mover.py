@@ -318,6 +318,7 @@ class TargetMover:
                     ids=torch.from_numpy(view.table.ids[objects.ids]),
                     crowd=torch.from_numpy(objects.crowd),
                     area=torch.from_numpy(objects.area),
+                    visible=None if objects.visible is None else torch.from_numpy(objects.visible.astype(np.float32)),
                     indices=indices[rows],
                     image_ids=indices[rows] if self._image_ids is None else self._image_ids[indices[rows]],
                     sizes=torch.from_numpy(view.sizes[rows]),

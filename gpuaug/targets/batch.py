@@ -30,6 +30,9 @@ class BatchTargets:
         counts: int64 ``[B]``, number of objects of each image.
         ids: int64 ``[N]``, id of each annotation in its file; -1: the annotation has no id.
         crowd: bool ``[N]``, True for an annotation that covers many objects (COCO's iscrowd).
+        visible: float32 ``[N]``, the part of each box's area that the output shows, 0..1, as ``min_visibility`` of
+            :class:`~gpuaug.Boxes` counts it. With ``combine``, of the whole box in its image. CopyPaste multiplies it
+            by the part of the object's pixels that it leaves. None if the run has no boxes.
         area: float32 ``[N]``, area in the annotation file, in pixels of the source image; NaN: not known.
         indices: int64 ``[B]``, index of the sample in the source.
         image_ids: int64 ``[B]``, the source's own id of each image, such as ``images[].id`` in COCO's files. If the
@@ -68,6 +71,7 @@ class BatchTargets:
     ids: Tensor
     crowd: Tensor
     area: Tensor
+    visible: Tensor | None = None
     indices: Tensor
     image_ids: Tensor
     sizes: Tensor

@@ -90,8 +90,11 @@ def carry(
             centre = (cut[:, :2] + cut[:, 2:]) / 2
             keep &= both((centre > part[:, :2] + _ROUNDING) & (centre < part[:, 2:] - _ROUNDING))
         boxes, left = fields.visible(ops, boxes, objects.sample, size)
-        keep &= (left >= 0) & _large_enough(boxes, left, cut, limits)  # NaN: nothing is left
-        objects = replace(objects, boxes=np.ascontiguousarray(boxes)).take(keep)
+        whole = (cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1])
+        keep &= (left >= 0) & _large_enough(boxes, left, whole, limits)  # NaN: nothing is left
+        share = np.divide(left, whole, out=np.ones_like(left), where=whole > 0).clip(max=1)
+        share *= 1 if objects.visible is None else objects.visible
+        objects = replace(objects, boxes=np.ascontiguousarray(boxes), visible=share).take(keep)
     if objects.keypoints is not None:
         path = [(crop, covered[objects.sample]), *((op, canvas) for op in ops)]
         keypoints = _moved_keypoints(objects.keypoints, objects.sample, path)
@@ -113,17 +116,18 @@ def half(rules: Targets) -> float:
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
 
 
-def _large_enough(boxes: Float64, left: Float64, cut: Float64, limits: Boxes | None) -> Bool:
+def _large_enough(boxes: Float64, left: Float64, whole: Float64, limits: Boxes | None) -> Bool:
     """Whether boxes [N, 4] of the output satisfy the limits.
 
-    ``left`` [N]: the area of their visible part, on the first canvas. ``cut`` [N, 4]: the unclipped boxes there.
+    ``left``, ``whole`` [N]: the areas of their visible part and of the unclipped boxes, on the first canvas.
     """
     if limits is None:
         return np.ones(len(boxes), dtype=bool)
     sides = boxes[:, 2:] - boxes[:, :2]
     keep = both(sides >= limits.min_size - _ROUNDING) & (sides[:, 0] * sides[:, 1] >= limits.min_area - _ROUNDING)
+    if limits.max_aspect is not None:
+        keep &= sides.max(axis=1) <= limits.max_aspect * sides.min(axis=1) + _ROUNDING
     if limits.min_visibility > 0:
-        whole = (cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1])
         keep &= left >= limits.min_visibility * whole - _ROUNDING
     return keep
 

@@ -78,6 +78,8 @@ class Boxes:
         min_area: smallest area of the upright box in pixels of the output.
         min_visibility: smallest area of what is left, as a fraction of the box's whole area; 0..1. Both are areas
             right after the crop, before rotations and perspectives: polygons, not the upright boxes around them.
+            ``targets.visible`` has this fraction. With ``combine``, the whole is what the mosaic shows of the box.
+        max_aspect: largest ratio of the longer to the shorter side in the output; None: any. Ultralytics: 100.
         crowd: whether to ``drop`` or ``keep`` annotations that cover many objects (COCO's iscrowd).
 
     >>> Boxes(min_visibility=0.1).min_size
@@ -87,12 +89,16 @@ class Boxes:
     min_size: float = 1.0
     min_area: float = 1.0
     min_visibility: float = 0.0
+    max_aspect: float | None = None
     crowd: Literal["drop", "keep"] = "drop"
 
     def __post_init__(self) -> None:
         for name, high in (("min_size", math.inf), ("min_area", math.inf), ("min_visibility", 1)):
             value = checks.number(f"targets.boxes.{name}", getattr(self, name), 0, high)
             object.__setattr__(self, name, float(value))  # 1 and 1.0 must be equal in a loader's state
+        if self.max_aspect is not None:
+            aspect = checks.number("targets.boxes.max_aspect", self.max_aspect, 1, math.inf)
+            object.__setattr__(self, "max_aspect", float(aspect))
         checks.one_of("targets.boxes.crowd", self.crowd, ("drop", "keep"))
 
 

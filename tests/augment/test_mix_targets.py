@@ -390,3 +390,5 @@ def test_covering_never_enlarges_or_turns_a_box(first: Any, second: Any, expecte
     targets = next(iter(made)).targets
     own = targets.boxes[(targets.sample == 0) & (targets.tile == 0)]
     assert own.tolist() == ([] if expected is None else [expected])
+    visible = targets.visible[(targets.sample == 0) & (targets.tile == 0)]
+    assert visible.tolist() == ([] if expected is None else [700 / 800])  # pixels of the mask

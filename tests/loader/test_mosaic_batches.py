@@ -217,15 +217,22 @@ def test_targets_follow_the_pixels(settings: Any) -> None:
             assert t.sources[row, tile] == source
             assert t.labels[n] == source % 7
             m = t.tile_matrices[row, tile].numpy()
-            hulls = []
+            hulls, areas = [], []
             for x1, y1, x2, y2 in scenes()[source][1].boxes.tolist():
                 corners = m @ np.array([[x1, y1, 1], [x2, y1, 1], [x2, y2, 1], [x1, y2, 1]]).T
                 hulls.append([*corners[:2].min(axis=1), *corners[:2].max(axis=1)])
+                areas.append((x2 - x1) * (y2 - y1) * abs(np.linalg.det(m)))
             box = t.boxes[n].numpy()
-            assert any(
+            around = [
                 (box[:2] >= h[:2] - np.float64(0.01)).all() and (box[2:] <= h[2:] + np.float64(0.01)).all()
                 for h in map(np.array, hulls)
-            )
+            ]
+            assert any(around)
+            pixels = int((t.masks[row] == n - int((t.sample < row).sum()) + 1).sum())
+            errors = [abs(pixels - float(t.visible[n]) * area) for area, a in zip(areas, around, strict=True) if a]
+            assert (
+                min(errors) < 1 + 1.6 * (box[2:] - box[:2]).sum()
+            )  # 0.8 pixels all around, of the mask enlarged twice
         assert torch.allclose(batch.matrices[:, :2], t.matrices[:, :2], atol=1e-6)
     assert shown > 30
     assert points > 20

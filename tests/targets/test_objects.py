@@ -145,6 +145,7 @@ def visible(box: Any, ops: list[np.ndarray]) -> tuple[list[float] | None, float]
 def expected_box(
     box: Any, crop: np.ndarray, ops: list[np.ndarray], covered: Any, limits: Boxes, centres: bool
 ) -> list[float] | None:
+    """The box, and the part of it that is visible."""
     ends = [apply(crop, *box[:2]), apply(crop, *box[2:])]
     whole = [*np.min(ends, axis=0), *np.max(ends, axis=0)]
     cut = clip(whole, covered)
@@ -155,7 +156,10 @@ def expected_box(
     final, left = visible(cut, ops) if cut else (None, 0.0)
     if final is None or min(final[2] - final[0], final[3] - final[1]) < limits.min_size:
         return None
-    return final if area_of(final) >= limits.min_area and left >= limits.min_visibility * area_of(whole) else None
+    share, sides = left / area_of(whole), (final[2] - final[0], final[3] - final[1])
+    keep = area_of(final) >= limits.min_area and share >= limits.min_visibility
+    keep &= limits.max_aspect is None or max(sides) <= limits.max_aspect * min(sides)
+    return [*final, share] if keep else None
 
 
 def expected_keypoints(points: Any, crop: np.ndarray, ops: list[np.ndarray], covered: Any, flip: Any) -> np.ndarray:
@@ -183,6 +187,7 @@ def test_every_object_follows_the_rules_written_out(seed: int, centres: bool, wi
         min_size=float(rng.choice([0, 1, 5])),
         min_area=float(rng.choice([0, 1, 40])),
         min_visibility=float(rng.choice([0, 0.1, 0.7])),
+        max_aspect=rng.choice([None, 2.5]),
         crowd=str(rng.choice(["drop", "keep"])),
     )
     rules = Targets(boxes=limits, keypoints=Keypoints(pixel_centers=False))
@@ -206,7 +211,9 @@ def test_every_object_follows_the_rules_written_out(seed: int, centres: bool, wi
     np.testing.assert_array_equal(found.area, encoded.area[found.labels])
     np.testing.assert_array_equal(found.crowd, encoded.crowd[found.labels])
     boxes, points = (np.array([e[k] for e in expected]) for k in (2, 3))
-    np.testing.assert_allclose(found.boxes, boxes.reshape(-1, 4), rtol=1e-9, atol=1e-9)
+    boxes = boxes.reshape(-1, 5)
+    np.testing.assert_allclose(found.boxes, boxes[:, :4], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found.visible, boxes[:, 4], rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(found.keypoints, points.reshape(-1, 5, 3), rtol=1e-9, atol=1e-9)
 
 
@@ -247,7 +254,8 @@ def test_no_object_keeps_shapes_and_types(counts: list[int]) -> None:
     objects = by_rules(encoded, ALL)
     rows, eye = len(counts), np.eye(3)[None].repeat(len(counts), axis=0)
     for empty in (objects, carry(objects, crop=eye, ops=eye, rules=ALL, flip=FLIP, centres=True)):
-        assert [getattr(empty, name).dtype for name in OBJECT_COLUMNS] == [
+        columns = [column for name in OBJECT_COLUMNS if (column := getattr(empty, name)) is not None]
+        assert [column.dtype for column in columns[:7]] == [
             np.int64, np.float64, np.int64, np.float64, np.bool_, np.float32, np.int64,
         ]  # fmt: skip
         assert (empty.boxes.shape, empty.keypoints.shape) == ((0, 4), (0, 5, 3))
@@ -318,6 +326,8 @@ def test_an_object_behind_the_viewer_is_dropped() -> None:
         ({"min_size": 2}, [0, 2, 3]),
         ({"min_area": 20}, [0, 1]),
         ({"min_area": 20.1}, [0]),
+        ({"max_aspect": 20}, [0, 1, 2, 3, 4]),
+        ({"max_aspect": 19.9}, [0, 2, 3, 4]),
         ({"min_visibility": 0.5}, [0, 1, 2, 4]),
         ({"min_visibility": 0.51}, [0, 1, 4]),
         ({"min_visibility": 1}, [0, 1, 4]),
