@@ -51,14 +51,15 @@ class Target:
 
     Attributes:
         mask: the encoded mask, as in its file.
-        boxes: [n, 4], (x1, y1, x2, y2) of each object.
+        boxes: [n, 4], (x1, y1, x2, y2) of each object; None: those around ``corners``.
+        corners: [n, 4, 2], (x, y) of the corners of each oriented box, in any order.
         labels: [n], class number of each object.
         keypoints: [n, K, 3], (x, y, visibility 0..2) of each object.
         crowd: [n], True if one annotation covers many objects.
         area: [n], area of each object in pixels.
         ids: [n], id of each annotation in its file.
         size: (height, width) of the image that the annotations were made for; None: not known.
-        fractions: True: boxes and keypoints are fractions of the annotated image's sides, as in YOLO's files.
+        fractions: True: boxes, corners and keypoints are fractions of the annotated image's sides, as in YOLO's files.
         label: label of the whole image.
 
     >>> Target(boxes=[[10, 20, 30, 60]], labels=[3], size=(100, 80)).labels
@@ -75,6 +76,7 @@ class Target:
     size: tuple[int, int] | None = None
     fractions: bool = False
     label: Any = None
+    corners: Any = None
     # True: one of gpuaug's sources has checked the objects. `dataclasses.replace` does not copy it
     _checked: bool = field(default=False, init=False, repr=False, compare=False)
 
@@ -92,6 +94,8 @@ class Objects:
         labels, crowd: [N].
         area: [N], as the source gave it, in pixels of the source's image; NaN: not known.
         ids: [N]; -1: not known.
+        corners: [N, V, 2], the vertices (x, y) of convex polygons; V is 4 until a canvas has clipped them. None: the
+            run has no oriented boxes.
         visible: [N], the share of each box that is left; None: nothing has moved the boxes yet.
         sizes: [B, 2], (height, width) of the image that the annotations were made for; 0: not known.
         fractions: [B], whether coordinates are fractions of the image's sides; None: False for all images.
@@ -106,6 +110,7 @@ class Objects:
     ids: Int64
     sizes: Int32
     fractions: NDArray[np.bool_] | None = None
+    corners: NDArray[Any] | None = None
     visible: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
@@ -134,7 +139,17 @@ class Objects:
         return replace(kept, sample=sample, sizes=self.sizes[keep_rows], fractions=fractions)
 
 
-OBJECT_COLUMNS = ("sample", "boxes", "labels", "keypoints", "crowd", "area", "ids", "visible")  # one entry per object
+OBJECT_COLUMNS = (
+    "sample",
+    "boxes",
+    "labels",
+    "keypoints",
+    "crowd",
+    "area",
+    "ids",
+    "corners",
+    "visible",
+)  # one per object
 
 
 NO_TILE = -(2**62)

@@ -72,6 +72,7 @@ class Cameras(ReadOnly):
         boxes: Any = None,
         labels: Any = None,
         keypoints: Any = None,
+        corners: Any = None,
         targets: Any = None,
         seed: int | None = None,
         epoch: int = 0,
@@ -86,7 +87,7 @@ class Cameras(ReadOnly):
 
         Args:
             images: mapping of cameras to images or clips of the same B samples. Cameras may be missing.
-            masks, boxes, labels, keypoints, targets: mappings of cameras to what :class:`Augment` takes.
+            masks, boxes, labels, keypoints, corners, targets: mappings of cameras to what :class:`Augment` takes.
             seed: any integer, for all cameras.
             epoch: number of the epoch.
             indices: [B], sample numbers.
@@ -101,6 +102,7 @@ class Cameras(ReadOnly):
             found = list(images) if isinstance(images, Mapping) else type(images).__name__
             raise ConfigError(f"`images` must have names of {', '.join(self.cameras)} as keys. Found: {found}.")
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
+        given["corners"] = corners
         more = {"layout": layout, "white": white, "nan": nan, "dtype": dtype, "memory_format": memory_format}
 
         def call(camera: str, batch: Tensor, **own: Any) -> Any:

@@ -36,12 +36,16 @@ def augment_targets(
 ) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
     """Move the targets of decoded images. Returns crop windows, choices and targets of every view.
 
-    ``drawn``: the random numbers; ``given``: masks, boxes, labels, keypoints and targets of the call, or None;
+    ``drawn``: the random numbers; ``given``: masks, boxes, labels, keypoints, corners and targets of the call, or
+    None;
     ``size``: (H, W) of the images; ``indices``: sample numbers.
     """
     checks.instance("targets", given["targets"], Targets, optional=True)
     kinds: dict[str, Any] = {"masks": Masks, "boxes": Boxes, "keypoints": Keypoints}
-    rules = given["targets"] or Targets(**{name: kind() for name, kind in kinds.items() if given[name] is not None})
+    made: dict[str, Any] = {name: kind() for name, kind in kinds.items() if given[name] is not None}
+    if given["corners"] is not None:
+        made["boxes"] = Boxes(oriented=True)
+    rules = given["targets"] or Targets(**made)
     for view in (view for view in recipe.views if view.copy == 0):
         check_carried(view.augment.prepared, rules.names)
         for name in sorted(set(getattr(view.augment.crop, "needs", ())) - set(rules.names)):
@@ -69,7 +73,7 @@ def _table(given: Mapping[str, Any], rules: Targets, count: int) -> Objects:
     columns = dict[str, Any]()  # an array of each image, or one array of all
     for name in dict.fromkeys([*rules.names, "boxes", "labels", "keypoints"]):
         value = given[name]
-        if value is None and name not in rules.names:
+        if value is None and (name not in rules.names or (name == "boxes" and given["corners"] is not None)):
             continue
         listed = isinstance(value, Tensor | np.ndarray | Sequence) and getattr(value, "ndim", 1) > 0
         if not listed or len(value) != count:

@@ -91,10 +91,12 @@ class TargetMix:
 
     def _check(self, targets: Targets | None) -> None:
         name, names = type(self).__name__, () if targets is None else targets.names
-        if targets is None or any(each not in self.takes for each in names):
+        others = {*names} - self.takes
+        if targets is None or others:
+            remedy = "the others to null" if others != {"corners"} else "`targets.boxes.oriented` to false"
             raise ConfigError(
                 f"`mix` ({name}) needs targets, of these kinds: {', '.join(sorted(self.takes))}. "
-                f"Found: {', '.join(names) or 'none'}. Set the others to null, or use another mix."
+                f"Found: {', '.join(names) or 'none'}. Set {remedy}, or use another mix."
             )
 
     def mixing(
@@ -148,7 +150,7 @@ class MixObjects(TargetMix):
     """
 
     count: ClassVar[int] = 3
-    takes: ClassVar[frozenset[str]] = frozenset({"boxes", "keypoints", "masks"})
+    takes: ClassVar[frozenset[str]] = frozenset({"boxes", "keypoints", "masks", "corners"})
     alpha: float = 32.0
     lam: float | None = None
 

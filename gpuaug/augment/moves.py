@@ -229,7 +229,7 @@ def _across_border(matrices: Float64, size: Size) -> tuple[Bool, Bool]:
 
 
 def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:
-    """Raise ConfigError if the targets ``names`` (masks, boxes, keypoints; matrices) cannot follow an operation."""
+    """Raise ConfigError if an operation cannot move the targets ``names``: masks, boxes, keypoints, corners; matrices."""
     for key, op in (leaf for entry in ops if names for leaf in entry.leaves(f"{path}.{entry.name}")):
         if op.chains:
             raise ConfigError(
@@ -245,10 +245,11 @@ def _check_module(module: nn.Module, names: Sequence[str], key: str) -> None:
 
     kind, entry = type(module), entry_of(module)
     kornias = kind.__module__.startswith("kornia.augmentation.")
-    if entry is not None and entry.affects == "field" and "matrices" in names:
+    if entry is not None and entry.affects == "field" and {"matrices", "corners"} & {*names}:
+        other = ", or set `targets.boxes.oriented=false`" if "corners" in names else ""
         raise ConfigError(
             f"`{key}` must move pixels by a matrix, because no matrix describes an offset per pixel. "
-            f"Found: {kind.__name__}. Remove `{key}`."
+            f"Found: {kind.__name__}. Remove `{key}`{other}."
         )
     changes_values = kornias and isinstance(module, IntensityAugmentationBase2D)
     if entry is not None or changes_values or getattr(module, "affects", None) == "pixels":

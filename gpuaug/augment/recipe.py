@@ -295,6 +295,7 @@ class RecipeBase(ReadOnly):
         boxes: Any = None,
         labels: Any = None,
         keypoints: Any = None,
+        corners: Any = None,
         targets: Targets | None = None,
         seed: int | None = None,
         epoch: int = 0,
@@ -313,6 +314,7 @@ class RecipeBase(ReadOnly):
             masks: integers [B, H, W], one class number per pixel.
             boxes: for each image [n, 4], (x1, y1, x2, y2) in pixels.
             labels: for each image [n], class numbers of the objects; None: 0 for all objects.
+            corners: for each image [n, 4, 2], the corners of oriented boxes in pixels, in place of ``boxes``.
             keypoints: for each image [n, K, 3], (x, y, visibility). With clips, masks are [B, T, H, W], and boxes,
                 labels and keypoints are lists of T for each clip. With cameras, all of them are mappings as ``images``.
             targets: rules for masks, boxes and keypoints; None: the defaults of :class:`~gpuaug.Targets`.
@@ -338,6 +340,7 @@ class RecipeBase(ReadOnly):
             ConfigError: an operation cannot take such images, or an argument is wrong.
         """
         given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
+        given["corners"] = corners
         recipe = self.at(epoch)
         call: Any = recipe._of_cameras if isinstance(images, Mapping) else recipe.augment_rows
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy code and gpuaug's kernels
@@ -364,7 +367,8 @@ class RecipeBase(ReadOnly):
 
         Args:
             images: images or clips.
-            given: the arguments ``masks``, ``boxes``, ``labels``, ``keypoints`` and ``targets`` of ``forward``.
+            given: the arguments ``masks``, ``boxes``, ``labels``, ``keypoints``, ``corners`` and ``targets`` of
+                ``forward``.
             seed, epoch, indices, layout, white, nan: as in ``forward``.
             rows: the camera.
             output: ``dtype`` and ``memory_format``, as in ``forward``.
@@ -397,7 +401,7 @@ class RecipeBase(ReadOnly):
             given = {k: v if k == "targets" else fold(k, v, samples, frames) for k, v in given.items()}
             numbers = numbers.repeat(frames)
         size, chosen, moved = (images.shape[1], images.shape[2]), None, None
-        if any(given[name] is not None for name in ("masks", "boxes", "keypoints")):
+        if any(given[name] is not None for name in ("masks", "boxes", "keypoints", "corners")):
             from gpuaug.augment.given_targets import augment_targets  # not needed without targets
 
             windows, chosen, moved = augment_targets(

@@ -300,17 +300,22 @@ class TargetMover:
             if len(rows) < len(indices):
                 objects = objects.rows(rows)
             corners = None if objects.boxes is None else objects.boxes.astype(np.float32)
-            columns = (corners, objects.labels, output_keypoints(objects, self.rules), objects.sample)
+            oriented = None
+            if objects.corners is not None:  # at the last size, because `resized` has no polygons
+                scale = np.divide(size or view.windows.size, view.windows.size)[::-1]
+                oriented = geometry.rectangles(objects.corners * scale).astype(np.float32)
+            columns = (corners, objects.labels, output_keypoints(objects, self.rules), objects.sample, oriented)
             uploaded: list[Any] = [
                 None if column is None else buffers.to_device(torch.from_numpy(column), device) for column in columns
             ]
-            boxes, labels, keypoints, sample = uploaded
+            boxes, labels, keypoints, sample, oriented = uploaded
             whole = np.array([[0, 0, *view.windows.size]])
             covered = whole.repeat(len(indices), axis=0) if view.covered is None else view.covered
             made.append(
                 BatchTargets(
                     masks=self._finished_masks(view, bad, rows, device, mixing),
                     boxes=boxes,
+                    oriented=oriented,
                     labels=labels,
                     keypoints=keypoints,
                     sample=sample,
@@ -507,13 +512,15 @@ def _in_pixels(table: Objects, sizes: Int64) -> Objects:
     if rows is None:
         return table
     scale = np.where(rows[:, None], np.maximum(sizes, 1), 1)[table.sample, ::-1]
-    boxes, keypoints = table.boxes, table.keypoints
+    boxes, keypoints, corners = table.boxes, table.keypoints, table.corners
+    if corners is not None:
+        corners = (corners * scale[:, None]).astype(np.float32)
     if boxes is not None:
         boxes = (boxes * np.concatenate([scale, scale], axis=1)).astype(np.float32)
     if keypoints is not None:
         keypoints = keypoints.copy()
         keypoints[..., :2] *= scale[:, None].astype(np.float32)
-    return replace(table, boxes=boxes, keypoints=keypoints)
+    return replace(table, boxes=boxes, keypoints=keypoints, corners=corners)
 
 
 def drop_vanished(view: TargetView) -> None:

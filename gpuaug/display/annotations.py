@@ -44,6 +44,7 @@ class Annotations:
     labels: NDArray[np.int64]  # [n]
     crowd: NDArray[np.bool_]  # [n]
     ids: NDArray[np.int64]  # [n], id of each annotation in its file; -1: none
+    corners: NDArray[np.float64] | None = None  # [n, 4, 2], of oriented boxes, which are drawn instead of `boxes`
 
     @classmethod
     def of(cls, targets: BatchTargets | None, row: int, rules: Targets | None) -> Annotations | None:
@@ -57,7 +58,13 @@ class Annotations:
         if keypoints is not None and (points is None or points.pixel_centers):
             keypoints = keypoints + np.array([0.5, 0.5, 0], dtype=np.float32)
         mask = None if targets.masks is None else targets.masks[row].int().cpu().numpy()
-        return cls(mask, boxes, keypoints, *others)
+        corners = None
+        if targets.oriented is not None:
+            from gpuaug.targets.geometry import corners_of
+
+            corners = corners_of(targets.oriented.cpu()[own].double().numpy())
+        labels, crowd, ids = others
+        return cls(mask, boxes, keypoints, labels, crowd, ids, corners)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -147,7 +154,10 @@ class Annotated(NamedTuple):
             areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
             by_area = {k: boxes[k].tolist() for k in np.argsort(-areas, kind="stable").tolist()}  # small ones on top
             for k, box in by_area.items():
-                _box(pen, box, style.color(annotations, k))
+                if annotations.corners is None:
+                    _box(pen, box, style.color(annotations, k))
+                else:
+                    _rectangle(pen, annotations.corners[k] * factors, style.color(annotations, k))
             _labels(pen, image.size, by_area, annotations, style)
         if annotations.keypoints is not None:
             for k, points in enumerate(annotations.keypoints * (*factors, 1)):
@@ -212,6 +222,13 @@ def _box(pen: Any, box: Sequence[int], color: Color) -> None:
         corners = (x1 - grow, y1 - grow, x2 + grow, y2 + grow)
         if corners[0] <= corners[2] and corners[1] <= corners[3]:
             pen.rectangle(corners, outline=tone, width=width)
+
+
+def _rectangle(pen: Any, corners: NDArray[Any], color: Color) -> None:
+    """Draw the rectangle with ``corners`` [4, 2] on a wider black or white one."""
+    places = [(x, y) for x, y in [*corners.tolist(), *corners[:2].tolist()]]
+    for width, tone in ((4, (*_contrast(color), 150)), (2, color)):
+        pen.line(places, fill=tone, width=width)
 
 
 def _labels(

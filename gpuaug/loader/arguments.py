@@ -111,6 +111,11 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
         if view.copy == 0:
             check_carried(view.augment.prepared, names, path=f"{key}.ops")
     if known is not None and (absent := sorted(set(names) - set(known))):
+        if absent[0] == "corners":
+            raise ConfigError(
+                "`targets.boxes.oriented` needs a source with the corners of oriented boxes. Found: "
+                f"{type(source).__name__} with {', '.join(sorted(known))}. Set it to false, or choose another source."
+            )
         without = f"targets.{absent[0]}=null" if len(absent) < len(names) else "targets=none"
         raise ConfigError(
             f"`targets.{absent[0]}` needs a source with {absent[0]}. Found: {type(source).__name__} with "

@@ -46,7 +46,7 @@ class Reader:
             are used if the source is ``thread_safe`` and a read takes longer than 0.5 ms.
         prefetch_factor: batches that each worker reads ahead.
         start_method: fork, forkserver or spawn; None: Python's default.
-        targets: the kinds of targets to read: masks, boxes, keypoints.
+        targets: the kinds of targets to read: masks, boxes, keypoints, corners.
     """
 
     def __init__(

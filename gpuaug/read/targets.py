@@ -41,7 +41,8 @@ def collect(
     rows, masks = [dict[str, Any]() for _ in targets], [_NO_MASK] * len(targets)
     sizes, fractions = np.zeros((len(targets), 2), dtype=np.int32), np.zeros(len(targets), dtype=np.bool_)
     used = [name for name, _, _, missing in COLUMNS if missing is not None or name in names]
-    needed = [name for name in ("boxes", "keypoints") if name in names]
+    used += ["corners"] if "boxes" in names and "corners" not in names else []  # of which boxes can be made
+    needed = [name for name in ("boxes", "keypoints", "corners") if name in names]
     faults, is_checked = dict[int, str](), True
     for row, target in enumerate(targets):
         if row in skip:

@@ -57,7 +57,8 @@ class Source:
             get this label. None: they get their value in ``labels``.
         read_many: ``source.read_many(numbers)`` returns a list of samples or exceptions.
         mapped: True if the bytes are memory-mapped.
-        target_kinds: a set of ``masks``, ``boxes`` and ``keypoints``. A sample is then ``(bytes, gpuaug.Target)``.
+        target_kinds: a set of ``masks``, ``boxes``, ``keypoints`` and ``corners`` (of oriented boxes). A sample is then
+            ``(bytes, gpuaug.Target)``.
         num_keypoints: number of keypoints of an object.
         flip_pairs: for each keypoint, the number of its mirror image.
         image_ids: int64 ``[N]``, the id of each sample for evaluation, such as COCO's; None: samples have only numbers.
@@ -304,7 +305,7 @@ class ListedSource(Source):
     def _set_objects(self, table: ObjectTable) -> None:
         """Set the objects. Log how many samples are damaged; SourceError if all are."""
         self._objects, self.num_keypoints = table, table.num_keypoints
-        self.target_kinds |= {"boxes"} if table.num_keypoints is None else {"boxes", "keypoints"}
+        self.target_kinds |= table.kinds
         if damaged := len(table.damaged):
             first = int(table.damaged[0])
             text = f"the objects of {damaged} of {len(table)} samples cannot be used; sample {first}: "

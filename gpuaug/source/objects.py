@@ -39,10 +39,12 @@ def find_faults(
     ``sample`` is int64 [N], the sample of each object, ascending. ``columns`` are those of :class:`ObjectTable`, with
     float32 for coordinates and areas; a column may be missing. ``file``: the file that messages name.
     """
-    boxes, labels, keypoints, pointed, area, ids = (
-        columns.get(name) for name in ("boxes", "labels", "keypoints", "pointed", "area", "ids")
+    boxes, labels, keypoints, pointed, area, ids, corners = (
+        columns.get(name) for name in ("boxes", "labels", "keypoints", "pointed", "area", "ids", "corners")
     )
     wrong: list[tuple[str, NDArray[Any], NDArray[np.bool_]]] = []
+    if corners is not None:
+        wrong.append(("corners of {} must be finite", corners, ~np.isfinite(corners).all(axis=(1, 2))))
     if boxes is not None:
         bad = ~(np.isfinite(boxes).all(axis=1) & (boxes[:, :2] <= boxes[:, 2:]).all(axis=1))
         wrong.append(("box of {} must be finite x1, y1, x2, y2 with x1 <= x2 and y1 <= y2", boxes, bad))
@@ -80,6 +82,7 @@ COLUMNS: tuple[tuple[str, Any, tuple[int, ...], Any], ...] = (
     ("crowd", np.bool_, (), False),
     ("area", np.float32, (), np.nan),
     ("ids", np.int64, (), -1),
+    ("corners", np.float32, (4, 2), None),
 )
 
 
@@ -118,6 +121,9 @@ def as_arrays(
             if name == "keypoints" and num_keypoints and len(array) and array.shape[1] != num_keypoints:
                 raise ValueError(f"each object must have {num_keypoints} keypoints. Found: {array.shape[1]}")
             columns[name] = array
+    if "corners" in columns and "boxes" not in columns:
+        corners = columns["corners"]
+        columns["boxes"] = np.concatenate([corners.min(axis=1), corners.max(axis=1)], axis=1)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the columns of the sample's objects differ in length: {lengths}")
@@ -136,6 +142,7 @@ class ObjectTable:
         keypoints: float [N, K, 3], or [P, K, 3] with ``pointed``. The table stores only objects with keypoints.
         pointed: int [P], ascending numbers of the objects that have keypoints.
         crowd, area, ids: [N].
+        corners: float [N, 4, 2], of oriented boxes.
         sizes: int [samples, 2], (height, width) of the annotated images; 0: not known.
         fractions: whether coordinates are fractions of the image's sides instead of pixels.
         num_classes: labels must be below this number.
@@ -154,6 +161,7 @@ class ObjectTable:
         crowd: NDArray[Any] | None = None,
         area: NDArray[Any] | None = None,
         ids: NDArray[Any] | None = None,
+        corners: NDArray[Any] | None = None,
         sizes: NDArray[Any] | None = None,
         fractions: bool = False,
         num_classes: int | None = None,
@@ -169,6 +177,8 @@ class ObjectTable:
         small = np.int16 if not len(labels) or int(np.max(labels)) < 2**15 else np.int32
         crowd = None if crowd is None or not crowd.any() else crowd
         given = {"boxes": boxes, "keypoints": keypoints, "pointed": pointed, "crowd": crowd, "area": area, "ids": ids}
+        given["corners"] = corners
+        self.kinds = {"boxes"} | {name for name in ("keypoints", "corners") if given[name] is not None}
         kinds = {"pointed": np.int64, "crowd": np.bool_, "ids": np.int64}
         with np.errstate(over="ignore"):  # no warning: an infinite number makes a bad sample
             columns: dict[str, Any] = {

@@ -322,6 +322,8 @@ class PackedSource(ListedSource):
             columns["area"] = self._array(f"index/{size}.area.npy", np.float32, total)
             if "boxes" in self.target_kinds:
                 columns["boxes"] = self._array(f"index/{size}.boxes.npy", np.float32, total, 4)
+            if "corners" in self.target_kinds:
+                columns["corners"] = self._array(f"index/{size}.corners.npy", np.float32, total, 4, 2)
             if "keypoints" in self.target_kinds:
                 number = self.manifest["targets"]["num_keypoints"]
                 columns["keypoints"] = self._array(f"index/{size}.keypoints.npy", np.float32, total, number, 3)

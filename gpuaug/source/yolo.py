@@ -41,7 +41,8 @@ class YoloSource(ListedSource):
     becomes ``/labels/``. An image without such a file has no objects. A line of a label file is one object:
 
     * ``class cx cy w h``: a box
-    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon or an oriented box, which becomes the smallest upright box around it
+    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon, which becomes the smallest upright box around it; or the four corners
+      of an oriented box, which is read as such if no line has another number of points (see :class:`Boxes`)
     * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``
 
     Coordinates in label files and Targets are fractions of the upright image's width and height. A coordinate may be
@@ -180,7 +181,8 @@ class YoloSource(ListedSource):
         if polygons[4] and polygons[4] == polygons.total():
             log.warning(
                 "source %s: %d lines have nine numbers (a class and 4 corners), as oriented boxes have. Each becomes "
-                "the upright box around its corners", redact(self.root), polygons[4],
+                "the upright box around its corners, unless targets.boxes.oriented is true",
+                redact(self.root), polygons[4],
             )  # fmt: skip
         if (known := given or names) is not None:
             self._set_classes(known)
@@ -329,7 +331,7 @@ def parse_labels(
     ``points``: number of keypoints, and 2 or 3 numbers per keypoint. ``name(i)`` is the name of file i, for messages.
     ``numbers``: the label of each class number; None: the same number.
     """
-    labels, boxes, keypoints = array("q"), array("d"), array("d")
+    labels, boxes, keypoints, turned, corners = array("q"), array("d"), array("d"), array("q"), array("d")
     counts, reasons, polygons = list[int](), dict[int, str](), Counter[int]()
     for i, data in enumerate(files):
         objects, number = [], 0
@@ -342,14 +344,23 @@ def parse_labels(
         except ValueError as error:
             reasons[i], objects = f"line {number} of {name(i)!r} {error}", []
         counts.append(len(objects))
-        for label, box, visible, corners in objects:
-            polygons[corners] += corners > 0
+        for label, box, visible, polygon in objects:
+            if polygon:
+                polygons[len(polygon) // 2] += 1
+            if len(polygon) == 8:
+                turned.append(len(labels))
+                corners.extend(polygon)
             labels.append(label)
             boxes.extend(box)
             keypoints.extend(visible)
+    upright, all_corners = np.array(boxes).reshape(-1, 4), None
+    if turned and polygons[4] == polygons.total():
+        all_corners = upright[:, [0, 1, 2, 1, 2, 3, 0, 3]]
+        all_corners[turned] = np.array(corners).reshape(-1, 8)
     table = ObjectTable(
         counts,
-        boxes=np.array(boxes).reshape(-1, 4),
+        boxes=upright,
+        corners=None if all_corners is None else all_corners.reshape(-1, 4, 2),
         labels=np.array(labels) if numbers is None else numbers[np.array(labels)],
         keypoints=None if points is None else np.array(keypoints).reshape(-1, points[0], 3),
         fractions=True,
@@ -360,8 +371,8 @@ def parse_labels(
 
 def _object(
     line: bytes, num_classes: int | None, points: tuple[int, int] | None
-) -> tuple[int, Sequence[float], Sequence[float], int]:
-    """Class, box, keypoints (x, y, visibility, ...) and number of polygon points of a line.
+) -> tuple[int, Sequence[float], Sequence[float], Sequence[float]]:
+    """Class, box, keypoints (x, y, visibility, ...) and polygon (x, y, ...) of a line.
 
     ValueError if the line is not valid.
     """
@@ -395,14 +406,14 @@ def _object(
         raise ValueError(f"must hold coordinates 0 .. 1, in units of the image's size. {found}")
     if not is_box:
         xs, ys = values[::2], values[1::2]
-        return int(label), (min(xs), min(ys), max(xs), max(ys)), (), len(xs)
+        return int(label), (min(xs), min(ys), max(xs), max(ys)), (), values
     x, y, width, height = values[:4]
     if width < 0 or height < 0:
         raise ValueError(f"must have a width and a height of at least 0. Found: {width:g}, {height:g}")
     if not {0, 1, 2}.issuperset(seen):
         raise ValueError("must have visibilities 0, 1 or 2")
     box = x - width / 2, y - height / 2, x + width / 2, y + height / 2
-    return int(label), box, _points(values[4:], seen) if count > 4 else (), 0
+    return int(label), box, _points(values[4:], seen) if count > 4 else (), ()
 
 
 def _points(values: list[float], seen: list[float]) -> list[float]:

@@ -11,19 +11,24 @@ from torch import Tensor
 from torch.nn.functional import grid_sample
 
 from gpuaug.errors import ConfigError
+from gpuaug.targets import geometry
 
-_ON_DEVICE = ("masks", "boxes", "labels", "keypoints", "sample", "weights")
+_ON_DEVICE = ("masks", "boxes", "oriented", "labels", "keypoints", "sample", "weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTargets:
     """The targets of a batch of B images: masks, and one table with the N objects of all images.
 
-    Masks, boxes, labels, keypoints, sample and weights are on the device. The other tensors are on the CPU.
+    Masks, boxes, oriented, labels, keypoints, sample and weights are on the device. The other tensors are on the CPU.
 
     Attributes:
         masks: int64 ``[B, H, W]``; None if the run has no masks.
         boxes: float32 ``[N, 4]``, (x1, y1, x2, y2) in pixels of the output; None if the run has no boxes.
+        oriented: float32 ``[N, 5]``, with ``oriented`` of :class:`~gpuaug.Boxes` the smallest rectangle of any angle
+            around what is left of each object, else None: centre x, centre y, width, height in pixels of the output,
+            and angle. The width is the longer side, along the angle. The angle is in radians, from x towards y
+            (clockwise in a picture), in -pi/4 .. 3 pi/4, as in ``xyxyxyxy2xywhr`` of ultralytics/utils/ops.py.
         labels: int64 ``[N]``, class of each object.
         keypoints: float32 ``[N, K, 3]``, (x, y, visibility); None if the run has no keypoints.
         sample: int64 ``[N]``, position of each object's image in the batch; ascending.
@@ -64,6 +69,7 @@ class BatchTargets:
 
     masks: Tensor | None = None
     boxes: Tensor | None = None
+    oriented: Tensor | None = None
     labels: Tensor
     keypoints: Tensor | None = None
     sample: Tensor
@@ -128,7 +134,9 @@ class BatchTargets:
     def as_ultralytics(self, *, weighted: bool = False) -> dict[str, Tensor]:
         """Return one dictionary for the batch, in the form that Ultralytics' losses take.
 
-        ``bboxes`` [N, 4] are centre, width and height. Coordinates are fractions of the output.
+        ``bboxes`` [N, 4] are centre, width and height. Coordinates are fractions of the output. With ``oriented``,
+        ``bboxes`` [N, 5] are those boxes: x and width divided by the output's width, y and height by its height, and
+        the angle in radians, as in Ultralytics' batches for oriented boxes.
 
         Args:
             weighted: whether to add ``weights`` [N], with MixUp the share of each object's image, else 1. Ultralytics'
@@ -138,6 +146,8 @@ class BatchTargets:
         made = {"batch_idx": self.sample.float(), "cls": self.labels.float()[:, None]}
         if (boxes := self._centred()) is not None:
             made["bboxes"] = boxes
+        if self.oriented is not None:
+            made["bboxes"] = self.oriented / self.oriented.new_tensor([width, height, width, height, 1])
         if weighted:
             made["weights"] = self._weights
         if self.keypoints is not None:
@@ -163,6 +173,7 @@ class BatchTargets:
         self,
         *,
         boxes: Sequence[Tensor] | None = None,
+        oriented: Sequence[Tensor] | None = None,
         keypoints: Sequence[Tensor] | None = None,
         masks: Tensor | None = None,
         logits: Tensor | None = None,
@@ -174,6 +185,8 @@ class BatchTargets:
         Args:
             boxes: for each image [n, 4], (x1, y1, x2, y2) in pixels of the output. Each becomes the box around its
                 moved corners, clipped to the image.
+            oriented: for each image [n, 5], as ``targets.oriented``. Each becomes the smallest rectangle around its
+                moved corners, which is exact without shear, perspective and unequal scales. Nothing is clipped.
             keypoints: for each image [n, K, 2 or more], x and y first, in pixels of the output. Other columns stay.
             masks: integers [B, H, W], or bool; each pixel of the image gets the value at its place.
             logits: floats [B, C, h, w] for the whole output, also of a lower resolution; bilinear.
@@ -181,8 +194,8 @@ class BatchTargets:
             pixel_centers: as in :class:`~gpuaug.Keypoints`: whole numbers in ``keypoints`` are centres of pixels.
 
         Returns:
-            One dictionary per image, with the given names: boxes, keypoints, masks [h0, w0], logits [C, h0, w0], where
-            h0 and w0 are its ``annotated`` size. Floats are float32.
+            One dictionary per image, with the given names: boxes, oriented, keypoints, masks [h0, w0], logits
+            [C, h0, w0], where h0 and w0 are its ``annotated`` size. Floats are float32.
 
         Raises:
             ConfigError: the predictions are not those of B images, or a field has moved the images.
@@ -197,7 +210,7 @@ class BatchTargets:
                 "`restore` needs outputs that show one image each, but these show several. Found: "
                 f"{self.sources.shape[1]} tiles. Evaluate without `combine` and `mix`."
             )
-        given = {"boxes": boxes, "keypoints": keypoints, "masks": masks, "logits": logits}
+        given = {"boxes": boxes, "oriented": oriented, "keypoints": keypoints, "masks": masks, "logits": logits}
         for name, value in given.items():
             if value is not None and len(value) != len(self):
                 raise ConfigError(f"`{name}` must be those of {len(self)} images. Found: {len(value)}.")
@@ -217,6 +230,10 @@ class BatchTargets:
                 limits = corners.new_tensor([w, h])
                 low, high = (x.clamp(min=0).minimum(limits) for x in (corners.amin(1), corners.amax(1)))
                 image["boxes"] = torch.cat([low, high], dim=1).float()
+            if oriented is not None:
+                corners = torch.from_numpy(geometry.corners_of(oriented[row].double().numpy(force=True)))
+                whole = torch.from_numpy(geometry.rectangles(_moved(corners, back).numpy()))
+                image["oriented"] = whole.float().to(oriented[row].device)
             if keypoints is not None:
                 half = 0.5 if pixel_centers else 0.0
                 xy = _moved(keypoints[row][..., :2].double() + half, back.to(keypoints[row].device)) - half
@@ -272,7 +289,8 @@ class BatchTargets:
 
 
 def resized(targets: BatchTargets, size: tuple[int, int], half: float) -> BatchTargets:
-    """The targets of a batch that was resized to ``size``, (H, W). Masks take the nearest pixel.
+    """The targets of a batch that was resized to ``size``, (H, W), where ``oriented`` already is. Masks take the
+    nearest pixel.
 
     ``half``: what must be added to coordinates of keypoints, so that pixel i covers i..i+1.
     """

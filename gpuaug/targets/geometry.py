@@ -89,20 +89,108 @@ def visible(paths: Sequence[Float64], boxes: Float64, size: tuple[int, int]) -> 
     if not len(rows):
         return hull, area
     x1, y1, x2, y2 = boxes[rows].T
-    lines, before = list[Float64](), np.eye(3)[..., None]
-    for path in paths:
-        m = path[rows].transpose(1, 2, 0)
-        borders = np.array([m[0], limits[0] * m[2] - m[0], m[1], limits[1] * m[2] - m[1]])
-        borders[..., (m == before).all(axis=(0, 1))] = [[0.0], [0.0], [1.0]]  # the canvas before it had the same ones
-        lines, before = [*lines, borders], m
+    lines = _borders([path[rows] for path in paths], limits)
     polygon = _clipped(np.array([[x1, x2, x2, x1, x1], [y1, y1, y2, y2, y1]]), np.concatenate(lines))
-    x, y = polygon - polygon[:, :1]
-    parts = x[1:-2] * y[2:-1] - x[2:-1] * y[1:-2]  # twice the areas of triangles
-    area[rows] = np.abs(np.add.accumulate(parts)[-1]) / 2  # not np.sum, whose order depends on the number of boxes
+    area[rows] = _area(polygon)
     x, y = _mapped(paths[-1][rows], *polygon)
     left = np.array([x.min(axis=0), y.min(axis=0), x.max(axis=0), y.max(axis=0)]).T
     hull[rows] = left.clip(0, [*limits, *limits])
     return hull, area
+
+
+def visible_polygons(
+    paths: Sequence[Float64], polygons: Float64, parts: Float64, size: tuple[int, int]
+) -> tuple[Float64, Float64, Float64]:
+    """Clip convex polygons [N, V, 2] to ``parts`` of the first canvas, then at canvas after canvas.
+
+    Args:
+        paths: as for :func:`visible`.
+        polygons: in pixels of the first canvas.
+        parts: (x1, y1, x2, y2) [N, 4] of the first canvas. If one is empty, nothing is left.
+        size: (H, W) of each later canvas.
+
+    Returns:
+        What is left on the last canvas, [N, W, 2]; the areas [N] of this part and of the whole polygon, both on the
+        first canvas. What is left and its area are NaN if nothing is left.
+    """
+    limits, closed = np.array([size[1], size[0]], dtype=np.float64), polygons.T
+    closed = np.concatenate([closed, closed[:, :1]], axis=1)
+    x1, y1, x2, y2 = parts.T
+    zero, one = np.zeros_like(x1), np.ones_like(x1)
+    inside = [[one, zero, -x1], [-one, zero, x2], [zero, one, -y1], [zero, -one, y2]]
+    left = _clipped(closed, np.concatenate([np.array(inside), *_borders(paths, limits)]))
+    left = left.clip(parts.T[:2, None], parts.T[2:, None])  # rounding errors
+    area, low = _area(left), (x1 <= x2) & (y1 <= y2)
+    if paths:
+        left = np.array(_mapped(paths[-1], *left)).clip(0, limits[:, None, None])
+    return left.T, np.where(low, area, np.nan), _area(closed)
+
+
+def convex(corners: Float64) -> Float64:
+    """The convex hulls of four points each [N, 4, 2]: points in order. A hull of three points repeats one."""
+    each = corners[:, _ORDERS]  # [N, 7, 4, 2]
+    (ax, ay), (bx, by) = np.moveaxis(each[:, :, 2:] - each[:, :, :2], (2, 3), (0, 1))  # the diagonals
+    return each[np.arange(len(each)), np.abs(ax * by - ay * bx).argmax(axis=1)]
+
+
+# of four points, one of these quadrilaterals and triangles is the hull: the one with the largest area
+_ORDERS = np.array([[0, 1, 2, 3], [0, 1, 3, 2], [0, 2, 1, 3], [1, 2, 3, 3], [0, 2, 3, 3], [0, 1, 3, 3], [0, 1, 2, 2]])
+
+
+def rectangles(polygons: Float64) -> Float64:
+    """Smallest rectangles of any angle around convex polygons [N, V, 2]; consecutive vertices may be equal.
+
+    Returns:
+        [N, 5]: centre x, centre y, width, height, angle. The width is the longer side, along the angle. The angle is
+        in radians, from x towards y, in -pi/4 .. 3 pi/4, as in ``xyxyxyxy2xywhr`` of ultralytics. One side of such a
+        rectangle is along a side of the polygon.
+    """
+    x, y = np.ascontiguousarray(polygons.T)  # [V, N]
+    origin_x, origin_y = x[0], y[0]
+    x, y = x - origin_x, y - origin_y
+    dx, dy = np.roll(x, -1, axis=0) - x, np.roll(y, -1, axis=0) - y
+    length = np.sqrt(dx * dx + dy * dy)
+    there = length > 0
+    c, s = (np.divide(d, length, out=np.full_like(d, e), where=there) for d, e in ((dx, 1.0), (dy, 0.0)))
+    along, across = c[:, None] * x + s[:, None] * y, c[:, None] * y - s[:, None] * x  # [side, vertex, N]
+    ends = np.array([along.min(axis=1), along.max(axis=1), across.min(axis=1), across.max(axis=1)])
+    area = np.where(there, (ends[1] - ends[0]) * (ends[3] - ends[2]), np.inf)
+    # of equal ones the first, whatever the rounding errors: a right triangle has two
+    best = (area <= area.min(axis=0) * (1 + 1e-9)).argmax(axis=0), np.arange(len(polygons))
+    c, s, (u1, u2, v1, v2) = c[best], s[best], (end[best] for end in ends)
+    u, v, width, height = (u1 + u2) / 2, (v1 + v2) / 2, u2 - u1, v2 - v1
+    tall = height > width * (1 + 1e-9)
+    angle = (np.arctan2(s, c) + np.where(tall, 0.75, 0.25) * np.pi) % np.pi - np.pi / 4
+    sides = np.where(tall, (height, width), (width, height))
+    return np.stack([origin_x + u * c - v * s, origin_y + u * s + v * c, *sides, angle], axis=1)
+
+
+def corners_of(oriented: Float64) -> Float64:
+    """The corners [N, 4, 2], in order, of rectangles [N, 5] as :func:`rectangles` returns them."""
+    x, y, width, height, angle = oriented.T[:, None]
+    u, v = width / 2 * [[-1], [1], [1], [-1]], height / 2 * [[-1], [-1], [1], [1]]
+    c, s = np.cos(angle), np.sin(angle)
+    return np.stack([x + u * c - v * s, y + u * s + v * c]).T
+
+
+def _borders(paths: Sequence[Float64], limits: Float64) -> list[Float64]:
+    """The sides of each later canvas as lines [4, 3, N] on the first one. ``limits``: width and height."""
+    lines, before = list[Float64](), np.eye(3)[..., None]
+    for path in paths:
+        m = path.transpose(1, 2, 0)
+        borders = np.array([m[0], limits[0] * m[2] - m[0], m[1], limits[1] * m[2] - m[1]])
+        borders[..., (m == before).all(axis=(0, 1))] = [[0.0], [0.0], [1.0]]  # the canvas before it had the same ones
+        lines, before = [*lines, borders], m
+    return lines
+
+
+def _area(polygon: Float64) -> Float64:
+    """Areas [N] of polygons [x or y, V, N] whose last vertex is their first."""
+    x, y = polygon - polygon[:, :1]
+    parts = x[1:-2] * y[2:-1] - x[2:-1] * y[1:-2]  # twice the areas of triangles
+    return np.asarray(
+        np.abs(np.add.accumulate(parts)[-1]) / 2
+    )  # not np.sum, whose order depends on the number of boxes
 
 
 def _clipped(polygon: Float64, lines: Float64) -> Float64:

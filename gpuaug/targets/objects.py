@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +34,14 @@ def by_rules(table: Objects, rules: Targets) -> Objects:
     boxes, keypoints = table.boxes, table.keypoints
     boxes = None if boxes is None or rules.boxes is None else boxes.astype(np.float64)
     keypoints = None if keypoints is None or rules.keypoints is None else keypoints.astype(np.float64)
+    corners = None
+    if table.corners is not None and rules.boxes is not None and rules.boxes.oriented:
+        corners = geometry.convex(table.corners.astype(np.float64))
+        boxes = _around(corners)
     if keypoints is not None:
         keypoints[..., :2] += half(rules)
         keypoints[~(keypoints[..., 2] > 0)] = 0
-    objects = replace(table, boxes=boxes, keypoints=keypoints)
+    objects = replace(table, boxes=boxes, keypoints=keypoints, corners=corners)
     if table.crowd.any() and (rules.boxes is None or rules.boxes.crowd == "drop"):
         return objects.take(~table.crowd)
     return objects
@@ -66,7 +71,7 @@ def carry(
 
     The image after the crop and after each operation is a canvas. No operation can bring back what is outside a
     canvas. A keypoint stays visible if it is inside every canvas. A box is clipped at every canvas, as the polygon that
-    it has become. If there are no boxes, all objects stay.
+    it has become. If there are no boxes, all objects stay. ``corners`` become the polygons that are left.
 
     Args:
         objects: in pixels of their images.
@@ -82,19 +87,27 @@ def carry(
     """
     canvas = np.array([[0, 0, *size[::-1]]], dtype=np.float64)
     if objects.boxes is not None:
-        part = covered[objects.sample]
+        part, corners = covered[objects.sample], objects.corners
         cut = geometry.hulls(crop[objects.sample], objects.boxes)
-        start, stop = np.maximum(cut[:, :2], part[:, :2]), np.minimum(cut[:, 2:], part[:, 2:])
-        boxes, keep = np.concatenate([start, stop], axis=1), both(start <= stop)  # NaN is not kept
+        keep = np.ones(len(cut), dtype=bool)
         if centres:  # on the border is outside, as in torchvision's RandomIoUCrop
             centre = (cut[:, :2] + cut[:, 2:]) / 2
             keep &= both((centre > part[:, :2] + _ROUNDING) & (centre < part[:, 2:] - _ROUNDING))
-        boxes, left = fields.visible(ops, boxes, objects.sample, size)
-        whole = (cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1])
-        keep &= (left >= 0) & _large_enough(boxes, left, whole, limits)  # NaN: nothing is left
+        if corners is None:
+            start, stop = np.maximum(cut[:, :2], part[:, :2]), np.minimum(cut[:, 2:], part[:, 2:])
+            keep &= both(start <= stop)  # NaN is not kept
+            boxes, left = fields.visible(ops, np.concatenate([start, stop], axis=1), objects.sample, size)
+            whole, sides = (cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1]), boxes[:, 2:] - boxes[:, :2]
+        else:
+            matrices = [op for op in ops if not isinstance(op, Field)]  # there are no fields, see `check_carried`
+            paths = [path[objects.sample] for path in accumulate(matrices, lambda path, step: step @ path)]
+            polygons = geometry.points(crop[objects.sample], corners)
+            corners, left, whole = geometry.visible_polygons(paths, polygons, part, size)
+            boxes, sides = _around(corners), geometry.rectangles(corners)[:, 2:4]
+        keep &= (left >= 0) & _large_enough(sides, left, whole, limits)  # NaN: nothing is left
         share = np.divide(left, whole, out=np.ones_like(left), where=whole > 0).clip(max=1)
         share *= 1 if objects.visible is None else objects.visible
-        objects = replace(objects, boxes=np.ascontiguousarray(boxes), visible=share).take(keep)
+        objects = replace(objects, boxes=np.ascontiguousarray(boxes), corners=corners, visible=share).take(keep)
     if objects.keypoints is not None:
         path = [(crop, covered[objects.sample]), *((op, canvas) for op in ops)]
         keypoints = _moved_keypoints(objects.keypoints, objects.sample, path)
@@ -116,14 +129,18 @@ def half(rules: Targets) -> float:
     return 0.5 if rules.keypoints is not None and rules.keypoints.pixel_centers else 0.0
 
 
-def _large_enough(boxes: Float64, left: Float64, whole: Float64, limits: Boxes | None) -> Bool:
-    """Whether boxes [N, 4] of the output satisfy the limits.
+def _around(corners: Float64) -> Float64:
+    """The upright boxes [N, 4] around polygons [N, V, 2]."""
+    return np.concatenate([corners.min(axis=1), corners.max(axis=1)], axis=1)
+
+
+def _large_enough(sides: Float64, left: Float64, whole: Float64, limits: Boxes | None) -> Bool:
+    """Whether boxes of the output satisfy the limits. ``sides``: their widths and heights, [N, 2].
 
     ``left``, ``whole`` [N]: the areas of their visible part and of the unclipped boxes, on the first canvas.
     """
     if limits is None:
-        return np.ones(len(boxes), dtype=bool)
-    sides = boxes[:, 2:] - boxes[:, :2]
+        return np.ones(len(sides), dtype=bool)
     keep = both(sides >= limits.min_size - _ROUNDING) & (sides[:, 0] * sides[:, 1] >= limits.min_area - _ROUNDING)
     if limits.max_aspect is not None:
         keep &= sides.max(axis=1) <= limits.max_aspect * sides.min(axis=1) + _ROUNDING

@@ -73,6 +73,9 @@ class Boxes:
     The crop and every operation that moves pixels clip a box as the polygon that it has become. The result is the
     smallest upright box around what is left. If it is below one of the limits, the whole object is dropped.
 
+    With ``oriented``, a box begins as the polygon of its four corners, and the limits are for the oriented box. This
+    needs a source with corners, such as YOLO's files for oriented boxes, and operations that move pixels by a matrix.
+
     Args:
         min_size: smallest width and height in pixels of the output.
         min_area: smallest area of the upright box in pixels of the output.
@@ -80,6 +83,7 @@ class Boxes:
             right after the crop, before rotations and perspectives: polygons, not the upright boxes around them.
             ``targets.visible`` has this fraction. With ``combine``, the whole is what the mosaic shows of the box.
         max_aspect: largest ratio of the longer to the shorter side in the output; None: any. Ultralytics: 100.
+        oriented: whether ``targets.oriented`` has the smallest rectangle of any angle around what is left.
         crowd: whether to ``drop`` or ``keep`` annotations that cover many objects (COCO's iscrowd).
 
     >>> Boxes(min_visibility=0.1).min_size
@@ -90,6 +94,7 @@ class Boxes:
     min_area: float = 1.0
     min_visibility: float = 0.0
     max_aspect: float | None = None
+    oriented: bool = False
     crowd: Literal["drop", "keep"] = "drop"
 
     def __post_init__(self) -> None:
@@ -99,6 +104,7 @@ class Boxes:
         if self.max_aspect is not None:
             aspect = checks.number("targets.boxes.max_aspect", self.max_aspect, 1, math.inf)
             object.__setattr__(self, "max_aspect", float(aspect))
+        checks.flag("targets.boxes.oriented", self.oriented)
         checks.one_of("targets.boxes.crowd", self.crowd, ("drop", "keep"))
 
 
@@ -174,5 +180,6 @@ class Targets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The kinds of targets: masks, boxes, keypoints."""
-        return tuple(name for name in ("masks", "boxes", "keypoints") if getattr(self, name) is not None)
+        """The kinds of targets: masks, boxes, keypoints, corners (of oriented boxes)."""
+        names = tuple(name for name in ("masks", "boxes", "keypoints") if getattr(self, name) is not None)
+        return (*names, "corners") if self.boxes is not None and self.boxes.oriented else names

@@ -51,6 +51,7 @@ COLUMNS: dict[str, Any] = {
     "numbers": np.int64, "offsets": np.int64, "lengths": np.int32, "checksums": np.int64, "shapes": np.int32,
     "mask_offsets": np.int64, "mask_lengths": np.int32, "object_bounds": np.int64, "object_labels": np.int64,
     "object_crowd": np.bool_, "object_ids": np.int64, "area": np.float32, "boxes": np.float32, "keypoints": np.float32,
+    "corners": np.float32,
 }  # fmt: skip
 
 
@@ -333,7 +334,7 @@ def _joined(name: str, per_shard: list[NDArray[Any]], num_keypoints: int) -> NDA
     """Join the arrays of a column. An empty column gets zero rows of the usual shape."""
     if name == "object_bounds":
         return np.cumsum([0, *chain(*per_shard)], dtype=np.int64)
-    shape = {"boxes": (0, 4), "keypoints": (0, num_keypoints, 3)}.get(name.rpartition(".")[2], 0)
+    shape = {"boxes": (0, 4), "corners": (0, 4, 2), "keypoints": (0, num_keypoints, 3)}.get(name.rpartition(".")[2], 0)
     return np.concatenate([array for array in per_shard if len(array)] or [np.zeros(shape, per_shard[0].dtype)])
 
 

@@ -31,7 +31,8 @@ from gpuaug.targets.objects import output_keypoints
 from gpuaug.targets.rules import Boxes, Keypoints, Masks, Orientation, Targets
 
 EXAMPLES = 4  # number of samples to try if a source does not declare its targets
-KINDS = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints"}  # for each kind, the field of `Target`
+# for each kind, the field of `Target`
+KINDS = {"masks": "mask", "boxes": "boxes", "keypoints": "keypoints", "corners": "corners"}
 
 
 def describe(
@@ -72,7 +73,7 @@ class TargetPacker:
         self._decoder, self._raw = decoder, raw
         self._rules = Targets(
             masks=Masks(colors=described["colors"]) if "masks" in self.kinds else None,
-            boxes=Boxes(crowd="keep") if "boxes" in self.kinds else None,
+            boxes=Boxes(crowd="keep", oriented="corners" in self.kinds) if "boxes" in self.kinds else None,
             keypoints=Keypoints(pixel_centers=described["pixel_centers"]) if "keypoints" in self.kinds else None,
             orientation=described["orientation"],
         )
@@ -108,6 +109,8 @@ class TargetPacker:
             columns |= {"object_crowd": objects.crowd, "object_ids": objects.ids, f"{name}.area": objects.area}
             if objects.boxes is not None:
                 columns[f"{name}.boxes"] = objects.boxes.astype(np.float32)
+            if objects.corners is not None:
+                columns[f"{name}.corners"] = objects.corners.astype(np.float32)
             if (keypoints := output_keypoints(objects, self._rules)) is not None:
                 columns[f"{name}.keypoints"] = keypoints
         return columns
@@ -129,8 +132,9 @@ def _moved(objects: Objects, matrices: NDArray[np.float64], scale: NDArray[np.fl
         xy = geometry.points(own, keypoints[..., :2])
         visibility = keypoints[..., 2:]
         keypoints = np.concatenate([np.where(visibility > 0, xy, 0), visibility], axis=2)
+    corners = None if objects.corners is None else geometry.points(own, objects.corners)
     area = (objects.area * scale[objects.sample]).astype(np.float32)
-    return replace(objects, boxes=boxes, keypoints=keypoints, area=area)
+    return replace(objects, boxes=boxes, keypoints=keypoints, corners=corners, area=area)
 
 
 def encode_mask(mask: NDArray[Any], *, raw: bool) -> bytes:
