@@ -24,6 +24,8 @@ from gpuaug.errors import ConfigError
 from gpuaug.targets import geometry
 from gpuaug.targets.objects import by_rules
 from gpuaug.targets.rules import Boxes, Targets
+from gpuaug.tools.pack.command import pack
+from gpuaug.tools.pack.job import Pack
 
 SEEDS = st.integers(0, 2**32 - 1)
 H, W = 60, 80  # as in test_objects
@@ -223,7 +225,7 @@ def scenes(count: int = 24) -> tuple[tuple[bytes, gpuaug.Target], ...]:
     """Images with up to two filled rectangles of any angle, and their masks."""
     rng, made = np.random.default_rng(3), []
     for _ in range(count):
-        height, width = rng.integers(90, 130, 2).tolist()
+        height, width = rng.permutation([160, rng.choice([80, 120, 160])]).tolist()  # Letterbox keeps their ratio
         mask, corners = np.zeros((height, width), dtype=np.uint8), []
         y, x = np.mgrid[:height, :width] + 0.5
         for k in range(int(rng.integers(0, 3))):
@@ -247,7 +249,7 @@ MOSAIC = {"mosaic": gpuaug.Mosaic(window=8), "affine": gpuaug.CanvasAffine(size=
 RECIPES = {
     "turn": gpuaug.Augment(crop=gpuaug.Letterbox(128), ops={"turn": K.RandomRotation(180.0, p=0.9)}),
     "flip": gpuaug.Augment(
-        crop=gpuaug.RandomResizedCrop(128, scale=(0.4, 1), ratio=(1, 1)),
+        crop=gpuaug.RandomResizedCrop(64, scale=(0.3, 1), ratio=(1, 1)),
         ops={"flip": K.RandomHorizontalFlip(), "vertical": K.RandomVerticalFlip()},
     ),
     "warp": gpuaug.Augment(
@@ -280,7 +282,7 @@ def test_boxes_are_where_the_pixels_are(name: str) -> None:
             if t.visible[n] > 0.999 and name != "warp":
                 ends = [along.max(), -along.min(), across.max(), -across.min()]
                 sides = [width / 2, width / 2, height / 2, height / 2]
-                assert max(side - float(end) for side, end in zip(sides, ends, strict=True)) < tolerance + 0.3
+                assert max(side - float(end) for side, end in zip(sides, ends, strict=True)) < tolerance
                 shown += 1
             cut += bool(t.visible[n] < 0.9)
             box = geometry.corners_of(np.array([[x, y, width, height, angle]]))[0]
@@ -360,7 +362,7 @@ def test_damaged_corners_are_faults_and_empty_ones_are_dropped() -> None:
     source = [(image, gpuaug.Target(corners=[corners], labels=[1])) for corners in cases.values()]
     batch = next(
         iter(loader(source, batch_size=5, augment=gpuaug.Augment(crop=gpuaug.Resize(60)), targets=ONLY_BOXES,
-                    order="sequential", faults=gpuaug.Faults("mask")))
+                    order="sequential", faults=gpuaug.Faults(policy="blank")))
     )  # fmt: skip
     assert batch.valid.tolist() == [False, True, True, True, True]
     assert batch.targets.sample.tolist() == [4]
@@ -385,9 +387,7 @@ TURNED = "1 .5 .2 .8 .5 .5 .8 .2 .5"  # class, then 4 corners
 def test_yolo_and_packs(tmp_path: Any) -> None:
     source = write_yolo(tmp_path / "yolo", [f"{TURNED}\n0 .5 .5 .2 .2", TURNED, ""])
     assert source.target_kinds == {"boxes", "corners"}
-    np.testing.assert_allclose(
-        source[0][1].corners[1], [[0.4, 0.4], [0.6, 0.4], [0.6, 0.6], [0.4, 0.6]], atol=1e-6
-    )
+    np.testing.assert_allclose(source[0][1].corners[1], [[0.4, 0.4], [0.6, 0.4], [0.6, 0.6], [0.4, 0.6]], atol=1e-6)
     made = {"augment": gpuaug.Augment(crop=gpuaug.Resize((100, 200))), "targets": ONLY_BOXES, "order": "sequential"}
     t = next(iter(loader(source, **made, batch_size=3))).targets
     points = np.array([[100, 20], [160, 50], [100, 80], [40, 50.0]])
@@ -397,7 +397,7 @@ def test_yolo_and_packs(tmp_path: Any) -> None:
     plain = next(iter(loader(source, **made | {"targets": gpuaug.Targets(boxes=gpuaug.Boxes())}, batch_size=3))).targets
     assert plain.oriented is None
     assert torch.equal(plain.boxes, t.boxes)
-    gpuaug.run("pack", source=source, out=str(tmp_path / "packed"), format="uint8", sizes=[50])
+    pack(source, tmp_path / "packed", what=Pack(format="uint8", sizes=[100]), num_workers=0)
     packed = gpuaug.PackedSource(tmp_path / "packed")
     assert packed.target_kinds == {"boxes", "corners"}
     again = next(iter(loader(packed, **made, batch_size=3))).targets
@@ -442,9 +442,7 @@ def test_pictures_show_the_turned_rectangle() -> None:
     drawn = np.asarray(Annotated(Image.new("RGB", (100, 100)), known).drawn(1, Style()))
     for x, y in geometry.corners_of(box)[0] * 0.97 + 50 * 0.03:
         assert drawn[int(y) - 2 : int(y) + 3, int(x) - 2 : int(x) + 3].any()
-    y, x = (drawn.max(axis=2) > 0).nonzero()
-    inside = (x > 85) | (y < 20)
-    assert not inside.any()
+    assert not drawn[72:82, 18:30].any(), "the upright box"
 
 
 def test_annotations_of_a_batch_have_corners() -> None:
