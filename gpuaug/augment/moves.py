@@ -229,7 +229,7 @@ def _across_border(matrices: Float64, size: Size) -> tuple[Bool, Bool]:
 
 
 def check_carried(ops: Sequence[Prepared], names: Sequence[str], *, path: str = "augment.ops") -> None:
-    """Raise ConfigError if an operation cannot move the targets ``names``: masks, boxes, keypoints, corners; matrices."""
+    """Raise ConfigError if an operation cannot move ``names``: masks, boxes, keypoints, corners, matrices."""
     for key, op in (leaf for entry in ops if names for leaf in entry.leaves(f"{path}.{entry.name}")):
         if op.chains:
             raise ConfigError(
