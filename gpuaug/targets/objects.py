@@ -143,7 +143,7 @@ def _large_enough(sides: Float64, left: Float64, whole: Float64, limits: Boxes |
         return np.ones(len(sides), dtype=bool)
     keep = both(sides >= limits.min_size - _ROUNDING) & (sides[:, 0] * sides[:, 1] >= limits.min_area - _ROUNDING)
     if limits.max_aspect is not None:
-        keep &= sides.max(axis=1) <= limits.max_aspect * sides.min(axis=1) + _ROUNDING
+        keep &= sides.max(axis=1) / limits.max_aspect <= sides.min(axis=1) + _ROUNDING
     if limits.min_visibility > 0:
         keep &= left >= limits.min_visibility * whole - _ROUNDING
     return keep
