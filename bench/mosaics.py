@@ -4,17 +4,20 @@
 
 PYTHON has ultralytics and its requirements, without gpuaug (AGPL-3.0: it is run, nothing is copied). Both read the same
 photographs (bench/scenes.py) and make as many outputs. The table has the p-values of two-sample Kolmogorov-Smirnov
-tests: below 0.001, the distributions differ.
+tests: below 0.001, the distributions differ. Another table says what a mosaic adds to the affine transform of an
+output: `--gather` makes only this table, and needs no PYTHON.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import subprocess
 import sys
 import tempfile
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +65,52 @@ def theirs(spec: Spec, count: int) -> dict[str, list[float]]:
     return measured(np.concatenate(parts), np.concatenate(samples), done)
 
 
+def gather_cost(rounds: int = 15, batch: int = 16) -> list[dict[str, Any]]:
+    """Time of a batch with a mosaic and an affine transform / that of the transform alone, in turns on one thread."""
+    import torch
+
+    import gpuaug
+    from gpuaug.augment.gather import gather
+
+    rows, rng, size = list[dict[str, Any]](), np.random.default_rng(0), SIZE[YOLO]
+    images = [torch.from_numpy(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(4 * batch)]
+    for name, degrees in (("scale and shift", 0), ("also rotation by up to 10 degrees", 10)):
+        affine = gpuaug.CanvasAffine(size, degrees=degrees, translate=0.1, scale=[0.5, 1.5])
+        jobs = []
+        for entries in ({"mosaic": gpuaug.Mosaic(), "affine": affine}, {"affine": affine}):
+            recipe = gpuaug.Augment(crop=gpuaug.Letterbox(size), combine=entries)
+            tiles = 4 if "mosaic" in entries else 1
+            drawn = recipe.draw(seed=0, epoch=0, indices=np.arange(batch))
+            uniforms = {key: drawn.uniforms["", 0, key] for key in entries}
+            whole = np.tile([0, 0, size, size], (batch, tiles, 1))
+            layout = recipe.combine.lay(uniforms, (size, size), whole)
+            own = [images[tiles * row : tiles * (row + 1)] for row in range(batch)]
+            place = layout.origin, layout.visible, layout.inverse, layout.size
+            jobs.append(functools.partial(gather, own, *place, fill=114, threads=1))
+        times = [[timeit.timeit(job, number=1) for job in jobs] for _ in range(rounds + 2)][2:]
+        both, alone = np.median(times, axis=0) * 1000 / batch
+        rows.append({"what": name, "both": both, "alone": alone, "ratio": float(np.median([a / b for a, b in times]))})
+    print("| affine transform | with mosaic, ms per output | alone | ratio |\n|---|---|---|---|")
+    for row in rows:
+        print(f"| {row['what']} | {row['both']:.2f} | {row['alone']:.2f} | {row['ratio']:.2f} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2048, help="photographs, and outputs of each (default: 2048)")
     parser.add_argument("--data", type=Path, help="folder that keeps the photographs; default: one that is removed")
-    parser.add_argument("--peer-python", required=True)
+    parser.add_argument("--peer-python")
+    parser.add_argument("--gather", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.theirs:
         spec = Spec("ultralytics", YOLO, str(args.data), 16, 2, 2, "cpu", "float32")
         args.theirs.write_text(json.dumps(theirs(spec, args.count)))
+        return
+    costs = gather_cost()
+    if args.gather:
         return
     import scenes
     from scipy import stats
@@ -97,7 +135,7 @@ def main() -> None:
     for row in rows:
         print(f"| {row['what']} | {row['ours']:.3f} | {row['theirs']:.3f} | {row['outputs']} | {row['p']:.3f} |")
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json.dumps({"outputs": rows, "gather": costs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

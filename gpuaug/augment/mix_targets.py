@@ -94,6 +94,7 @@ class TargetMix:
         others = {*names} - self.takes
         if targets is None or others:
             remedy = "the others to null" if others != {"corners"} else "`targets.boxes.oriented` to false"
+            remedy = "`targets`" if targets is None else remedy
             raise ConfigError(
                 f"`mix` ({name}) needs targets, of these kinds: {', '.join(sorted(self.takes))}. "
                 f"Found: {', '.join(names) or 'none'}. Set {remedy}, or use another mix."

@@ -379,22 +379,23 @@ def test_plan_knows_the_tiles_that_a_pass_keeps() -> None:
     from gpuaug.loader.tiles import HeldTiles
     from gpuaug.tools.plan.command import _tile_bytes, _tiles
 
-    made = loader(list(scenes()) * 3, mosaic={}, affine={})
-    kept = []
-
     class Counting(HeldTiles):
         def combine(self, *given: Any, **more: Any) -> Any:
             done = super().combine(*given, **more)
-            kept.append(len(self._held))
+            batches = {id(batch): len(batch.images[0]) for batch, _ in self._held.values()}
+            kept.append((len(self._held), sum(batches.values())))
             return done
 
-    held = Counting()
-    pipeline = made.pipeline
-    for encoded in pipeline.read(made.tasks(made.epoch_order), 0):
-        pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, 0)), 0, held)
-    assert max(kept) == _tiles(made) == 8 * 8 + 8
+    for ranks in (1, 3, 5):
+        made, kept = loader(list(scenes()) * 9, mosaic={}, affine={}, rank=0, world_size=ranks), list[Any]()
+        held, pipeline = Counting(), made.pipeline
+        for encoded in pipeline.read(made.tasks(made.epoch_order), 0):
+            pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, 0)), 0, held)
+        most = np.max(kept, axis=0)
+        assert most[0] <= most[1] <= _tiles(made) < 2 * most[1]
+    made = loader(mosaic={}, affine={})
     assert _tile_bytes(made) == 3 * SIDE * SIDE
-    assert _tiles(loader(mosaic={}, affine={}, rank=0, world_size=4)) == 8 * 8 // 4 + 8
+    assert _tiles(loader(mosaic={}, affine={}, rank=0, world_size=4)) == 8 * 8 // 4 + 2 * 4 * 8
     assert _tiles(loader(mosaic={"partners": "fresh"})) == _tiles(loader()) == 0
 
 

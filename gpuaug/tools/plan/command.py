@@ -184,8 +184,10 @@ def _tiles(loader: Loader) -> int:
     mosaic = loader.augment.at(loader.epoch).combine.named(Mosaic)[1]
     if mosaic is None or mosaic.partners != "window":
         return 0
-    share = -(-STRIDE * mosaic.window // loader.epoch_order.world_size)
-    return min(share + loader.batch_size, len(loader) * loader.batch_size)
+    ranks, window = loader.epoch_order.world_size, STRIDE * mosaic.window
+    window = window if STRIDE % ranks else window // ranks  # else partners are on all ranks
+    # a batch stays as long as one of its tiles is needed
+    return min(window + 2 * mosaic.tiles * loader.batch_size, ranks * len(loader) * loader.batch_size)
 
 
 def _tile_bytes(loader: Loader) -> int:
