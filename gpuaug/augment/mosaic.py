@@ -301,6 +301,18 @@ class Combine:
             matrices = affine._matrices(uniforms[affine_name], canvas)
         return Layout(placed - covered[..., :2], visible, canvas, matrices, self.size(crop))
 
+    def unseen(self, uniforms: Mapping[str, Float], crop: tuple[int, int]) -> NDArray[np.bool_]:
+        """Which tiles of a mosaic of 4 the outputs cannot show, whatever the sizes of their images: bool [B, 4]."""
+        from gpuaug.targets.geometry import points  # runs without tiles do not import it
+
+        count = len(next(iter(uniforms.values())))
+        layout = self.lay(uniforms, crop, np.tile([0, 0, *crop[::-1]], (count, 4, 1)))
+        height, width = layout.size
+        corners = points(layout.inverse, np.tile([[0.0, 0.0], [width, 0], [width, height], [0, height]], (count, 1, 1)))
+        low, high = corners.min(axis=1)[:, None] - 1, corners.max(axis=1)[:, None] + 1  # pixels between two centres
+        outside = (layout.visible[..., 2:] <= low) | (layout.visible[..., :2] >= high)
+        return np.asarray(outside.any(axis=-1))
+
 
 class Layout(NamedTuple):
     """Tiles on the canvases of B outputs, and where the canvases go."""

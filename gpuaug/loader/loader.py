@@ -18,7 +18,6 @@ from torch import Tensor
 from gpuaug import checks, machine
 from gpuaug import source as sources
 from gpuaug.augment.mix import Mix
-from gpuaug.augment.mosaic import Mosaic
 from gpuaug.augment.multi_view import MultiView
 from gpuaug.augment.progressive import Progressive, Recipe, views_of
 from gpuaug.augment.recipe import Augment
@@ -457,11 +456,11 @@ class Loader:
 
     def _partners(self, epoch: int) -> Partners | None:
         """Chooses the other tiles of an epoch's samples; None if the recipe has no `combine`."""
-        combine = self.augment.at(epoch).combine
-        if not combine:
+        recipe = self.augment.at(epoch)
+        if not recipe.combine:
             return None
-        name, mosaic = combine.named(Mosaic)
-        return Partners(mosaic=mosaic, name=name, ordered=self._ordered(epoch), seed=self.seed, epoch=epoch)
+        crop = recipe.views[0].augment.crop.size
+        return Partners(combine=recipe.combine, crop=crop, ordered=self._ordered(epoch), seed=self.seed, epoch=epoch)
 
     def tasks(self, order: orders.EpochOrder) -> Iterator[Task]:
         """What a pass over ``order``, of the current epoch, has to read."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gpuaug.augment.mosaic import STRIDE, Mosaic
+from gpuaug.augment.mosaic import STRIDE, Combine, Mosaic
 from gpuaug.batch import NO_TILE, Int64, Tiles
 from gpuaug.random.keyed import Stream, pick, uniforms
 from gpuaug.read.order import EpochOrder, Ordered, Task
@@ -19,14 +19,13 @@ class Partners:
     """Chooses the samples of an epoch's mosaics.
 
     Attributes:
-        mosaic: of the epoch's recipe; None: each output has one tile.
-        name: of the mosaic in the recipe.
+        combine, crop: of the epoch's recipe.
         ordered: the epoch, the same on every rank.
         seed, epoch: of the random numbers.
     """
 
-    mosaic: Mosaic | None
-    name: str
+    combine: Combine
+    crop: tuple[int, int]
     ordered: Ordered
     seed: int
     epoch: int
@@ -50,7 +49,7 @@ class Partners:
         return self._with_tiles(task, positions, hold=False)
 
     def _with_tiles(self, task: Task, keys: Int64, *, hold: bool) -> Task:
-        mosaic, total = self.mosaic, max(len(self.ordered), 1)
+        (_, mosaic), total = self.combine.named(Mosaic), max(len(self.ordered), 1)
         partners = self._partners(task, np.where(keys < 0, 0, keys) % total)
         if mosaic is not None and mosaic.partners == "batch":
             partners = np.where(partners == NO_TILE, NO_TILE, keys[partners])
@@ -73,21 +72,25 @@ class Partners:
 
         A key is a position in the epoch. Before the epoch's first position are the last ones of the same epoch.
         """
-        mosaic, total, count = self.mosaic, len(self.ordered), len(task[0])
+        (name, mosaic), total, count = self.combine.named(Mosaic), len(self.ordered), len(task[0])
         if mosaic is None or not total:
             return np.zeros((count, 0), dtype=np.int64)
         indices, repeats = task[0].numpy(), task[1].numpy()
-        stream = Stream("", 0, self.name, mosaic.count)
-        u = uniforms([stream], seed=self.seed, epoch=self.epoch, indices=indices, repeats=repeats)["", 0, self.name]
+        streams = [Stream("", 0, key, op.count) for key, op in self.combine.entries.items()]
+        drawn = uniforms(streams, seed=self.seed, epoch=self.epoch, indices=indices, repeats=repeats)
+        u = drawn["", 0, name]
         if mosaic.partners == "fresh":
             found = pick(u[:, 3:], total)
+            if mosaic.tiles == 4:  # unseen ones need not be read
+                unseen = self.combine.unseen({key: drawn["", 0, key] for key in self.combine.entries}, self.crop)
+                found = np.where(unseen[:, 1:], NO_TILE, found)
         elif mosaic.partners == "window":
             few = total <= STRIDE * mosaic.window
             distances = mosaic._distances(u, max(min(mosaic.window, total - 1), 1))
             found = positions[:, None] - distances * (1 if few else STRIDE)
         else:
-            mixed = Stream("", -1, self.name, count)  # copies start at 0, so no other stream has copy -1
-            values = uniforms([mixed], seed=self.seed, epoch=self.epoch, indices=indices[:1])["", -1, self.name][0]
+            mixed = Stream("", -1, name, count)  # copies start at 0, so no other stream has copy -1
+            values = uniforms([mixed], seed=self.seed, epoch=self.epoch, indices=indices[:1])["", -1, name][0]
             order = np.argsort(values, kind="stable")
             place = np.argsort(order)  # of each row
             found = order[(place[:, None] + np.arange(1, mosaic.tiles)) % count]

@@ -328,7 +328,7 @@ class EpochOrder(Sequence[Task]):
         if self.tokens is None:
             return None
         place: dict[str, Any] = {"start": self.start, "seed": self.seed, "epoch": self.number}
-        return self.tokens.plan(len(self.epoch), ranks=self.world_size, **place, whole=self.last == "drop")
+        return self.tokens._plan(len(self.epoch), ranks=self.world_size, **place, whole=self.last == "drop")
 
     def before(self, k: int) -> int:
         """How many samples each rank has consumed before batch ``k``, counted from ``start``."""

@@ -79,7 +79,7 @@ class Tokens:
         fit = self.tokens // length
         return max(fit // self.multiple * self.multiple, 1)
 
-    def plan(self, total: int, *, ranks: int, seed: int, epoch: int, start: int = 0, whole: bool = False) -> Plan:
+    def _plan(self, total: int, *, ranks: int, seed: int, epoch: int, start: int = 0, whole: bool = False) -> Plan:
         """The steps from position ``start`` to the end of an epoch of ``total`` samples.
 
         ``whole``: whether to leave out the samples at the end that do not reach all ranks.

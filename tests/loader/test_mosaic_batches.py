@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import gpuaug
+from gpuaug.augment.mosaic import Combine
 
 COUNT, SIDE = 100, 48
 TARGETS = {"boxes": gpuaug.Boxes(), "masks": gpuaug.Masks(kind="instances"), "keypoints": gpuaug.Keypoints()}
@@ -166,6 +167,26 @@ def test_partners_come_from_shortly_before_and_are_read_once() -> None:
             own = -(-(COUNT - rank) // ranks)
             # the epoch's first samples also need up to 64 that come before its beginning
             assert own <= sum(reads.values()) <= own + -(-64 // ranks), (ranks, sum(reads.values()))
+
+
+def test_fresh_partners_that_no_output_shows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {
+        "mosaic": {"partners": "fresh", "centre": (0.2, 1.8)}, "affine": {"degrees": 10, "scale": (0.8, 3.0)},
+        "targets": TARGETS, "ops": {},
+    }  # fmt: skip
+    skipped, whole = list(loader(**settings)), []
+    monkeypatch.setattr(Combine, "unseen", lambda self, uniforms, crop: np.zeros((len(uniforms["mosaic"]), 4), bool))
+    whole = list(loader(**settings))
+    unread = 0
+    for a, b in zip(skipped, whole, strict=True):
+        assert torch.equal(a.images, b.images)
+        for name in ("masks", "boxes", "labels", "keypoints", "sample", "tile", "matrices"):
+            assert torch.equal(getattr(a.targets, name), getattr(b.targets, name)), name
+        different = a.targets.sources != b.targets.sources
+        assert (a.targets.sources[different] == -1).all()
+        assert not different[:, 0].any()
+        unread += int(different.sum())
+    assert unread > 0.1 * 3 * COUNT
 
 
 def test_batch_partners_show_every_sample_in_every_place() -> None:
