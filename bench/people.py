@@ -41,7 +41,7 @@ def pose(rng: np.random.Generator, front: bool) -> Any:
     elbows, knees = moved(shoulders, 0.17, arms), moved(hips, 0.23, legs)
     wrists = moved(elbows, 0.16, arms + rng.uniform(-30, 100, 2))
     ankles = moved(knees, 0.22, legs - rng.uniform(0, 60, 2))
-    points = np.concatenate([[look + (0, -0.42)], eyes, ears, shoulders, elbows, wrists, hips, knees, ankles])
+    points = np.concatenate([[look + np.array([0, -0.42])], eyes, ears, shoulders, elbows, wrists, hips, knees, ankles])
     lean = np.deg2rad(rng.normal(0, 10))
     return points @ np.array([[np.cos(lean), np.sin(lean)], [-np.sin(lean), np.cos(lean)]])
 

@@ -1,8 +1,8 @@
-"""Object detection: torchvision's FCOS with a small backbone, trained on a COCO file from scratch. Needs pycocotools.
+"""Object detection: torchvision's FCOS with a small backbone, trained on mosaics of a COCO file. Needs pycocotools.
 
 python bench/scenes.py scenes/train --count 300 --size 96 128 --things 3 --tint 0.6
 python bench/scenes.py scenes/val --count 60 --size 96 128 --things 3 --tint 0.6 --seed 1
-python examples/detection.py scenes/train scenes/val batch_size=8 augment.crop.zoom_p=0
+python examples/detection.py scenes/train scenes/val batch_size=8
 """
 
 import sys
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models.detection import FCOS
 from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.utils import draw_bounding_boxes, save_image
 
-import gpuaug
+from gpuaug import Loader, build, compose
 
 SIZE = 160  # of the network's input; a cell of its only feature map has 8 x 8 pixels
 
@@ -35,19 +36,23 @@ def detector(classes: int) -> FCOS:
 
 
 @torch.no_grad()
-def average_precision(net: nn.Module, loader: Any, annotations: str) -> float:
-    """COCO's average precision, of IoU 0.5 to 0.95. ``annotations``: the file of the images in ``loader``."""
-    net.eval()
+def average_precision(net: nn.Module, loader: Any, annotations: str, picture: str) -> float:
+    """COCO's average precision, of IoU 0.5 to 0.95. The first predictions are drawn into the file ``picture``."""
     results: list[dict[str, Any]] = []
+    drawn: list[Tensor] = []
     for images, targets in loader:
         found = net(list(images))
         originals = targets.restore(boxes=[row["boxes"].cpu() for row in found])
-        for row, original, image_id in zip(found, originals, targets.image_ids.tolist(), strict=True):
+        for image, row, original, image_id in zip(images, found, originals, targets.image_ids.tolist(), strict=True):
             low, high = original["boxes"].split(2, dim=1)
             boxes = torch.cat([low, high - low], dim=1).tolist()  # x, y, width, height
-            categories = loader.source.category_ids[row["labels"].cpu() - 1].tolist()  # label 0 is the background
+            labels, sure = row["labels"].cpu() - 1, (row["scores"] > 0.5).cpu()  # label 0 is the background
+            categories = loader.source.category_ids[labels].tolist()
             for bbox, category_id, score in zip(boxes, categories, row["scores"].tolist(), strict=True):
                 results.append({"image_id": image_id, "category_id": category_id, "bbox": bbox, "score": score})
+            names = [loader.source.classes[label] for label in labels[sure].tolist()]
+            drawn.append(draw_bounding_boxes(image, row["boxes"][sure], names, colors="red"))
+    save_image(drawn[:24], picture)
     if not results:
         return 0.0
     coco = COCOeval(truth := COCO(annotations), truth.loadRes(results), "bbox")
@@ -55,31 +60,34 @@ def average_precision(net: nn.Module, loader: Any, annotations: str) -> float:
     return float(coco.stats[0])
 
 
-def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 10) -> tuple[FCOS, list[float]]:
-    """Train on the boxes below ``root``; returns the network, and the loss of each epoch."""
+def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 12, picture: str = "boxes.png") -> None:
+    """Train on the boxes below ``root``, and print the average precision on the boxes below ``held_out``."""
     common = ["source=coco", "source.split=images", "source.annotations=instances.json", "targets=detection"]
-    common += [f"augment.crop.size=[{SIZE},{SIZE}]"]
-    recipe = [f"source.root={root}", "augment=det_ssd", *overrides]
-    whole = [f"source.root={held_out}", "augment=det_ssd_eval", "num_workers=0"]
+    common += [f"augment.crop.size={SIZE}", "augment.crop.upscale=true"]
+    recipe = [f"source.root={root}", "augment=det_yolo", f"augment.combine.affine.size={SIZE}", "last=drop"]
+    recipe += [
+        f"augment.epochs.mosaic=[0,{epochs - 3}]",
+        "targets.boxes.min_size=2",
+        "targets.boxes.min_visibility=0.1",
+    ]
+    whole = [f"source.root={held_out}", "augment=det_yolo_eval", "num_workers=0"]
     with (
-        gpuaug.build(gpuaug.compose("train", [*common, *recipe])) as loader,
-        gpuaug.build(gpuaug.compose("eval", [*common, *whole])) as val,
+        build(compose("train", [*common, *recipe, *overrides])) as loader,
+        build(compose("eval", [*common, *whole])) as val,
     ):
         net = detector(loader.num_classes or 1).to(loader.device).train()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        means = []
+        optimizer = torch.optim.AdamW(net.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=epochs * len(loader))
         for epoch in range(epochs):
-            total = 0.0
             for images, targets in loader:
                 loss: Any = sum(net(list(images), targets.as_torchvision()).values())
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                total += loss.item()
-            means.append(total / len(loader))
-            print(f"epoch {epoch}: loss {means[-1]:.3f}")
-        print(f"held-out images: AP {average_precision(net, val, f'{held_out}/instances.json'):.2f}")
-    return net, means
+                schedule.step()
+            print(f"epoch {epoch}: loss {loss.item():.3f}")
+        ap = average_precision(net.eval(), val, f"{held_out}/instances.json", picture)
+        print(f"held-out images: AP {ap:.2f}; predictions in {picture}")
 
 
 if __name__ == "__main__":
