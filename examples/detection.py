@@ -17,7 +17,7 @@ from torchvision.models.detection import FCOS
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.utils import draw_bounding_boxes, save_image
 
-from gpuaug import Loader, build, compose
+from gpuaug import build, compose
 
 SIZE = 160  # of the network's input; a cell of its only feature map has 8 x 8 pixels
 
@@ -65,16 +65,10 @@ def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 12, p
     common = ["source=coco", "source.split=images", "source.annotations=instances.json", "targets=detection"]
     common += [f"augment.crop.size={SIZE}", "augment.crop.upscale=true"]
     recipe = [f"source.root={root}", "augment=det_yolo", f"augment.combine.affine.size={SIZE}", "last=drop"]
-    recipe += [
-        f"augment.epochs.mosaic=[0,{epochs - 3}]",
-        "targets.boxes.min_size=2",
-        "targets.boxes.min_visibility=0.1",
-    ]
+    recipe += [f"augment.epochs.mosaic=[0,{epochs - 3}]", "targets.boxes.min_size=2"]
+    recipe += ["targets.boxes.min_visibility=0.1", *overrides]
     whole = [f"source.root={held_out}", "augment=det_yolo_eval", "num_workers=0"]
-    with (
-        build(compose("train", [*common, *recipe, *overrides])) as loader,
-        build(compose("eval", [*common, *whole])) as val,
-    ):
+    with build(compose("train", [*common, *recipe])) as loader, build(compose("eval", [*common, *whole])) as val:
         net = detector(loader.num_classes or 1).to(loader.device).train()
         optimizer = torch.optim.AdamW(net.parameters())
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=epochs * len(loader))
@@ -83,8 +77,7 @@ def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 12, p
                 loss: Any = sum(net(list(images), targets.as_torchvision()).values())
                 optimizer.zero_grad()
                 loss.backward()
-                optimizer.step()
-                schedule.step()
+                optimizer.step(), schedule.step()
             print(f"epoch {epoch}: loss {loss.item():.3f}")
         ap = average_precision(net.eval(), val, f"{held_out}/instances.json", picture)
         print(f"held-out images: AP {ap:.2f}; predictions in {picture}")

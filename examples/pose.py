@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from gpuaug import Loader, build, compose
 
 SIZE, CELL = [128, 96], 4  # pixels: (H, W) of the network's input, and the side of a cell of its heat maps
-# (x, y) of the centres of the cells
-CENTRES = torch.cartesian_prod(*(torch.arange((CELL - 1) / 2, side, CELL) for side in SIZE)).flip(1)
+CENTRES = torch.cartesian_prod(*(torch.arange(1.5, side, CELL) for side in SIZE)).flip(1)  # (x, y) of each cell
 
 
 def network(points: int) -> nn.Module:
@@ -59,8 +58,7 @@ def average_precision(net: nn.Module, loader: Loader, annotations: str, picture:
         people = batch.targets.restore(keypoints=points[:, None])  # one person in each image
         for image_id, person in zip(batch.targets.image_ids.tolist(), people, strict=True):
             numbers = person["keypoints"].flatten().tolist()
-            score = sum(numbers[2::3])
-            results.append({"image_id": image_id, "category_id": 1, "keypoints": numbers, "score": score})
+            results.append({"image_id": image_id, "category_id": 1, "keypoints": numbers, "score": sum(numbers[2::3])})
     coco = COCOeval(truth := COCO(annotations), truth.loadRes(results), "keypoints")
     coco.evaluate(), coco.accumulate(), coco.summarize()
     return float(coco.stats[0])
@@ -81,8 +79,7 @@ def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 20, p
                 loss = loss_of(net(images)[targets.sample], targets.keypoints)
                 optimizer.zero_grad()
                 loss.backward()
-                optimizer.step()
-                schedule.step()
+                optimizer.step(), schedule.step()
             print(f"epoch {epoch}: loss {loss.item():.3f}")
         ap = average_precision(net.eval(), val, f"{held_out}/person_keypoints.json", picture)
         print(f"held-out people: AP {ap:.2f}; predictions in {picture}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import ROOT, TORCHVISION
+from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpuaug
@@ -407,14 +409,20 @@ def test_stable_pretraining(v2: Any, overrides: list[str], consumed: list[int], 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Twelve photographs with two or three things each; masks, and boxes in COCO's format."""
+    return drawn("scenes", tmp_path_factory.mktemp("scenes"), count=12, size=(96, 128), things=3, tint=0.6)
+
+
+def drawn(kind: str, folder: Path, **settings: Any) -> str:
+    """A folder that bench/scenes.py or bench/people.py wrote."""
     pytest.importorskip("skimage")
     pytest.importorskip("sklearn")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "bench"))
-        write = example("../bench/scenes").write
-    return str(write(tmp_path_factory.mktemp("scenes"), count=12, size=(96, 128), things=3, tint=0.6))
+        return str(example(f"../bench/{kind}").write(folder, **settings))
 
 
+# average precision on held-out images that each example reaches at least
+DETECTION_BAR, POSE_BAR = 0.0, 0.0
 LEARN = ["batch_size=4", "num_workers=0", "device=cpu"]
 
 
@@ -467,15 +475,67 @@ def detection(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_detection_learns(detection: Any, scenes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def learned(output: str, picture: Path, colors: int) -> float:
+    """The average precision that an example printed, after the loss fell and its picture of predictions was written."""
+    losses = [float(loss) for loss in re.findall(r"epoch \d+: loss (\d+\.\d+)", output)]
+    assert losses[-1] < 0.9 * losses[0]
+    with Image.open(picture) as image:
+        assert len(image.convert("RGB").getcolors(image.width * image.height) or ()) > colors
+    (score,) = re.findall(r"AP (\d\.\d\d); predictions in ", output)
+    return float(score)
+
+
+def test_detection_learns(detection: Any, scenes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    _, means = detection.train(scenes, scenes, [*LEARN, "augment.crop.zoom_p=0"], epochs=4)
-    assert means[-1] < 0.9 * means[0]
-    assert re.search(r"held-out images: AP \d\.\d\d", capsys.readouterr().out)
+    detection.train(scenes, scenes, LEARN, epochs=4, picture=str(tmp_path / "boxes.png"))
+    assert learned(capsys.readouterr().out, tmp_path / "boxes.png", colors=1000) < 1
+
+
+def test_pose_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = drawn("people", tmp_path, count=12)
+    torch.manual_seed(0)
+    example("pose").train(root, root, LEARN, epochs=4, picture=str(tmp_path / "pose.png"))
+    assert learned(capsys.readouterr().out, tmp_path / "pose.png", colors=1000) < 1
+
+
+def commands(name: str) -> list[list[str]]:
+    """The commands in the first lines of an example, as words."""
+    lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.startswith("python ")]
+
+
+@pytest.mark.long
+def test_pose_reaches_its_average_precision(tmp_path: Path) -> None:
+    """The commands in the first lines of the example, as a user types them."""
+    pytest.importorskip("skimage")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    for script, *words in commands("pose"):
+        program = [sys.executable, str(ROOT / script), *words]
+        done = subprocess.run(
+            program, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert learned(done.stdout, tmp_path / "pose.png", colors=1000) >= POSE_BAR
+
+
+@pytest.mark.long
+def test_detection_reaches_its_average_precision(
+    detection: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands in the first lines of the example; in this process, because of the fixture."""
+    pytest.importorskip("skimage")
+    monkeypatch.chdir(tmp_path)
+    *draw, (_, *words) = commands("detection")
+    for script, *rest in draw:
+        subprocess.run([sys.executable, str(ROOT / script), *rest], check=True)
+    detection.train(words[0], words[1], words[2:])
+    assert learned(capsys.readouterr().out, tmp_path / "boxes.png", colors=1000) >= DETECTION_BAR
 
 
 @pytest.mark.parametrize("crop", ["augment=det_ssd_eval", "augment=det_lsj_eval"])
-def test_detections_are_compared_in_pixels_of_the_source(detection: Any, scenes: str, crop: str) -> None:
+def test_detections_are_compared_in_pixels_of_the_source(
+    detection: Any, scenes: str, crop: str, tmp_path: Path
+) -> None:
     """A net that finds every object: each of its boxes is at its place in the file."""
 
     class Perfect(torch.nn.Module):
@@ -486,7 +546,8 @@ def test_detections_are_compared_in_pixels_of_the_source(detection: Any, scenes:
     plain = [*given, "targets=detection", crop, "augment.crop.size=[160,160]", "batch_size=12", *LEARN[1:]]
     with gpuaug.build(gpuaug.compose("eval", plain)) as loader:
         ((_, targets),) = list(loader)
-        assert detection.average_precision(Perfect(), loader, f"{scenes}/instances.json") == pytest.approx(1)
+        score = detection.average_precision(Perfect(), loader, f"{scenes}/instances.json", tmp_path / "boxes.png")
+        assert score == pytest.approx(1)
         truth: Any = loader.source
         for row, index in enumerate(targets.indices.tolist()):
             boxes = targets.restore(boxes=targets.boxes.split(targets.counts.tolist()))[row]["boxes"]
