@@ -25,14 +25,16 @@ SIZE = 160  # of the network's input; a cell of its only feature map has 8 x 8 p
 def detector(classes: int) -> FCOS:
     """FCOS for ``classes`` classes and the background, which is class 0."""
     layers: list[nn.Module] = []
-    for inputs, outputs in pairwise((3, 24, 48, 96)):
+    for inputs, outputs in pairwise((3, 24, 48, 64)):
         layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
         layers += [nn.Conv2d(outputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
     backbone: Any = nn.Sequential(*layers)
-    backbone.out_channels = 96
+    backbone.out_channels = 64
     grid = AnchorGenerator(sizes=((8,),), aspect_ratios=((1.0,),))
     # The recipe has resized the images: with these sizes the model keeps them as they are.
-    return FCOS(backbone, classes + 1, min_size=SIZE, max_size=SIZE, anchor_generator=grid)
+    net: Any = FCOS(backbone, classes + 1, min_size=SIZE, max_size=SIZE, anchor_generator=grid)
+    nn.init.ones_(net.head.regression_head.bbox_reg.bias)  # a box without area has no gradient
+    return net
 
 
 @torch.no_grad()
