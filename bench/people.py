@@ -103,7 +103,7 @@ def write(folder: Path, *, count: int, size: tuple[int, int] = (192, 256), peopl
             draw(image, points, unit, front, colors)
             draw(mask := Image.new("L", image.size), points, unit, front, dict.fromkeys(colors, 255))
             left, top, right, bottom = (v / FINER for v in mask.getbbox() or (0, 0, 0, 0))
-            labelled = np.full((17, 1), 2) * (1 if front else np.array([[0]] * 3 + [[1]] * 14))
+            labelled = np.where(np.arange(17)[:, None] < 3, 2 * front, 2)  # nose and eyes first
             keypoints = np.concatenate([points / FINER - 0.5, labelled], axis=1) * (labelled > 0)
             coco["annotations"].append(
                 {
