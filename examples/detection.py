@@ -40,8 +40,7 @@ def detector(classes: int) -> FCOS:
 @torch.no_grad()
 def average_precision(net: nn.Module, loader: Any, annotations: str, picture: str) -> float:
     """COCO's average precision, of IoU 0.5 to 0.95. The first predictions are drawn into the file ``picture``."""
-    results: list[dict[str, Any]] = []
-    drawn: list[Tensor] = []
+    results, drawn = list[dict[str, Any]](), list[Tensor]()
     for images, targets in loader:
         found = net(list(images))
         originals = targets.restore(boxes=[row["boxes"].cpu() for row in found])
@@ -53,8 +52,9 @@ def average_precision(net: nn.Module, loader: Any, annotations: str, picture: st
             for bbox, category_id, score in zip(boxes, categories, row["scores"].tolist(), strict=True):
                 results.append({"image_id": image_id, "category_id": category_id, "bbox": bbox, "score": score})
             names = [loader.source.classes[label] for label in labels[sure].tolist()]
-            drawn.append(draw_bounding_boxes(image, row["boxes"][sure], names, colors="red"))
-    save_image(drawn[:24], picture)
+            large = image.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+            drawn.append(draw_bounding_boxes(large, 2 * row["boxes"][sure], names, colors="yellow"))
+    save_image(drawn[:18], picture, nrow=6)
     if not results:
         return 0.0
     coco = COCOeval(truth := COCO(annotations), truth.loadRes(results), "bbox")
