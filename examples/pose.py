@@ -23,10 +23,10 @@ CENTRES = torch.cartesian_prod(*(torch.arange(1.5, side, CELL) for side in SIZE)
 def network(points: int) -> nn.Module:
     """A small "simple baseline" (arXiv:1804.06208): images [B, 3, H, W] to logits [B, points, H / 4, W / 4]."""
     layers: list[nn.Module] = []
-    for i, o in pairwise((3, 24, 48, 96, 128)):
+    for i, o in pairwise((3, 24, 48, 96, 128, 128)):  # 4 x 3 cells, each of which sees the whole input
         layers += [nn.Conv2d(i, o, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
         layers += [nn.Conv2d(o, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
-    for i, o in pairwise((128, 96, 64)):
+    for i, o in pairwise((128, 128, 96, 64)):
         layers += [nn.ConvTranspose2d(i, o, 4, stride=2, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
     return nn.Sequential(*layers, nn.Conv2d(64, points, 1))
 
@@ -64,7 +64,7 @@ def average_precision(net: nn.Module, loader: Loader, annotations: str, picture:
     return float(coco.stats[0])
 
 
-def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 20, picture: str = "pose.png") -> None:
+def train(root: str, held_out: str, overrides: list[str], *, epochs: int = 14, picture: str = "pose.png") -> None:
     """Train on the people below ``root``, and print the average precision on the people below ``held_out``."""
     common = ["source=coco", "source.split=images", "source.annotations=person_keypoints.json", "source.unit=object"]
     common += ["targets=pose", f"augment.crop.size={SIZE}"]
