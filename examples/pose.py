@@ -7,7 +7,6 @@ python examples/pose.py people/train people/val batch_size=32
 
 import sys
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from pycocotools.coco import COCO
@@ -23,10 +22,10 @@ CENTRES = torch.cartesian_prod(*(torch.arange(1.5, side, CELL) for side in SIZE)
 def network(points: int) -> nn.Module:
     """A small "simple baseline" (arXiv:1804.06208): images [B, 3, H, W] to logits [B, points, H / 4, W / 4]."""
     layers: list[nn.Module] = []
-    for i, o in pairwise((3, 24, 48, 96, 128, 128)):  # 4 x 3 cells, each of which sees the whole input
+    for i, o, rate in ((3, 24, 1), (24, 48, 1), (48, 96, 2), (96, 128, 3)):  # in the end, a cell sees the whole person
         layers += [nn.Conv2d(i, o, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
-        layers += [nn.Conv2d(o, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
-    for i, o in pairwise((128, 128, 96, 64)):
+        layers += [nn.Conv2d(o, o, 3, padding=rate, dilation=rate, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
+    for i, o in ((128, 96), (96, 64)):
         layers += [nn.ConvTranspose2d(i, o, 4, stride=2, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
     return nn.Sequential(*layers, nn.Conv2d(64, points, 1))
 
