@@ -12,16 +12,19 @@ def facts(loader: Any) -> dict[str, str]:
     source = loader.source
     own = type(source).__repr__ is not object.__repr__
     dtype = str(loader.dtype).removeprefix("torch.")
-    given = [view.augment.output_size for view in loader.augment.at(loader.epoch).views]
+    each = [view.augment for view in loader.augment.at(loader.epoch).views]
+    given = [None if getattr(one.crop, "pad", None) == "batch" else one.output_size for one in each]
     sides = ["H, W" if size is None else ", ".join(map(str, size)) for size in given]
-    counts = [(len(list(views)), f"[{loader.batch_size}, 3, {side}]") for side, views in groupby(sides)]
+    batch, samples = loader.batch_size, f"{loader.batch_size} samples"
+    if loader.tokens is not None:
+        batch, samples = "B", f"up to {samples}, {loader.tokens.tokens} patches"
+    counts = [(len(list(views)), f"[{batch}, 3, {side}]") for side, views in groupby(sides)]
     sizes = ", ".join(f"{count} x {shape}" if count > 1 else shape for count, shape in counts)
     made = {
         "source": repr(source)[:200] if own else f"{type(source).__name__}: {len(source)} samples",
         "augment": "\n".join(steps(loader.augment, loader.epoch)),
         "images": f"{dtype} {sizes} on {loader.device}",
-        "batches": f"{loader.batch_size} samples, {orders.describe(loader.order)}, seed {loader.seed}, "
-        f"epoch {loader.epoch}",
+        "batches": f"{samples}, {orders.describe(loader.order)}, seed {loader.seed}, epoch {loader.epoch}",
         "workers": f"{loader.num_workers}, prefetch {loader.prefetch}",
     }
     if loader.targets is not None:
