@@ -19,6 +19,7 @@ from gpuaug.tools.preview.controls import examples
 from gpuaug.tools.preview.drawing import draw
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+import people
 import scenes
 from photographs import photograph
 
@@ -28,7 +29,7 @@ SIDE, SIDE_WITH_TARGETS, SIDE_OF_OPERATION = 112, 150, 128
 TARGETS = {
     "seg": ["source=masks", "targets=segmentation"],
     "det": ["source=coco", "source.split=images", "source.annotations=instances.json", "targets=detection"],
-    "pose": ["source=coco", "source.split=images", "source.annotations=instances.json", "targets=pose"],
+    "pose": ["source=coco", "source.split=images", "source.annotations=person_keypoints.json", "source.unit=object"],
 }
 
 
@@ -40,10 +41,13 @@ def of_recipes() -> dict[str, bytes]:
         (photographs := Path(made) / "photographs" / "cat").mkdir(parents=True)
         photograph("cat").save(photographs / "cat.jpg", quality=95)
         annotated = scenes.write(Path(made) / "scenes", count=8, things=5, tint=0.5, seed=4)
+        of_people = people.write(Path(made) / "people", count=1, people=1)
         found = {}
         for name in sorted(path.stem for path in folder.glob("*.yaml")):
             words = TARGETS.get(name.partition("_")[0])
             root = photographs.parent if words is None else annotated
+            if name.startswith("pose"):
+                root, words = of_people, [*(words or []), "targets=pose"]
             settings = [f"augment={name}", f"source.root={root}", *(words or []), "device=cpu", "num_workers=0"]
             with gpuaug.build(gpuaug.compose("train", settings)) as loader:
                 found[name] = row(loader, draws=not name.endswith(("eval", "none")))

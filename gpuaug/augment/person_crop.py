@@ -34,8 +34,8 @@ class PersonCrop(Crop):
     - Half body: with probability ``half_body``, if at least 9 keypoints are labelled. The new box is around the mean of
       the labelled keypoints of one half; its sides are 1.5 times their extent. With probability ``upper_p`` it is the
       upper half. A half with fewer than 2 (upper) or 3 (lower) labelled keypoints is replaced by the other one.
-    - The box moves by ``v * shift`` of its sides, its sides become ``1 + v * scale`` times as long, and it turns by ``v
-      * rotation`` degrees. Each ``v`` is a standard normal value that is truncated to -1..1.
+    - The box moves by ``v * shift`` of its sides, its sides become ``1 + v * scale`` times as long, and it turns by
+      ``v * rotation`` degrees. Each ``v`` is a standard normal value that is truncated to -1..1.
     - One side is enlarged to the aspect ratio of ``size``. The box is resized to ``size``; outside the image is black.
 
     As in mmpose without UDP, the centre of the box, in pixel indices, goes to the position (W / 2, H / 2), in pixel
