@@ -139,7 +139,7 @@ def test_the_rest_of_a_model_card_stays(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"crop": gpuaug.RandomResizedCrop(32)}, "augment.crop.*RandomResizedCrop, which draws random numbers"),
+        ({"crop": gpuaug.RandomResizedCrop(32)}, "augment.crop.*RandomResizedCrop. Take another recipe"),
         ({"crop": gpuaug.RandomCrop(32)}, "augment.crop.*RandomCrop"),
         ({"crop": gpuaug.Letterbox(32, shorter=20)}, r"augment.crop.shorter.*Found: 20.*max_size"),
         ({"crop": gpuaug.Letterbox(32, shorter=[20, 30])}, r"augment.crop.shorter"),
@@ -295,7 +295,7 @@ def test_a_checkpoint_is_served_as_it_was_evaluated(tmp_path, capsys):
         ([f"checkpoint={out}/last.pt", "+model.width=16", "model._target_=gpuaug.tools.train.model.SmallNet"], "width"),
         (["model=timm:resnet18"], "`checkpoint` must be given with `model`"),
         ([f"checkpoint={tmp_path}/none.pt"], "`checkpoint` must name a checkpoint"),
-        (["augment=simclr"], "RandomResizedCrop, which draws"),
+        (["augment=simclr"], "RandomResizedCrop. Take another"),
         (["out=x.txt"], "must end in .pt2, .onnx or .md"),
     ):
         assert main(["export", f"out={tmp_path}/y.pt2", *words]) == 2

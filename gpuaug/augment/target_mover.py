@@ -186,7 +186,7 @@ class TargetMover:
                 centres=bool(getattr(view.augment.crop, "centres", False)),
             )
             made: dict[str, Any] = {"matrices": matrices, "moves": self.warps(done, window.size)}
-            made["covered"] = _covered(ops, covered_part(window), window.size)
+            made["covered"] = covered_by(ops, covered_part(window), window.size)
             moved.append(replace(upright, objects=objects, windows=window, **made))
         return moved
 
@@ -459,7 +459,7 @@ class TargetMover:
         )  # fmt: skip
 
 
-def _covered(ops: Sequence[Float64 | Field], part: Float64, size: Size) -> Int64:
+def covered_by(ops: Sequence[Float64 | Field], part: Float64, size: Size) -> Int64:
     """What the output shows of the image, as the smallest box around it, (top, left, bottom, right) [B, 4].
 
     ``ops``: matrices and fields from each canvas to the next. ``part``: what the crop's shows, (x1, y1, x2, y2) [B, 4].

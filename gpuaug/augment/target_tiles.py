@@ -15,7 +15,7 @@ from gpuaug.augment.gather import gather
 from gpuaug.augment.mosaic import Layout
 from gpuaug.augment.moves import followed, moves
 from gpuaug.augment.parameters import Chosen, Prepared
-from gpuaug.augment.target_mover import Origins, TargetMover, TargetView
+from gpuaug.augment.target_mover import Origins, TargetMover, TargetView, covered_by
 from gpuaug.batch import OBJECT_COLUMNS, CropWindows, Int64, Objects
 from gpuaug.targets.geometry import Float64
 from gpuaug.targets.objects import carry
@@ -92,6 +92,7 @@ def combine(
         annotated=annotated[anchors],
         windows=_whole(count, layout.size),
         moves=mover.warps(done, layout.size),
+        covered=covered_by(path, part, layout.size) if tiles == 1 else None,
         origins=Origins(numbers.reshape(-1)[owner], owner % tiles, numbers, each),
     )
     if mover.rules.masks is not None:

@@ -209,8 +209,8 @@ def check_exportable(recipe: Augment) -> None:
         raise ConfigError("`augment.combine` must be null for an export. Found: combine. Take a recipe for evaluation.")
     if crop is not None and not isinstance(crop, Resize | ResizeCenterCrop | Letterbox):
         raise ConfigError(
-            f"`augment.crop` must be Resize, ResizeCenterCrop, Letterbox or null for an export. Found: "
-            f"{type(crop).__name__}, which draws random numbers. Take a recipe for evaluation, such as augment=eval."
+            "`augment.crop` must be Resize, ResizeCenterCrop, Letterbox or null for an export. Found: "
+            f"{type(crop).__name__}. Take another recipe for evaluation, such as augment=eval."
         )
     if isinstance(crop, Letterbox) and crop.shorter is not None:
         raise ConfigError(

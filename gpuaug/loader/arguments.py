@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,9 @@ from gpuaug import checks, machine
 from gpuaug.augment.crop import ResizeToSequence
 from gpuaug.augment.domains import check as check_domains
 from gpuaug.augment.mix import Mix
+from gpuaug.augment.policy import entry_of
 from gpuaug.augment.progressive import Recipe, views_of
+from gpuaug.augment.recipe import FLIPPED
 from gpuaug.errors import ConfigError
 from gpuaug.read.order import Sequential, Shuffle
 from gpuaug.read.tokens import Tokens
@@ -81,10 +83,26 @@ def check_recipe(recipe: Recipe, channels: int, *, raw: bool = False) -> None:
             )
         ops = view.augment.prepared
         check_domains(ops, channels=channels, deep=False, key=f"{key}.ops", crop=crop, normalize=normalize)
+        if isinstance(crop, ResizeToSequence):
+            for each in ops:
+                for name, op in each.leaves(f"{key}.ops.{each.name}"):
+                    _check_stays(name, op, () if each.members else FLIPPED)
         if getattr(crop, "interpolation", None) == "nearest":
             raise ConfigError(
                 f"`{key}.crop.interpolation` must be bilinear or bicubic in a loader. Found: nearest, which is for "
                 "recipes that are called with tensors."
+            )
+
+
+def _check_stays(name: str, op: Any, allowed: Iterable[str]) -> None:
+    """Raise ConfigError if an operation moves pixels: `Batch.patches` would lose the image. ``allowed``: classes."""
+    for module in (module for slot in op.slots for module in slot):
+        entry = entry_of(module)
+        moves = entry is not None and (entry.matrix is not None or entry.affects == "field")
+        if moves and type(module).__name__ not in allowed:
+            raise ConfigError(
+                f"`{name}` must not move the image inside its padding with gpuaug.ResizeToSequence. Found: "
+                f"{type(module).__name__}. Use operations of values, and flips that are entries of `ops`."
             )
 
 
@@ -156,10 +174,11 @@ def check_tokens(tokens: Tokens | None, recipe: Recipe, others: Mapping[str, Any
     if tokens is None:
         return
     for key, view in views_of(recipe):
-        if not isinstance(view.augment.crop, ResizeToSequence) or view.augment.sizes or len(recipe.at(0).views) > 1:
+        count = len(recipe.at(0).views)
+        if not isinstance(view.augment.crop, ResizeToSequence) or count > 1:
             raise ConfigError(
-                "`batch_size` as gpuaug.Tokens needs a recipe with one view, the crop gpuaug.ResizeToSequence and no "
-                f"`sizes`. Found: `{key}.crop` {view.augment.crop!r:.99}."
+                "`batch_size` as gpuaug.Tokens needs a recipe with one view and the crop gpuaug.ResizeToSequence. "
+                f"Found: {count} views, `{key}.crop` {view.augment.crop!r:.99}."
             )
     if given := [name for name, value in others.items() if value is not None]:
         raise ConfigError(f"`{given[0]}` must be none if `batch_size` is gpuaug.Tokens. Remove one of them.")

@@ -45,7 +45,8 @@ class Batch:
             extra or could not be read. ``mix`` does not mix the values.
         patch_masks: a :class:`~gpuaug.PatchMasks`; None if the loader draws no patch masks.
         sides: int64 ``[B, 2]``, CPU: height and width of the image, at the top left of the output, for crops whose
-            output is as large as the batch's largest image; else None.
+            output is as large as the batch's largest image; else None. After the crop and flips: what other operations
+            or ``mix`` move is not in it.
         patch, length: of :class:`ResizeToSequence`, for :meth:`patches`; None: the recipe has another crop.
         positions: computes :attr:`matrices`; None: this batch has none.
         explained: computes what :meth:`explain` returns, for each view of a row; None: this batch has no explanations.

@@ -634,7 +634,9 @@ class Loader:
                 "collective operation (such as DDP's) that waits for every rank."
             )
         share: dict[str, Any] = {"rank": rank, "world_size": world_size, "last": self.last, "limit": self.limit_batches}
-        share |= {"tokens": self.tokens, "seed": self.seed, "number": self._epoch}
+        last = self._passes[-1] if self._passes and start else None  # its rounds go on
+        origin = last.position if last is not None and last.epoch == self._epoch else 0
+        share |= {"tokens": self.tokens, "seed": self.seed, "number": self._epoch, "origin": origin}
         return EpochOrder(self._ordered(), start=start, batch_size=self.batch_size, **share)
 
     def _log_last(self, tasks: EpochOrder) -> None:

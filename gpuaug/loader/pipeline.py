@@ -360,8 +360,9 @@ def _sides(decoded: PartialBatch, keep: Tensor | None) -> Tensor | None:
     crops = [view.augment.crop for view in decoded.recipe.views]
     if len(crops) > 1 or crops[0] is None or crops[0].pad == "size":
         return None
-    windows = decoded.windows[0]
-    sides = torch.from_numpy(np.minimum(windows.resized, windows.size).astype(np.int64))
+    windows, last = decoded.windows[0], decoded.recipe.resized or decoded.windows[0].size
+    scaled = np.minimum(windows.resized, windows.size) * np.array(last) / windows.size
+    sides = torch.from_numpy(np.rint(scaled).astype(np.int64))
     return sides if keep is None else sides[keep]
 
 

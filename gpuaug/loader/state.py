@@ -70,12 +70,14 @@ class Row(NamedTuple):
     last: Last
     limit: int | None
 
-    def split(self, epoch: Any, *, start: int, rank: int = 0, seed: int = 0, number: int = 0) -> EpochOrder:
+    def split(
+        self, epoch: Any, *, start: int, rank: int = 0, seed: int = 0, number: int = 0, origin: int = 0
+    ) -> EpochOrder:
         """The batches of ``rank`` from position ``start`` on. ``epoch``: its samples in order."""
         share: dict[str, Any] = {"world_size": self.world_size, "last": self.last, "limit": self.limit}
         if isinstance(self.batch_size, list):
             tokens, multiple, *lengths = self.batch_size
-            share |= {"tokens": Tokens(tokens, lengths, multiple), "seed": seed, "number": number}
+            share |= {"tokens": Tokens(tokens, lengths, multiple), "seed": seed, "number": number, "origin": origin}
         else:
             share["batch_size"] = self.batch_size
         return EpochOrder(epoch, start=start, rank=rank, **share)
@@ -96,7 +98,7 @@ class Row(NamedTuple):
             return False
         epoch, start, number = self.place(other.step, seed=seed)
         own, kind = range(self.samples), {"seed": seed, "number": epoch}
-        ours, theirs = (self.split(own, start=at, **kind) for at in (start, other.position))
+        ours, theirs = (self.split(own, start=at, origin=start, **kind) for at in (start, other.position))
         if (epoch, ours.position(number)) != (other.epoch, other.position):
             return False
         return (

@@ -188,7 +188,7 @@ class Buckets:
         edges: Sequence[float] = (1.0,),
         ratios: str | os.PathLike[str] | Sequence[float] | Tensor | None = None,
     ) -> None:
-        self.samples = checks.whole_number("order.samples", samples, 1)
+        self.samples = checks.whole_number("order.samples", samples, 1, 2**31)
         self.edges = _numbers(edges, "order.edges", "a list of numbers >= 0")
         if (np.diff(self.edges) <= 0).any():
             raise ConfigError(f"`order.edges` must be ascending. Found: {edges!r:.200}.")
@@ -308,7 +308,7 @@ class EpochOrder(Sequence[Task]):
 
     For ``last`` see :class:`gpuaug.Loader`. ``pad`` repeats the first samples of the epoch. ``limit`` is the largest
     number of batches from the beginning of the epoch; None: no limit. ``tokens``: decides the size of each batch, in
-    place of ``batch_size``; it needs ``seed`` and ``number``, that of the epoch.
+    place of ``batch_size``; it needs ``seed``, ``number``, that of the epoch, and ``origin``, as its ``_plan``.
     """
 
     epoch: Ordered = field(kw_only=False)
@@ -321,13 +321,14 @@ class EpochOrder(Sequence[Task]):
     tokens: Tokens | None = None
     seed: int = 0
     number: int = 0
+    origin: int = 0
 
     @cached_property
     def plan(self) -> Plan | None:
         """The steps, if ``tokens`` decides their sizes."""
         if self.tokens is None:
             return None
-        place: dict[str, Any] = {"start": self.start, "seed": self.seed, "epoch": self.number}
+        place: dict[str, Any] = {"start": self.start, "origin": self.origin, "seed": self.seed, "epoch": self.number}
         return self.tokens._plan(len(self.epoch), ranks=self.world_size, **place, whole=self.last == "drop")
 
     def before(self, k: int) -> int:

@@ -35,7 +35,8 @@ class Tokens:
 
     Each step has sequences of one length, and as many samples as fit into ``tokens``. All ranks have the same length in
     a step. Steps come in rounds, each with every length once, in an order drawn from seed and epoch. So all
-    epochs have the same number of steps. A run that resumes on another number of ranks begins a new round. The recipe
+    epochs have the same number of steps. A run that resumes on another number of ranks begins a new round, and may have
+    a few more or fewer steps in this epoch. The recipe
     needs the crop :class:`~gpuaug.ResizeToSequence`.
 
     Args:
@@ -53,7 +54,7 @@ class Tokens:
     multiple: int = 8
 
     def __post_init__(self) -> None:
-        checks.whole_number("batch_size.tokens", self.tokens, 1)
+        checks.whole_number("batch_size.tokens", self.tokens, 1, 2**31)
         given = self.lengths
         several = isinstance(given, Sequence) and not isinstance(given, str) and 0 < len(given) <= 1000
         if not several or any(type(n) is not int or not 1 <= n <= min(LONGEST, self.tokens) for n in given):
@@ -62,7 +63,7 @@ class Tokens:
                 f"Found: {given!r:.99}, tokens {self.tokens}."
             )
         object.__setattr__(self, "lengths", tuple(given))
-        checks.whole_number("batch_size.multiple", self.multiple, 1)
+        checks.whole_number("batch_size.multiple", self.multiple, 1, 2**31)
 
     @property
     def row(self) -> list[int]:
@@ -79,22 +80,27 @@ class Tokens:
         fit = self.tokens // length
         return max(fit // self.multiple * self.multiple, 1)
 
-    def _plan(self, total: int, *, ranks: int, seed: int, epoch: int, start: int = 0, whole: bool = False) -> Plan:
+    def _plan(
+        self, total: int, *, ranks: int, seed: int, epoch: int, start: int = 0, origin: int = 0, whole: bool = False
+    ) -> Plan:
         """The steps from position ``start`` to the end of an epoch of ``total`` samples.
 
-        ``whole``: whether to leave out the samples at the end that do not reach all ranks.
+        ``origin``: where a run on as many ranks has begun rounds of its own; 0: nowhere. ``whole``: whether to leave
+        out the samples at the end that do not reach all ranks.
         """
         counts = np.array([self.samples(length) for length in self.lengths])
-        lengths, bounds = self._rounds(counts, total, ranks=ranks, seed=seed, epoch=epoch, start=0)
-        first = int(np.searchsorted(ranks * bounds, start))
-        if ranks * bounds[first] != start:  # the run had another number of ranks: a new round begins
-            lengths, bounds = self._rounds(counts, total - start, ranks=ranks, seed=seed, epoch=epoch, start=start)
-        else:
-            lengths, bounds = lengths[first:], bounds[first:] - bounds[first]
+        first: int | None = None
+        for begin in sorted({0, origin, start}):  # at `start` new rounds can always begin
+            lengths, bounds = self._rounds(counts, total - begin, ranks=ranks, seed=seed, epoch=epoch, start=begin)
+            done = int(np.searchsorted(ranks * bounds, start - begin))
+            first = done if first is None else first
+            if ranks * bounds[done] == start - begin:
+                break
+        lengths, bounds = lengths[done:], bounds[done:] - bounds[done]
         left = total - start
         most = left // ranks if whole else -(-left // ranks)  # samples of a rank
         steps = int(np.searchsorted(bounds, most))
-        return Plan(lengths[:steps], np.minimum(bounds[: steps + 1], most), first)
+        return Plan(lengths[:steps], np.minimum(bounds[: steps + 1], most), first or 0)
 
     def _rounds(
         self, counts: NDArray[np.int64], total: int, *, ranks: int, seed: int, epoch: int, start: int

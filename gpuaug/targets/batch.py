@@ -214,6 +214,13 @@ class BatchTargets:
         for name, value in given.items():
             if value is not None and len(value) != len(self):
                 raise ConfigError(f"`{name}` must be those of {len(self)} images. Found: {len(value)}.")
+        for name, value, columns in (("boxes", boxes, 4), ("oriented", oriented, 5)):
+            for row, each in enumerate([] if value is None else value):
+                if not isinstance(each, Tensor) or each.ndim != 2 or each.shape[1] != columns:
+                    kind = f"shape {list(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+                    raise ConfigError(
+                        f"`{name}[{row}]` must be a tensor [n, {columns}], without scores. Found: {kind}."
+                    )
         if masks is not None and tuple(masks.shape[1:]) != self.size:
             raise ConfigError(
                 f"`masks` must have the size of the output, {list(self.size)}. Found: {list(masks.shape[1:])}. For "

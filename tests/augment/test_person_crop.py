@@ -54,10 +54,12 @@ def persons() -> tuple[tuple[np.ndarray, gpuaug.Target], ...]:
     return tuple(made)
 
 
-def loader(given: Any = None, *, crop: Any = RANDOM, ops: Any = None, targets: Any = RULES, **more: Any) -> Any:
+def loader(
+    given: Any = None, *, crop: Any = RANDOM, ops: Any = None, targets: Any = RULES, size: Any = SIZE, **more: Any
+) -> Any:
     given = persons() if given is None else given
     source = [(encoded(image) if isinstance(image, np.ndarray) else image, target) for image, target in given]
-    recipe = gpuaug.Augment(crop=gpuaug.PersonCrop(SIZE, **crop), ops=ops)
+    recipe = gpuaug.Augment(crop=gpuaug.PersonCrop(size, **crop), ops=ops)
     usual = {"batch_size": 8, "num_workers": 0, "seed": 3, "device": "cpu", "shuffle": False}
     return gpuaug.Loader(source, augment=recipe, targets=gpuaug.Targets(**targets), **usual | more)
 
@@ -370,3 +372,17 @@ def test_shipped_recipes_run(name: str, tmp_path: Any) -> None:
     assert torch.equal(again.images, batch.images)
     if name.endswith("_eval"):
         assert batch.targets.matrices[:, 0, 1].abs().max() == 0
+
+
+def test_covered_is_what_the_output_shows_of_the_image() -> None:
+    points = np.zeros((1, 17, 3))
+    points[:, 0] = 5, 5, 2
+    boxes = ([0, 0, 40, 40], [60, 60, 100, 100], [-300, 0, -250, 40])
+    white = np.full((100, 100, 3), 200, dtype=np.uint8)
+    samples = [(white, gpuaug.Target(boxes=[box], labels=[0], keypoints=points)) for box in boxes]
+    (batch,) = loader(samples, crop={"padding": 2.0}, ops={}, size=(100, 100))
+    # an eighth of the first and last pixels shows the image
+    assert batch.targets.covered.tolist() == [[24, 24, 100, 100], [0, 0, 75, 75], [0, 0, 0, 0]]
+    different = (batch.targets.pixel_mask() > 0) != (batch.images[:, 0] > 0.3)
+    assert not different[:, 25:, 25:].any()
+    assert not different[1:].any()

@@ -206,3 +206,12 @@ def test_buckets_need_less_padding_and_a_resume_on_other_ranks_goes_on() -> None
             rest.append([batch.indices.tolist() for batch in made])
     together = [sorted(a + b) for a, b in zip(*rest, strict=True)]
     assert together == [sorted(indices) for _, indices in bucketed[2:]]
+
+
+def test_sides_are_those_of_the_resized_batch() -> None:
+    crop = gpuaug.Letterbox(64, pad="batch", centre=False)
+    resize = gpuaug.Augment(crop=crop, sizes=gpuaug.Sizes(choose=[32], how="resize"))
+    with loader(SOURCE, augment=resize, batch_size=4) as made:
+        for batch in made:
+            assert batch.images.shape[2:] == (32, 32)
+            assert batch.sides.tolist() == [[32, 32]] * len(batch)

@@ -151,6 +151,26 @@ def test_steps_of_any_run_are_replayed():
                 assert_equal(made.replay(int(step)), run.steps[step])
 
 
+def test_a_second_resume_on_the_same_ranks_goes_on():
+    samples, tokens = pictures(240), gpuaug.Tokens(64, lengths=[4, 8, 16, 32], multiple=1)
+
+    def resumed(state, steps=None):
+        with loader(samples, augment=RECIPE, batch_size=tokens, rank=0, world_size=2) as made:
+            made.load_state_dict(state)
+            batches = [batch for _, batch in zip(range(steps or 999), made, strict=False)]
+            return [(batch.length, batch.indices.tolist()) for batch in batches], made.state_dict()
+
+    with loader(samples, augment=RECIPE, batch_size=tokens, rank=0, world_size=3) as made:
+        next(iter(made))
+        state = made.state_dict()
+    whole, _ = resumed(state)
+    head, after = resumed(state, 2)
+    middle, after = resumed(after, 1)
+    tail, _ = resumed(after)
+    assert whole == head + middle + tail
+    assert len(after["passes"]) == 2
+
+
 def test_bad_samples_and_drop():
     samples = pictures(20)
     samples[3] = (b"no image", 3)
@@ -170,7 +190,12 @@ BAD = [
     (lambda: gpuaug.Tokens(100, lengths=[]), "`batch_size.lengths` must be"),
     (lambda: gpuaug.ResizeToSequence(0), "`length` must be"),
     (lambda: loader(pictures(2), augment=gpuaug.Augment(crop=gpuaug.Resize((8, 8))), batch_size=TOKENS),
-     "needs a recipe with one view, the crop gpuaug.ResizeToSequence and no `sizes`. Found: `augment.crop` Resize"),
+     "needs a recipe with one view and the crop gpuaug.ResizeToSequence. Found: 1 views, `augment.crop` Resize"),
+    (lambda: loader(pictures(2), augment=recipe(ops={"turn": K.RandomAffine(9.0)})),
+     "`augment.ops.turn` must not move the image inside its padding with gpuaug.ResizeToSequence. Found: RandomAffine"),
+    (lambda: loader(pictures(2), augment=recipe(ops={"x": gpuaug.OneOf(ops={"f": K.RandomHorizontalFlip()})})),
+     "`augment.ops.x.ops.f` must not move the image"),
+    (lambda: gpuaug.Tokens(2**40), "`batch_size.tokens` must be"),
     (lambda: loader(pictures(2), augment=RECIPE, batch_size=TOKENS, mix=gpuaug.Mix(mixup_alpha=1.0)),
      "`mix` must be none if `batch_size` is gpuaug.Tokens"),
     (lambda: loader(pictures(2), augment=recipe(sizes=gpuaug.Sizes(choose=[8]))), "`augment.sizes`"),
