@@ -465,7 +465,7 @@ def test_a_recipes_settings_cannot_be_assigned(name: str) -> None:
     recipe = standard()
     before = getattr(recipe, name)
     for error in (ConfigError, AttributeError):
-        with pytest.raises(error, match=rf"`Augment\.{name}` cannot be assigned.*`loader\.replace\(augment=\.\.\.\)`"):
+        with pytest.raises(error, match=rf"`Augment\.{name}` cannot be assigned.*a new loader with it"):
             setattr(recipe, name, None)
     assert str(getattr(recipe, name)) == str(before)
     for name in ("views", "backend", "augments"):
