@@ -292,7 +292,8 @@ def test_no_shipped_recipe_falls_back_and_all_equal_kornia(recipe: str) -> None:
     images = [photographs(40)] * len(augment.views)
     found = augment.render(images, drawn)
     for one in {id(view.augment): view.augment for view in augment.views}.values():  # copies share theirs
-        assert all(part.columns is not None for part in one._executor._parts)
+        others = [part for part in one._executor._parts if part.columns is None]
+        assert len(others) == (recipe == "pose_rtmpose")  # the median blur of a tenth of its images
         one._executor = ReferenceBackend(one.prepared, one.normalize)
     for x, y in zip(found, augment.render(images, drawn), strict=True):
         assert ((x - y).abs() > SPACE).float().mean() <= 1e-4
