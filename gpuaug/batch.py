@@ -139,17 +139,9 @@ class Objects:
         return replace(kept, sample=sample, sizes=self.sizes[keep_rows], fractions=fractions)
 
 
-OBJECT_COLUMNS = (
-    "sample",
-    "boxes",
-    "labels",
-    "keypoints",
-    "crowd",
-    "area",
-    "ids",
-    "corners",
-    "visible",
-)  # one per object
+# one entry per object
+OBJECT_COLUMNS = ("sample", "boxes", "labels", "keypoints", "crowd", "area", "ids", "corners", "visible")
+LONGEST = 2**16  # patches of a sequence
 
 
 NO_TILE = -(2**62)

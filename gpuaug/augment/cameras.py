@@ -101,8 +101,8 @@ class Cameras(ReadOnly):
         if not isinstance(images, Mapping) or not set(images) <= set(self.cameras):
             found = list(images) if isinstance(images, Mapping) else type(images).__name__
             raise ConfigError(f"`images` must have names of {', '.join(self.cameras)} as keys. Found: {found}.")
-        given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
-        given["corners"] = corners
+        given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "corners": corners}
+        given["targets"] = targets
         more = {"layout": layout, "white": white, "nan": nan, "dtype": dtype, "memory_format": memory_format}
 
         def call(camera: str, batch: Tensor, **own: Any) -> Any:

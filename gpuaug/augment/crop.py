@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.batch import CropWindows, Fill, Int32, Int64, Interpolation, Objects
+from gpuaug.batch import LONGEST, CropWindows, Fill, Int32, Int64, Interpolation, Objects
 from gpuaug.errors import ConfigError, shown_size
 from gpuaug.random.keyed import Float
 
 LARGEST_SIDE = 500_000  # pixels; enough for panoramas and scans, so a larger value is a mistake
 LARGEST_VIEW = 178_000_000  # largest number of pixels of a view; equals the default of `decode.max_pixels`
 LARGEST_MULTIPLE = 4096
-LONGEST = 2**16  # patches of a sequence
 _TRIES = 10  # tries of RandomResizedCrop before it takes a central crop, as in torchvision
 Float64 = NDArray[np.float64]
 Known = NDArray[np.bool_]  # [B], False for a sample that cannot be decoded

@@ -139,8 +139,8 @@ def explain(
             for step in _steps(op, own, row, sizes[-1] if combined is not None else window.size, channels)
         ]
         if recipe.resized is not None:
-            values = dict(zip(("height", "width"), map(float, recipe.resized), strict=True))
-            steps.append(Step(name="sizes", kind="Sizes", applied=True, values=dict(values)))
+            values: dict[str, Any] = {"height": float(recipe.resized[0]), "width": float(recipe.resized[1])}
+            steps.append(Step(name="sizes", kind="Sizes", applied=True, values=values))
         more: dict[str, Any] = {"view": view.name, "copy": view.copy, "size": window.size, "steps": steps}
         made.append(Explanation(window=box, resized=resized, offset=offset, **more))
     return made

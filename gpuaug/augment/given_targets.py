@@ -36,8 +36,7 @@ def augment_targets(
 ) -> tuple[list[CropWindows], list[list[Chosen]], list[BatchTargets]]:
     """Move the targets of decoded images. Returns crop windows, choices and targets of every view.
 
-    ``drawn``: the random numbers; ``given``: masks, boxes, labels, keypoints, corners and targets of the call, or
-    None;
+    ``drawn``: the random numbers; ``given``: the call's masks, boxes, labels, keypoints, corners and targets, or None;
     ``size``: (H, W) of the images; ``indices``: sample numbers.
     """
     checks.instance("targets", given["targets"], Targets, optional=True)

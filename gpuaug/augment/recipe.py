@@ -339,8 +339,8 @@ class RecipeBase(ReadOnly):
             ReadOnlyError: settings were changed after the recipe was created.
             ConfigError: an operation cannot take such images, or an argument is wrong.
         """
-        given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "targets": targets}
-        given["corners"] = corners
+        given = {"masks": masks, "boxes": boxes, "labels": labels, "keypoints": keypoints, "corners": corners}
+        given["targets"] = targets
         recipe = self.at(epoch)
         call: Any = recipe._of_cameras if isinstance(images, Mapping) else recipe.augment_rows
         if torch.compiler.is_compiling():  # torch.compile cannot trace numpy code and gpuaug's kernels

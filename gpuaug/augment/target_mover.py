@@ -462,10 +462,11 @@ class TargetMover:
 def covered_by(ops: Sequence[Float64 | Field], part: Float64, size: Size) -> Int64:
     """What the output shows of the image, as the smallest box around it, (top, left, bottom, right) [B, 4].
 
-    ``ops``: matrices and fields from each canvas to the next. ``part``: what the crop's shows, (x1, y1, x2, y2) [B, 4].
+    ``ops``: matrices and fields from each canvas to the next. Fields are left out: to compute one takes as long as to
+    move the image. ``part``: what the crop's canvas shows, (x1, y1, x2, y2) [B, 4].
     """
     part = np.concatenate([part[:, :2], np.maximum(part[:, :2], part[:, 2:])], axis=1)
-    box, _ = fields.visible(ops, part, np.arange(len(part)), size)
+    box, _ = geometry.visible(fields.paths(ops, np.arange(len(part))), part, size)
     box = np.nan_to_num(box, nan=0.0)
     box = np.concatenate([np.floor(box[:, :2] + 1e-6), np.ceil(box[:, 2:] - 1e-6)], axis=1)  # rounding errors
     return np.ascontiguousarray(box[:, [1, 0, 3, 2]].astype(np.int64))

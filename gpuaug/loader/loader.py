@@ -293,7 +293,7 @@ class Loader:
                 "samples": len(self._ordered()),
                 "order of the epoch": self._ordered().digest,
                 "batch_size": self.batch_size,
-                "tokens": self.tokens,
+                "tokens": self.tokens and self.tokens.row,
                 "last": self.last,
                 "limit_batches": self.limit_batches,
                 "faults.policy": self.faults.policy,

@@ -288,9 +288,7 @@ class Pipeline:
                 targets=_one(targets),
                 extra=extra,
                 patch_masks=masks,
-                sides=_sides(decoded, keep),
-                patch=getattr(decoded.recipe.views[0].augment.crop, "patch", None),
-                length=getattr(decoded.recipe.views[0].augment.crop, "length", None),
+                **_padding(decoded, keep),
                 positions=partial(_positions, *made),
                 explained=partial(_explained, *made, images[0].shape[1]),
                 look=replace(self.appearance_at(epoch), bad=frozenset(bad if keep is None else ())),
@@ -355,15 +353,16 @@ class Pipeline:
             self.decoders.close()
 
 
-def _sides(decoded: PartialBatch, keep: Tensor | None) -> Tensor | None:
-    """The sides of the images within outputs that are as large as the largest of them; None for other crops."""
+def _padding(decoded: PartialBatch, keep: Tensor | None) -> dict[str, Any]:
+    """What a batch says of outputs that are as large as the largest of its images."""
     crops = [view.augment.crop for view in decoded.recipe.views]
     if len(crops) > 1 or crops[0] is None or crops[0].pad == "size":
-        return None
+        return {}
     windows, last = decoded.windows[0], decoded.recipe.resized or decoded.windows[0].size
     scaled = np.minimum(windows.resized, windows.size) * np.array(last) / windows.size
     sides = torch.from_numpy(np.rint(scaled).astype(np.int64))
-    return sides if keep is None else sides[keep]
+    made = {name: getattr(crops[0], name, None) for name in ("patch", "length")}
+    return {"sides": sides if keep is None else sides[keep], **made}
 
 
 def _positions(*given: Any) -> list[Tensor]:

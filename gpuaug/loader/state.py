@@ -6,6 +6,8 @@ import json
 import logging
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
+
 from gpuaug.augment.fingerprint import differences
 from gpuaug.errors import StateError
 from gpuaug.random import keyed as draw
@@ -101,11 +103,9 @@ class Row(NamedTuple):
         ours, theirs = (self.split(own, start=at, origin=start, **kind) for at in (start, other.position))
         if (epoch, ours.position(number)) != (other.epoch, other.position):
             return False
-        return (
-            ours.plan is None
-            or theirs.plan is None
-            or ours.plan.lengths[number:].tolist() == theirs.plan.lengths.tolist()
-        )
+        if ours.plan is None or theirs.plan is None:
+            return True
+        return bool(np.array_equal(ours.plan.lengths[number:], theirs.plan.lengths))
 
 
 def check_rows(value: Any) -> list[Row]:
@@ -116,7 +116,8 @@ def check_rows(value: Any) -> list[Row]:
         several = given[4] if isinstance(given[4], list) and 3 <= len(given[4]) <= 1002 else [given[4]]
         numbers = [*given[:4], *several, given[5], 1 if given[7] is None else given[7]]
         whole = all(type(x) is int and 0 <= x < 2**62 for x in numbers) and given[6] in LASTS
-        if not whole or min(numbers[4:]) < 1 or max(numbers[4:-1]) > 2**20 or given[2] > given[3]:
+        most = 2**20 if several == [given[4]] else 2**31
+        if not whole or min(numbers[4:]) < 1 or max(numbers[4:-1]) > most or given[2] > given[3]:
             raise StateError(f"the passes of the loader state are damaged. Found: {str(value)[:200]!r}.")
         rows.append(Row(*given))
     return rows

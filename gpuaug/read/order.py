@@ -342,19 +342,14 @@ class EpochOrder(Sequence[Task]):
 
     def __len__(self) -> int:
         """Number of batches of this rank from ``start`` on."""
-        step = self.batch_size * self.world_size
-        if self.plan is not None:
-            count, first = len(self.plan.lengths), self.plan.first
-            if (
-                count
-                and self.last == "uneven"
-                and self.world_size * self.before(count - 1) + self.rank >= self.remaining
-            ):
-                count -= 1
+        if self.plan is None:
+            step = self.batch_size * self.world_size
+            count, first = -(-self.remaining // step), -(-self.start // step)
+            count -= self.last == "drop" and self.remaining % step > 0
         else:
-            full, rest = divmod(self.remaining, step)
-            count = full + {"drop": False, "pad": rest > 0, "uneven": rest > self.rank}[self.last]
-            first = -(-self.start // step)
+            count, first = len(self.plan.lengths), self.plan.first
+        if self.last == "uneven" and count:  # the last batch of a rank may be empty
+            count -= self.world_size * self.before(count - 1) + self.rank >= self.remaining
         return count if self.limit is None else max(0, min(count, self.limit - first))
 
     def __getitem__(self, k: Any) -> Any:

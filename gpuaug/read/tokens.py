@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuaug import checks
-from gpuaug.augment.crop import LONGEST
+from gpuaug.batch import LONGEST
 from gpuaug.errors import ConfigError
 from gpuaug.random.keyed import Stream, uniforms
 
@@ -34,10 +34,9 @@ class Tokens:
     """The ``batch_size`` of a loader whose steps have a number of patches, as NaFlex trains (arXiv:2502.14786, timm).
 
     Each step has sequences of one length, and as many samples as fit into ``tokens``. All ranks have the same length in
-    a step. Steps come in rounds, each with every length once, in an order drawn from seed and epoch. So all
-    epochs have the same number of steps. A run that resumes on another number of ranks begins a new round, and may have
-    a few more or fewer steps in this epoch. The recipe
-    needs the crop :class:`~gpuaug.ResizeToSequence`.
+    a step. Steps come in rounds, each with every length once, in an order drawn from seed and epoch. So all epochs have
+    the same number of steps. A run that resumes on another number of ranks begins new rounds, and may have a few more
+    or fewer steps in this epoch. The recipe needs the crop :class:`~gpuaug.ResizeToSequence`.
 
     Args:
         tokens: patches of a step on each rank, with padding.
@@ -89,18 +88,18 @@ class Tokens:
         out the samples at the end that do not reach all ranks.
         """
         counts = np.array([self.samples(length) for length in self.lengths])
-        first: int | None = None
+        first = 0
         for begin in sorted({0, origin, start}):  # at `start` new rounds can always begin
             lengths, bounds = self._rounds(counts, total - begin, ranks=ranks, seed=seed, epoch=epoch, start=begin)
             done = int(np.searchsorted(ranks * bounds, start - begin))
-            first = done if first is None else first
+            first = first if begin else done
             if ranks * bounds[done] == start - begin:
                 break
         lengths, bounds = lengths[done:], bounds[done:] - bounds[done]
         left = total - start
         most = left // ranks if whole else -(-left // ranks)  # samples of a rank
         steps = int(np.searchsorted(bounds, most))
-        return Plan(lengths[:steps], np.minimum(bounds[: steps + 1], most), first or 0)
+        return Plan(lengths[:steps], np.minimum(bounds[: steps + 1], most), first)
 
     def _rounds(
         self, counts: NDArray[np.int64], total: int, *, ranks: int, seed: int, epoch: int, start: int

@@ -46,7 +46,7 @@ class BatchTargets:
         annotated: int64 ``[B, 2]``, the same of the annotated image; other than ``sizes`` if annotations were made for
             the stored image, which EXIF turns.
         covered: int64 ``[B, 4]``, (top, left, bottom, right): the part of the output that the image covers. If it is
-            rotated, the smallest box around this part.
+            rotated, the smallest box around this part. Elastic transforms and other fields are not followed.
         matrices: float64 ``[B, 3, 3]``, from positions in the annotated image to positions in the output. Pixel i
             covers i..i+1. The inverse matrices map predictions back. NaN for a sample that an operation has moved by an
             offset per pixel, such as an elastic transform.

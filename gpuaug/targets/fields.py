@@ -133,16 +133,17 @@ def visible(
         sample: [N], the number of the sample of each box.
         size: (H, W) of each canvas.
     """
-    matrices = [step for step in steps if not isinstance(step, Field)]
-    hulls, area = geometry.visible([path[sample] for path in accumulate(matrices, _product)], boxes, size)
+    hulls, area = geometry.visible(paths(steps, sample), boxes, size)
     moved = [row for step in steps if isinstance(step, Field) for row in step.rows]
     bent = np.flatnonzero(np.isin(sample, moved) & both(boxes[:, :2] <= boxes[:, 2:]))
     hulls[bent], area[bent] = _bent(steps, boxes[bent], sample[bent], size)
     return hulls, area
 
 
-def _product(path: Float64, step: Float64) -> Float64:
-    return step @ path
+def paths(steps: Sequence[Float64 | Field], sample: Int64) -> list[Float64]:
+    """The products of the first matrix, the first two, and so on, [N, 3, 3] for objects of the samples ``sample``."""
+    matrices = [step for step in steps if not isinstance(step, Field)]
+    return [path[sample] for path in accumulate(matrices, lambda path, step: step @ path)]
 
 
 def _bent(

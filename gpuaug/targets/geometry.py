@@ -188,9 +188,8 @@ def _area(polygon: Float64) -> Float64:
     """Areas [N] of polygons [x or y, V, N] whose last vertex is their first."""
     x, y = polygon - polygon[:, :1]
     parts = x[1:-2] * y[2:-1] - x[2:-1] * y[1:-2]  # twice the areas of triangles
-    return np.asarray(
-        np.abs(np.add.accumulate(parts)[-1]) / 2
-    )  # not np.sum, whose order depends on the number of boxes
+    # not np.sum, whose order depends on the number of boxes
+    return np.asarray(np.abs(np.add.accumulate(parts)[-1]) / 2)
 
 
 def _clipped(polygon: Float64, lines: Float64) -> Float64:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,9 +98,8 @@ def carry(
             boxes, left = fields.visible(ops, np.concatenate([start, stop], axis=1), objects.sample, size)
             whole, sides = (cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1]), boxes[:, 2:] - boxes[:, :2]
         else:
-            matrices = [op for op in ops if not isinstance(op, Field)]  # there are no fields, see `check_carried`
-            paths = [path[objects.sample] for path in accumulate(matrices, lambda path, step: step @ path)]
             polygons = geometry.points(crop[objects.sample], corners)
+            paths = fields.paths(ops, objects.sample)  # without fields, see `check_carried`
             corners, left, whole = geometry.visible_polygons(paths, polygons, part, size)
             boxes, sides = _around(corners), geometry.rectangles(corners)[:, 2:4]
         keep &= (left >= 0) & _large_enough(sides, left, whole, limits)  # NaN: nothing is left

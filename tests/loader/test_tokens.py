@@ -171,6 +171,16 @@ def test_a_second_resume_on_the_same_ranks_goes_on():
     assert len(after["passes"]) == 2
 
 
+def test_states_with_large_budgets_load():
+    tokens = gpuaug.Tokens(2**22, lengths=[8])
+    with loader(pictures(4), augment=RECIPE, batch_size=tokens) as made:
+        next(iter(made))
+        state = made.state_dict()
+    with loader(pictures(4), augment=RECIPE, batch_size=tokens) as made:
+        made.load_state_dict(state)
+        assert made.state_dict()["passes"] == state["passes"]
+
+
 def test_bad_samples_and_drop():
     samples = pictures(20)
     samples[3] = (b"no image", 3)

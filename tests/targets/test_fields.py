@@ -132,14 +132,14 @@ def test_targets_follow_a_strong_field(name: str) -> None:
     check_boxes(shown, valid, targets, what, outer=np.inf)
 
 
-def test_covered_is_the_part_that_shows_the_image() -> None:
+def test_covered_is_the_part_that_shows_the_image_without_the_fields() -> None:
     ops = {"field": MODERATE["elastic"](), "turn": K.RandomAffine(30.0, (0.3, 0.3), p=0.7)}
     shown, _, targets = run(ops, given())
     inside = (shown > 0.5).all(axis=3)
     for row, (top, left, bottom, right) in enumerate(targets.covered.tolist()):
         lines, columns = np.nonzero(inside[row])
         hull = lines.min(), columns.min(), lines.max() + 1, columns.max() + 1
-        assert np.abs(np.subtract((top, left, bottom, right), hull)).max() <= 1
+        assert np.abs(np.subtract((top, left, bottom, right), hull)).max() <= 4  # the field moves the borders
     assert targets.matrices.isnan().any(dim=(1, 2)).sum() > COUNT // 2
 
 
