@@ -3,7 +3,7 @@
 python bench/scenes.py scenes/train --count 300 --size 96 128 --things 3 --tint 0.6
 python bench/scenes.py scenes/val --count 60 --size 96 128 --things 3 --tint 0.6 --seed 1
 python examples/detection.py scenes/train scenes/val batch_size=8
-# three minutes on two cores; AP 0.63 on held-out scenes; boxes.png shows predictions
+# three minutes of processor time; AP 0.63 on held-out scenes; boxes.png shows predictions
 """
 
 import sys

@@ -3,7 +3,7 @@
 python bench/people.py people/train --count 600
 python bench/people.py people/val --count 80 --seed 1
 python examples/pose.py people/train people/val batch_size=32
-# five minutes on two cores; AP 0.81 on held-out people; pose.png shows predictions
+# five minutes of processor time; AP 0.81 on held-out people; pose.png shows predictions
 """
 
 import sys
