@@ -39,11 +39,11 @@ OCCUPANCY = {75: 0.6, 80: 0.25, 86: 0.4, 89: 0.4, 90: 0.25, 100: 0.3, 120: 0.3} 
 RECIPES = ("flip", "standard", "simclr", "randaugment_torchvision", "timm")
 KERNELS = (
     "_mean_kernel", "_points_kernel", "_blur_kernel", "_levels_kernel", "_pillow_kernel", "_normal_kernel",
-    "_axis_kernel", "_crop_kernel",
+    "_axis_kernel", "_crop_kernel", "_gather_kernel",
 )  # fmt: skip
 TYPES = {
     torch.uint8: "*u8", torch.uint16: "*u16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
 }  # fmt: skip
 
 
@@ -147,6 +147,18 @@ def crop(x: torch.Tensor, interpolation: str = "bilinear") -> None:
     cuda.crop(x, windows, WHITE[x.dtype])
 
 
+def gather(like: torch.Tensor, tiles: int = 4) -> None:
+    """Gather outputs from mosaics of images [B, H, W, C] or masks [B, H, W], with the kernel."""
+    from gpuaug.augment.fused import cuda
+
+    (batch, height, width), each = like.shape[:3], (len(like), tiles)
+    shown = np.tile([0, 0, width, height], (*each, 1))
+    cuda.gather(
+        [[image] * tiles for image in like], shown[..., :2], shown, np.tile(np.eye(3), (batch, 1, 1)), (height, width),
+        fill=114, add=np.zeros(each, dtype=np.int64), most=np.zeros(each, dtype=np.int64),
+    )  # fmt: skip
+
+
 def examine(kernel: Any, key: Any) -> dict[str, Any]:
     """What the machine code of a compiled kernel uses; its SASS under ``code``. ``key``: as in ``Compiler.made``."""
     import triton
@@ -185,7 +197,7 @@ def label(key: Any) -> str:
     shown = [
         f"{k}={int(v)}"
         for k, v in constants.items()
-        if k in ("KIND", "LAYOUT", "INTERPOLATION") or (isinstance(v, bool) and k != "CHANNELS_LAST")
+        if k in ("KIND", "LAYOUT", "INTERPOLATION", "COUNT") or (isinstance(v, bool) and k != "CHANNELS_LAST")
     ]
     return " ".join([key[0].strip("_").removesuffix("_kernel"), *shown])
 
@@ -204,6 +216,8 @@ def rows() -> list[dict[str, Any]]:
             for dtype in (torch.uint8, torch.float32):
                 for interpolation in ("bilinear", "bicubic"):
                     crop(torch.zeros((2, 448, 448, 3), dtype=dtype), interpolation)
+            gather(torch.zeros((2, 640, 640, 3), dtype=torch.uint8))
+            gather(torch.zeros((2, 640, 640), dtype=torch.int32))
         for recipe in RECIPES:
             made |= compiled(recipe, capability)[0]
         for key, kernel in made.items():

@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+import readme
 from contestants import Spec
 from target_contestants import SIZE, YOLO, loader, ultralytics_loader
 
@@ -90,28 +91,25 @@ def gather_cost(rounds: int = 15, batch: int = 16) -> list[dict[str, Any]]:
         times = [[timeit.timeit(job, number=1) for job in jobs] for _ in range(rounds + 2)][2:]
         both, alone = np.median(times, axis=0) * 1000 / batch
         rows.append({"what": name, "both": both, "alone": alone, "ratio": float(np.median([a / b for a, b in times]))})
-    print("| affine transform | with mosaic, ms per output | alone | ratio |\n|---|---|---|---|")
-    for row in rows:
-        print(f"| {row['what']} | {row['both']:.2f} | {row['alone']:.2f} | {row['ratio']:.2f} |")
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=2048, help="photographs, and outputs of each (default: 2048)")
-    parser.add_argument("--data", type=Path, help="folder that keeps the photographs; default: one that is removed")
-    parser.add_argument("--peer-python")
-    parser.add_argument("--gather", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.theirs:
-        spec = Spec("ultralytics", YOLO, str(args.data), 16, 2, 2, "cpu", "float32")
-        args.theirs.write_text(json.dumps(theirs(spec, args.count)))
-        return
-    costs = gather_cost()
-    if args.gather:
-        return
+def table(report: dict[str, Any]) -> str:
+    m = report["machine"]
+    lines = [f"{m['processor']}, one thread, {m['date']}, load {m['load']:.1f}; torch {m['versions']['torch']}", ""]
+    lines.append("| affine transform | with mosaic, ms per output | alone | ratio |\n|---|---|---|---|")
+    for row in report["gather"]:
+        lines.append(f"| {row['what']} | {row['both']:.2f} | {row['alone']:.2f} | {row['ratio']:.2f} |")
+    if report["outputs"]:
+        lines += ["", "| what | mean, ours | mean, Ultralytics | outputs | p |\n|---|---|---|---|---|"]
+    for row in report["outputs"]:
+        counts = " and ".join(f"{number:,}" for number in row["outputs"])
+        lines.append(f"| {row['what']} | {row['ours']:.3f} | {row['theirs']:.3f} | {counts} | {row['p']:.2f} |")
+    return "\n".join(lines)
+
+
+def outputs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both loaders' outputs, compared."""
     import scenes
     from scipy import stats
 
@@ -124,18 +122,36 @@ def main() -> None:
         subprocess.run([str(word) for word in [*words, "--peer-python", "-"]], check=True)
         b = json.loads(answer.read_text())
         a = ours(Spec("ours", YOLO, str(root), 16, 2, 2, "cpu", "float32"), args.count)
-    rows = [
+    return [
         {
             "what": name, "ours": float(np.mean(a[name])), "theirs": float(np.mean(b[name])),
             "outputs": [len(a[name]), len(b[name])], "p": float(stats.ks_2samp(a[name], b[name]).pvalue),
         }
         for name in a
     ]  # fmt: skip
-    print("| what | mean, ours | mean, Ultralytics | outputs | p |\n|---|---|---|---|---|")
-    for row in rows:
-        print(f"| {row['what']} | {row['ours']:.3f} | {row['theirs']:.3f} | {row['outputs']} | {row['p']:.3f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2048, help="photographs, and outputs of each (default: 2048)")
+    parser.add_argument("--data", type=Path, help="folder that keeps the photographs; default: one that is removed")
+    parser.add_argument("--peer-python")
+    parser.add_argument("--gather", action="store_true", help="only what a mosaic adds to the affine transform")
+    parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
+    readme.add_arguments(parser)
+    args = parser.parse_args()
+    if readme.show(args, "mosaics.py", table):
+        return
+    if args.theirs:
+        spec = Spec("ultralytics", YOLO, str(args.data), 16, 2, 2, "cpu", "float32")
+        args.theirs.write_text(json.dumps(theirs(spec, args.count)))
+        return
+    report: dict[str, Any] = {"machine": readme.machine("cpu"), "gather": gather_cost(), "outputs": []}
+    if not args.gather:
+        report["outputs"] = outputs(args)
     if args.json:
-        args.json.write_text(json.dumps({"outputs": rows, "gather": costs}, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
 
 
 if __name__ == "__main__":

@@ -227,8 +227,8 @@ def traced(view: View, number: int, batch: int) -> list[Launch]:
             *watched.patches,
             patch.object(cuda, "_queue", trace.queue),
             patch.object(fused, "library", lambda: None),
-            patch.object(fused, "_triton_kernels", lambda device: cuda),
-            patch.object(fused, "_without_triton", _raise),
+            patch.object(fused, "triton_kernels", lambda device: cuda),
+            patch.object(fused, "without_triton", _raise),
         ):
             stack.enter_context(each)
         trace.put([images])
@@ -259,7 +259,7 @@ def host_milliseconds(made: list[View], batch: int) -> float:
     from gpuaug.augment.fused import backend as fused
 
     took = []
-    with patch.object(fused, "library", lambda: None), patch.object(fused, "_triton_kernels", lambda _: NoKernels):
+    with patch.object(fused, "library", lambda: None), patch.object(fused, "triton_kernels", lambda _: NoKernels):
         for _ in range(ROUNDS):
             start = time.thread_time()
             for view in made:

@@ -167,7 +167,10 @@ def _in_turns(functions: list[Callable[[], Any]], *, rounds: int) -> list[list[f
 def ratios(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The required ratios and the measured ones; None if a contestant did not run."""
     out: list[dict[str, Any]] = []
+    measured = {row["recipe"] for row in report["results"]}
     for (name, peer), bar in BARS.items():
+        if name not in measured:
+            continue
         found = [
             row for row in report["results"] if row["recipe"] == name and row["who"].startswith(peer) and "ratio" in row
         ]
@@ -208,11 +211,9 @@ def table(report: dict[str, Any]) -> str:
         ratio = f"{row['ratio']:.2f}×" if "ratio" in row else ""
         processor = f"{row['processor_us'] / 1000:.2f}"
         lines.append(f"{start} {row['images_per_second']:,.0f} | {spread} | {ratio} | {processor} | {facts} |")
-    lines += [
-        "",
-        f"| stage of recipe, batches of {s['stage_batch']} | with | ms without | ms with | images are equal |",
-    ]
-    lines.append("|---" * 5 + "|")
+    if report["stages"]:
+        lines += ["", f"| stage of recipe, batches of {s['stage_batch']} | with | ms without | ms with | images are equal |"]
+        lines.append("|---" * 5 + "|")
     for row in report["stages"]:
         equal = "yes" if row["pixels_equal"] else "NO"
         start = f"| {row['recipe']} | {', '.join(row['kinds'])} |"
@@ -236,7 +237,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few photographs, one round")
     readme.add_arguments(parser)
     args = parser.parse_args()
-    if readme.show(args, "targets.py", table):
+    if readme.show(args, " ".join(["targets.py", *(args.recipe if len(args.recipe) == 1 else [])]), table):
         return
     if args.quick:
         args.count, args.rounds, args.batch, args.stage_batch = 16, 1, 8, 8

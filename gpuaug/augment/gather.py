@@ -8,7 +8,7 @@ of output pixel (i, j), row i and column j, to the canvas, in float64 and in thi
     y = (m[1, 0] * (j + .5) + m[1, 1] * (i + .5)) + m[1, 2]
 
 A mask takes canvas pixel (floor(y), floor(x)). An image takes the four pixels around (y - .5, x - .5), which is rounded
-to 1/256 pixel. So the weights are whole numbers, and gather.cpp and torch on every device give the same bits.
+to 1/256 pixel. So the weights are whole numbers, and gather.cpp, Triton and torch give the same bits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuaug.augment.fused.backend import triton_kernels, without_triton
+from gpuaug.augment.fused.cuda_steps import CannotRunError
 from gpuaug.batch import Int64
 from gpuaug.native import buffers, build
 
@@ -76,6 +78,15 @@ def gather(
     add = np.zeros(shape, dtype=np.int64) if add is None else add
     most = np.full(shape, 2**31 - 1, dtype=np.int64) if most is None else most
     channels = some.shape[2] if some.ndim == 3 else 0
+    if some.is_cuda and (kernels := triton_kernels(some.device)) is not None:
+        try:
+            with torch.cuda.device(some.device):
+                made: Tensor = kernels.gather(
+                    tiles, origin, visible, inverse, size, fill=fill, add=add, most=most
+                )
+            return made
+        except CannotRunError as error:
+            without_triton(str(error))
     if some.is_cuda or (compiled := library()) is None:
         return _by_torch(tiles, some, origin, visible, inverse, size, fill, add, most)
     made = buffers.outputs.take((len(tiles), max(channels, 1), *size), some.dtype, True)

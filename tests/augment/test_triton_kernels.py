@@ -16,7 +16,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-from compile_kernels import KERNELS, OCCUPANCY, compiled, compilers, crop, examine
+from compile_kernels import KERNELS, OCCUPANCY, compiled, compilers, crop, examine, gather
 from conftest import ROOT, SHARED
 from test_fused import KNOWN, NORMALIZE, POINTWISE, POLICIES, SPACE, SPATIAL, draw, photographs, rows_of
 from test_pillow import drawn
@@ -210,7 +210,7 @@ def test_an_import_error_of_ours_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(package, "cuda")
     monkeypatch.setitem(sys.modules, "gpuaug.augment.fused.cuda_pillow", ModuleType("gpuaug.augment.fused.cuda_pillow"))
     with pytest.raises(ImportError, match="_levels_kernel"):
-        fused._triton_kernels(torch.device("cuda"))
+        fused.triton_kernels(torch.device("cuda"))
     assert not fused._no_triton
 
 
@@ -219,7 +219,7 @@ def _backend_with(kernel: Failing, patch: pytest.MonkeyPatch) -> tuple[fused.Fus
     for name in KERNELS:
         patch.setattr(triton_kernels, name, kernel)
     patch.setattr(fused, "_no_triton", [])
-    patch.setattr(fused, "_triton_kernels", lambda device: None if fused._no_triton else triton_kernels)
+    patch.setattr(fused, "triton_kernels", lambda device: None if fused._no_triton else triton_kernels)
     patch.setattr(fused, "library", lambda: None)
     ops = {"jitter": POINTWISE["jitter"](), "noise": POINTWISE["noise"](), "blur": SPATIAL["blur"]()}
     prepared = [prepare(key, op) for key, op in ops.items()]
@@ -372,6 +372,19 @@ def test_crops_compile_for_every_gpu(capability: int) -> None:
             for interpolation in ("nearest", "bicubic"):
                 crop(torch.zeros((3, 64, 48, channels), dtype=dtype), interpolation)
     assert {key[0] for key in made} == {"_axis_kernel", "_crop_kernel"}
+    check(made)
+
+
+@pytest.mark.parametrize(
+    "capability", [c if c in (75, 90) else pytest.param(c, marks=pytest.mark.long) for c in OCCUPANCY]
+)
+def test_mosaics_compile_for_every_gpu(capability: int) -> None:
+    made: dict[Any, Any] = {}
+    with compilers(capability, made):
+        for shape, dtype in (((64, 48, 3), torch.uint8), ((64, 48, 5), torch.uint8), ((64, 48), torch.int32)):
+            for tiles in (1, 4, 9):
+                gather(torch.zeros((2, *shape), dtype=dtype), tiles)
+    assert {key[0] for key in made} == {"_gather_kernel"}
     check(made)
 
 

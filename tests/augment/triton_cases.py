@@ -10,6 +10,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import test_cut
+import test_mosaic
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +33,7 @@ import gpuaug
 from gpuaug.augment import cut as cuts
 from gpuaug.augment.fused import backend as fused
 from gpuaug.augment.fused import cuda, cuda_kernels, cuda_pillow, cuda_steps
+from gpuaug.augment.gather import gather
 from gpuaug.augment.normalize import Normalize
 from gpuaug.augment.ops.pillow import INTERPOLATIONS, PillowOp
 from gpuaug.augment.policy import prepare
@@ -341,6 +343,25 @@ def test_crops_are_those_of_the_cpu(sides: tuple[int, int], kind: str, layout: s
         made, unit = cuda.crop(given.to(DEVICE), windows, white)
         assert unit == 1.0
         assert (made.cpu() - cuts.cut(given, windows, white)[0]).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("tiles", [1, 4, 9])
+@pytest.mark.parametrize(("channels", "dtype"), [(3, np.uint8), (5, np.uint8), (0, np.uint8), (0, np.int32)])
+def test_mosaics_are_those_of_the_cpu_to_the_bit(tiles: int, channels: int, dtype: Any) -> None:
+    rng = np.random.default_rng(tiles + channels)
+    for degrees, scale in ((0.0, (0.5, 1.5)), (40.0, (0.001, 2)), (90.0, (1.0, 1.0))):
+        size = (int(rng.integers(2, 40)), int(rng.integers(2, 40)))
+        layout = test_mosaic.laid(rng, size=size, tiles=max(tiles, 4), rows=2, degrees=degrees, scale=scale)
+        layout = layout._replace(origin=layout.origin[:, :tiles], visible=layout.visible[:, :tiles])
+        shape = (2 * tiles, *size, channels) if channels else (2 * tiles, *size)
+        made = torch.from_numpy(rng.integers(0, 256 if channels else 20, shape).astype(dtype))
+        where = layout.origin, layout.visible, layout.inverse, layout.size
+        add, most = (rng.integers(0, 9, (2, tiles)) * (dtype == np.int32) + n for n in (0, 11))
+        more = {"fill": 114, "add": add, "most": most}
+        held, expected = (gather([list(x[:tiles]), list(x[tiles:])], *where, **more) for x in (made.to(DEVICE), made))
+        if DEVICE.type == "cpu":  # the interpreter
+            held = cuda.gather([list(made[:tiles]), list(made[tiles:])], *where, **more)
+        assert torch.equal(held.cpu(), expected), (degrees, layout)
 
 
 @pytest.mark.parametrize("channels", [3, 4])

@@ -375,8 +375,9 @@ def pretended_cuda():
             recorder.queue("DALI", torch.cuda.current_stream(self._device), writes=[views[-1].block])
         return views
 
-    def queue(kernel, grid, device, *args, **constants):
-        recorder.queue(kernel.__name__, torch.cuda.current_stream(device), writes={x.block for x in on_device(args)})
+    def queue(kernel, grid, device, *args, reads=(), **constants):
+        blocks = ({x.block for x in on_device(tensors)} for tensors in (reads, args))
+        recorder.queue(kernel.__name__, torch.cuda.current_stream(device), *blocks)
 
     fakes = {
         "_lazy_init": lambda: None,

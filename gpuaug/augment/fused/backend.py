@@ -83,7 +83,7 @@ class FusedBackend:
     ) -> Tensor:
         """Do what :class:`~gpuaug.augment.reference.ReferenceBackend` does. Only the final float32 result is cast."""
         size_of(images)
-        compiled = (library() if images.device.type == "cpu" else None) or _triton_kernels(images.device)
+        compiled = (library() if images.device.type == "cpu" else None) or triton_kernels(images.device)
         if images.numel() and compiled is not None:
             last = (*self._affine, dtype, memory_format == torch.channels_last)
             device = torch.cuda.device(images.device) if images.is_cuda else nullcontext()
@@ -107,7 +107,7 @@ class FusedBackend:
                         reading = _PLAIN
                     return x.permute(0, 3, 1, 2)
             except CannotRunError as error:
-                _without_triton(str(error))
+                without_triton(str(error))
         wanted: dict[str, Any] = {"dtype": dtype, "memory_format": memory_format}
         return self._reference(images, chosen, white=white, crop=crop, refuses=refuses, **wanted)
 
@@ -388,20 +388,21 @@ def _run_on_cpu(
 _no_triton: list[str] = []  # why Triton failed; empty if it did not
 
 
-def _triton_kernels(device: torch.device) -> Any:
+def triton_kernels(device: torch.device) -> Any:
+    """The module cuda.py; None for a CPU, or if Triton cannot run in this process."""
     if device.type != "cuda" or _no_triton:
         return None
     try:
-        from gpuaug.augment.fused import cuda as triton_kernels
+        from gpuaug.augment.fused import cuda
     except (ImportError, OSError) as error:  # Triton or something that Triton needs is missing
         if (getattr(error, "name", None) or "").startswith("gpuaug"):
             raise
-        _without_triton(f"{type(error).__name__}: {error}")
+        without_triton(f"{type(error).__name__}: {error}")
         return None
-    return triton_kernels
+    return cuda
 
 
-def _without_triton(why: str) -> None:
+def without_triton(why: str) -> None:
     """Stop using Triton in this process, and log a warning once."""
     if not _no_triton:
         logger.warning(

@@ -1,4 +1,4 @@
-"""Runs the fused program on CUDA with Triton kernels (cuda_crop.py, cuda_kernels.py, cuda_pillow.py).
+"""Runs the fused program on CUDA with Triton kernels (cuda_crop.py, cuda_gather.py, cuda_kernels.py, cuda_pillow.py).
 
 One kernel runs a stretch of consecutive colour steps. Before it, another kernel computes the mean gray for contrast
 steps. A blur takes one more kernel, and Pillow's operations that move pixels, sharpen or need a histogram take one or
@@ -20,17 +20,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 from triton.errors import TritonError
 
 from gpuaug.augment.cut import CHUNK_BYTES, cut, fill_of, keeps_levels
 from gpuaug.augment.fused.cuda_crop import _axis_kernel, _crop_kernel
+from gpuaug.augment.fused.cuda_gather import _gather_kernel
 from gpuaug.augment.fused.cuda_kernels import _blur_kernel, _mean_kernel, _normal_kernel, _points_kernel
 from gpuaug.augment.fused.cuda_pillow import _levels_kernel, _pillow_kernel
 from gpuaug.augment.fused.cuda_steps import CannotRunError, Program, Table, pack, run_step, samples_of, table_of
 from gpuaug.augment.images import WHITE, size_of
 from gpuaug.augment.ops.codes import Code
-from gpuaug.batch import CropWindows, Interpolation
+from gpuaug.batch import CropWindows, Int64, Interpolation
 from gpuaug.random.keyed import Int
 
 BLOCK = 512  # pixels per Triton program: 224 x 224 take 98 programs, 96 x 96 take 18
@@ -41,6 +43,7 @@ BLUR_WARPS = 4
 NORMAL_WARPS = LEVELS_WARPS = 8
 AXIS_BLOCK, AXIS_WARPS = 128, 4
 CROP_BLOCK, CROP_WARPS = 256, 4
+GATHER_BLOCK, GATHER_WARPS = 256, 4
 PILLOW_WARPS = (8, 8, 16)  # by interpolation: 2 pixels per thread, 1 if cubic (2 take up to 113 registers)
 LEVELS_BLOCK = 2048
 
@@ -50,11 +53,13 @@ _TRITONS = (TritonError, AssertionError, ImportError, OSError, RuntimeError, Sub
 
 
 def _queue(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, fuses: bool = True, **constants: Any
-) -> None:
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, fuses: bool = True,
+    reads: Sequence[Tensor] = (), **constants: Any,
+) -> None:  # fmt: skip
     """Launch a kernel. Errors of Triton, its C compiler, its folders or libcuda become CannotRunError.
 
-    ``fuses``: whether the compiler may merge a product and a sum, which are then rounded once.
+    ``fuses``: whether the compiler may merge a product and a sum, which are then rounded once. ``reads``: tensors that
+    the kernel reads without being given them; tests count them as read.
     """
     try:
         kernel[grid](*args, enable_fp_fusion=fuses, **constants)
@@ -111,6 +116,34 @@ def crop(images: Tensor, windows: CropWindows, white: float) -> tuple[Tensor, fl
             *size, float(white), channels, LEVELS=levels, N=CROP_BLOCK, num_warps=CROP_WARPS,
         )  # fmt: skip
     return (out, 255.0) if levels else (out.permute(0, 2, 3, 1), 1.0)
+
+
+def gather(
+    tiles: Sequence[Sequence[Tensor]],
+    origin: Int64,
+    visible: Int64,
+    inverse: NDArray[np.float64],
+    size: tuple[int, int],
+    *,
+    fill: int,
+    add: Int64,
+    most: Int64,
+) -> Tensor:
+    """Do what :func:`gpuaug.augment.gather.gather` does, in one kernel for the whole batch."""
+    some, (batch, count) = tiles[0][0], origin.shape[:2]
+    row, pixel = some.stride()[:2]
+    starts = np.array([[tile.data_ptr() for tile in own] for own in tiles], dtype=np.int64) - some.data_ptr()
+    bases = starts // some.itemsize - origin[..., 1] * row - origin[..., 0] * pixel
+    limits = np.concatenate([visible, add[..., None], most[..., None]], axis=-1).astype(np.int32)
+    matrices = np.ascontiguousarray(inverse[:, :2], dtype=np.float64)
+    out = torch.empty((batch, *size, *some.shape[2:]), dtype=some.dtype, device=some.device)
+    _queue(
+        _gather_kernel, (batch * triton.cdiv(size[0] * size[1], GATHER_BLOCK),), some.device, some, out,
+        *pack([bases, limits, matrices], some.device), *size, row, fill, COUNT=count,
+        CHANNELS=some.shape[2] if some.ndim == 3 else 0, N=GATHER_BLOCK, num_warps=GATHER_WARPS, fuses=False,
+        reads=[tile for own in tiles for tile in own],
+    )  # fmt: skip
+    return out
 
 
 def launch(

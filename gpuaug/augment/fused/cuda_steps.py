@@ -190,19 +190,19 @@ def upload(
     return Program(split, code_, args_, ends_, ramps_)
 
 
-def pack(arrays: list[NDArray[np.int32] | Float], device: torch.device) -> list[Tensor]:
-    """Move float32 and int32 arrays to the device in one copy (pinned and asynchronous for CUDA)."""
+def pack(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Move arrays of 4 or 8 bytes per value to the device in one copy (pinned and asynchronous for CUDA)."""
     # Each array starts at a multiple of 16 bytes. Otherwise its alignment would depend on the batch, and Triton would
     # compile a kernel again for each alignment.
-    sizes = [-(-a.size // 4) * 4 for a in arrays]
+    sizes = [-(-a.nbytes // 16) * 4 for a in arrays]
     packed = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     host, start = packed.numpy(), 0
     for a, size in zip(arrays, sizes, strict=True):
-        host[start : start + a.size] = np.ascontiguousarray(a).reshape(-1).view(np.int32)
+        host[start : start + a.nbytes // 4] = np.ascontiguousarray(a).reshape(-1).view(np.int32)
         start += size
     parts = packed.to(device, non_blocking=True).split(sizes)  # torch reuses `packed` only after the copy
     return [
-        (p.view(torch.float32) if a.dtype == np.float32 else p)[: a.size].view(a.shape)
+        p[: a.nbytes // 4].view(getattr(torch, a.dtype.name)).view(a.shape)
         for p, a in zip(parts, arrays, strict=True)
     ]
 
