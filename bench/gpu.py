@@ -344,6 +344,11 @@ def parts(photographs: Path, work: Path, *, rehearse: bool = False) -> list[Part
             tuple(faster("standard", over, least) for over, least in
                   (("kornia_eager", 30), ("kornia_compiled", 10), ("torchvision", 10), ("dali", 2))),
         ),
+        Part(
+            "mosaics", [python, "bench/mosaics.py", "--gather", "--device", device, *to("mosaics")],
+            "Does a mosaic cost little more than its affine transform?", 15, 60, AS_BELOW,
+            (Want("with / without mosaic", lambda r: max(row["ratio"] for row in r["gather"]), most=1.3),),
+        ),
         augment("augment_random", "standard_random", "And with an order per sample?", 50, 150),
         augment("augment_simclr", "simclr", "And with blur, two views?", 50, 150),
         augment("augment_randaugment", "randaugment_torchvision", "And with a policy?", 50, 150),

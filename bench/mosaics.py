@@ -66,15 +66,14 @@ def theirs(spec: Spec, count: int) -> dict[str, list[float]]:
     return measured(np.concatenate(parts), np.concatenate(samples), done)
 
 
-def gather_cost(rounds: int = 15, batch: int = 16) -> list[dict[str, Any]]:
+def gather_cost(device: str, rounds: int = 15, batch: int = 16) -> list[dict[str, Any]]:
     """Time of a batch with a mosaic and an affine transform / that of the transform alone, in turns on one thread."""
     import torch
 
     import gpuaug
-    from gpuaug.augment.gather import gather
 
     rows, rng, size = list[dict[str, Any]](), np.random.default_rng(0), SIZE[YOLO]
-    images = [torch.from_numpy(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(4 * batch)]
+    images = list(torch.from_numpy(rng.integers(0, 256, (4 * batch, size, size, 3), dtype=np.uint8)).to(device))
     for name, degrees in (("scale and shift", 0), ("also rotation by up to 10 degrees", 10)):
         affine = gpuaug.CanvasAffine(size, degrees=degrees, translate=0.1, scale=[0.5, 1.5])
         jobs = []
@@ -87,16 +86,26 @@ def gather_cost(rounds: int = 15, batch: int = 16) -> list[dict[str, Any]]:
             layout = recipe.combine.lay(uniforms, (size, size), whole)
             own = [images[tiles * row : tiles * (row + 1)] for row in range(batch)]
             place = layout.origin, layout.visible, layout.inverse, layout.size
-            jobs.append(functools.partial(gather, own, *place, fill=114, threads=1))
+            jobs.append(functools.partial(_gathered, own, *place))
         times = [[timeit.timeit(job, number=1) for job in jobs] for _ in range(rounds + 2)][2:]
         both, alone = np.median(times, axis=0) * 1000 / batch
         rows.append({"what": name, "both": both, "alone": alone, "ratio": float(np.median([a / b for a, b in times]))})
     return rows
 
 
+def _gathered(*given: Any) -> None:
+    import torch
+
+    from gpuaug.augment.gather import gather
+
+    if gather(*given, fill=114, threads=1).is_cuda:
+        torch.cuda.synchronize()
+
+
 def table(report: dict[str, Any]) -> str:
     m = report["machine"]
-    lines = [f"{m['processor']}, one thread, {m['date']}, load {m['load']:.1f}; torch {m['versions']['torch']}", ""]
+    where = f"{m['processor']}, one thread, device {m['device']}, {m['date']}, load {m['load']:.1f}"
+    lines = [f"{where}; torch {m['versions']['torch']}", ""]
     lines.append("| affine transform | with mosaic, ms per output | alone | ratio |\n|---|---|---|---|")
     for row in report["gather"]:
         lines.append(f"| {row['what']} | {row['both']:.2f} | {row['alone']:.2f} | {row['ratio']:.2f} |")
@@ -137,6 +146,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder that keeps the photographs; default: one that is removed")
     parser.add_argument("--peer-python")
     parser.add_argument("--gather", action="store_true", help="only what a mosaic adds to the affine transform")
+    parser.add_argument("--device", default="cpu", help="of the affine transform's table (default: cpu)")
     parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
     readme.add_arguments(parser)
     args = parser.parse_args()
@@ -146,7 +156,7 @@ def main() -> None:
         spec = Spec("ultralytics", YOLO, str(args.data), 16, 2, 2, "cpu", "float32")
         args.theirs.write_text(json.dumps(theirs(spec, args.count)))
         return
-    report: dict[str, Any] = {"machine": readme.machine("cpu"), "gather": gather_cost(), "outputs": []}
+    report: dict[str, Any] = {"machine": readme.machine(args.device), "gather": gather_cost(args.device), "outputs": []}
     if not args.gather:
         report["outputs"] = outputs(args)
     if args.json:

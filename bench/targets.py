@@ -212,8 +212,8 @@ def table(report: dict[str, Any]) -> str:
         processor = f"{row['processor_us'] / 1000:.2f}"
         lines.append(f"{start} {row['images_per_second']:,.0f} | {spread} | {ratio} | {processor} | {facts} |")
     if report["stages"]:
-        lines += ["", f"| stage of recipe, batches of {s['stage_batch']} | with | ms without | ms with | images are equal |"]
-        lines.append("|---" * 5 + "|")
+        stage = f"stage of recipe, batches of {s['stage_batch']}"
+        lines += ["", f"| {stage} | with | ms without | ms with | images are equal |", "|---" * 5 + "|"]
     for row in report["stages"]:
         equal = "yes" if row["pixels_equal"] else "NO"
         start = f"| {row['recipe']} | {', '.join(row['kinds'])} |"

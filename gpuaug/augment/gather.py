@@ -81,9 +81,7 @@ def gather(
     if some.is_cuda and (kernels := triton_kernels(some.device)) is not None:
         try:
             with torch.cuda.device(some.device):
-                made: Tensor = kernels.gather(
-                    tiles, origin, visible, inverse, size, fill=fill, add=add, most=most
-                )
+                made: Tensor = kernels.gather(tiles, origin, visible, inverse, size, fill=fill, add=add, most=most)
             return made
         except CannotRunError as error:
             without_triton(str(error))

@@ -202,8 +202,7 @@ def pack(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
         start += size
     parts = packed.to(device, non_blocking=True).split(sizes)  # torch reuses `packed` only after the copy
     return [
-        p[: a.nbytes // 4].view(getattr(torch, a.dtype.name)).view(a.shape)
-        for p, a in zip(parts, arrays, strict=True)
+        p[: a.nbytes // 4].view(getattr(torch, a.dtype.name)).view(a.shape) for p, a in zip(parts, arrays, strict=True)
     ]
 
 
