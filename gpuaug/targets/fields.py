@@ -79,6 +79,16 @@ class Field:
         """The input positions that output positions ``xy`` [..., 2] show."""
         return xy + self._offset(xy.reshape(-1, 2), row)[0].reshape(xy.shape)
 
+    def grid(self, lines: Sequence[Float64], row: int) -> Float64:
+        """:meth:`back` of the points at x and y, [Y, X, 2], of which most are centres of pixels."""
+        xy = np.stack(np.meshgrid(*lines), axis=-1)
+        x, y = (line % 1 == 0.5 for line in lines)
+        shown, centres = np.empty_like(xy), np.ix_(y, x)
+        shown[centres] = xy[centres] + self._of(row)[1:-1, 1:-1]
+        for others in (np.ix_(~y, x | True), np.ix_(y, ~x)):
+            shown[others] = self.back(xy[others], row)
+        return shown
+
     def _solved(self, wanted: Float64, start: Float64, row: int) -> Float64:
         """Newton's method for points [n, 2]. What does not reach RESIDUAL becomes NaN."""
         found, going = start.copy(), np.arange(len(wanted))
@@ -158,31 +168,58 @@ def _bent(
     hulls, area = np.full((len(boxes), 4), np.nan), (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     inner = np.stack(np.meshgrid(_INNER, _INNER), axis=-1).reshape(-1, 2)
     ends = np.full_like(_SIDE, _NEAR), np.full_like(_SIDE, 1 - _NEAR)
-    outline = [np.stack(pair, axis=1) for end in ends for pair in ((_SIDE, end), (end, _SIDE))]
-    places = np.concatenate([inner, *outline])
+    outline = np.concatenate([np.stack(pair, axis=1) for end in ends for pair in ((_SIDE, end), (end, _SIDE))])
     for row in np.unique(sample).tolist():
         own = np.flatnonzero(sample == row)
         path = [step if isinstance(step, Field) else step[row] for step in steps]
         path = [step for step in path if not isinstance(step, Field) or row in step.rows]
-        low, high = boxes[own, None, :2], boxes[own, None, 2:]
-        moved = low + places * (high - low)
-        for step in path:
-            moved = step.forward(moved, row) if isinstance(step, Field) else _mapped(step, moved)
-            moved[~_inside(moved, size)] = np.nan
-        area[own] *= np.isfinite(moved[:, : len(inner), 0]).mean(axis=1)
-        pixels = np.stack(np.meshgrid(*(_lines(path, size, axis) for axis in (1, 0))), axis=-1).reshape(-1, 2)
-        shown = pixels
-        for step in reversed(path):
-            shown = step.back(shown, row) if isinstance(step, Field) else _mapped(geometry.inverse(step), shown)
-            shown[~_inside(shown, size)] = np.nan
-        x, y = np.ascontiguousarray(shown.T)
-        for k, seen, (x1, y1, x2, y2) in zip(own.tolist(), moved[:, len(inner) :], boxes[own].tolist(), strict=True):
-            there = (x >= x1) & (x <= x2) & (y >= y1) & (y <= y2)
-            seen = np.concatenate([seen[np.isfinite(seen[:, 0])], pixels[there]])
+        sides = _moved(boxes[own], outline, path, row, size)
+        whole = np.isfinite(sides[..., 0]).all(axis=1)  # a continuous field leaves the inside where it leaves the sides
+        cut = own if any(isinstance(step, Field) and step.pieces for step in path) else own[~whole]
+        area[cut] *= np.isfinite(_moved(boxes[cut], inner, path, row, size)[..., 0]).mean(axis=1)
+        lines = [_lines(path, size, axis) for axis in (1, 0)]
+        x, y = _shown(path, lines, row, size)
+        left, right, top, bottom = (np.fmin.reduce(x), np.fmax.reduce(x), np.fmin.reduce(y, 1), np.fmax.reduce(y, 1))
+        for k, seen, (x1, y1, x2, y2) in zip(own.tolist(), sides, boxes[own].tolist(), strict=True):
+            columns, rows = _span((left <= x2) & (right >= x1)), _span((top <= y2) & (bottom >= y1))
+            near_x, near_y = x[rows, columns], y[rows, columns]
+            there = (near_x >= x1) & (near_x <= x2) & (near_y >= y1) & (near_y <= y2)
+            seen = seen[np.isfinite(seen[:, 0])]
+            if there.any():
+                ends = [lines[k][at][there.any(k)][[0, -1]] for k, at in enumerate((columns, rows))]
+                seen = np.concatenate([seen, np.stack(ends, axis=1)])
             if len(seen):
                 hulls[k] = *seen.min(axis=0), *seen.max(axis=0)
     area[np.isnan(hulls[:, 0])] = np.nan
     return hulls, area
+
+
+def _moved(
+    boxes: Float64, places: Float64, path: Sequence[Float64 | Field], row: int, size: tuple[int, int]
+) -> Float64:
+    """Points at ``places`` [K, 2] of boxes on the last canvas, [N, K, 2]; NaN: a canvas does not show the point."""
+    at = boxes[:, None, :2] + places * (boxes[:, None, 2:] - boxes[:, None, :2])
+    for step in path:
+        at = step.forward(at, row) if isinstance(step, Field) else _mapped(step, at)
+        at[~_inside(at, size)] = np.nan
+    return at
+
+
+def _span(true: Bool) -> slice:
+    """From the first true value to the last one."""
+    return slice(int(true.argmax()), len(true) - int(true[::-1].argmax()) if true.any() else 0)
+
+
+def _shown(path: Sequence[Float64 | Field], lines: Sequence[Float64], row: int, size: tuple[int, int]) -> Float64:
+    """What the points at ``lines``, x and y, of the last canvas show of the first one: [2, Y, X]."""
+    shown = np.stack(np.meshgrid(*lines), axis=-1)
+    for number, step in enumerate(reversed(path)):
+        if isinstance(step, Field):
+            shown = step.back(shown, row) if number else step.grid(lines, row)
+        else:
+            shown = _mapped(geometry.inverse(step), shown)
+        shown[~_inside(shown, size)] = np.nan
+    return np.ascontiguousarray(shown.transpose(2, 0, 1))
 
 
 def _mapped(m: Float64, xy: Float64) -> Float64:
