@@ -186,8 +186,8 @@ def _bent(
             there = (near_x >= x1) & (near_x <= x2) & (near_y >= y1) & (near_y <= y2)
             seen = seen[np.isfinite(seen[:, 0])]
             if there.any():
-                ends = [lines[k][at][there.any(k)][[0, -1]] for k, at in enumerate((columns, rows))]
-                seen = np.concatenate([seen, np.stack(ends, axis=1)])
+                spans = [lines[axis][at][there.any(axis)][[0, -1]] for axis, at in enumerate((columns, rows))]
+                seen = np.concatenate([seen, np.stack(spans, axis=1)])
             if len(seen):
                 hulls[k] = *seen.min(axis=0), *seen.max(axis=0)
     area[np.isnan(hulls[:, 0])] = np.nan
