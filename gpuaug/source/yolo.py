@@ -354,7 +354,7 @@ def parse_labels(
             boxes.extend(box)
             keypoints.extend(visible)
     upright, all_corners = np.array(boxes).reshape(-1, 4), None
-    if turned and polygons[4] == polygons.total():
+    if polygons[4] == polygons.total() and (turned or not labels):
         all_corners = upright[:, [0, 1, 2, 1, 2, 3, 0, 3]]
         all_corners[turned] = np.array(corners).reshape(-1, 8)
     table = ObjectTable(

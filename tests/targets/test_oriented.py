@@ -411,6 +411,11 @@ def test_sources_without_corners_are_refused(tmp_path: Any, lines: list[str]) ->
         loader(source, targets=ONLY_BOXES)
 
 
+def test_a_source_without_objects_has_no_other_corners(tmp_path: Any) -> None:
+    batch = next(iter(loader(write_yolo(tmp_path, ["", ""]), targets=ONLY_BOXES, batch_size=2)))
+    assert batch.targets.oriented.shape == (0, 5)
+
+
 def test_what_cannot_move_polygons_is_refused() -> None:
     elastic = gpuaug.Augment(crop=gpuaug.Resize(64), ops={"bend": K.RandomElasticTransform()})
     with pytest.raises(ConfigError, match=r"bend.*matrix.*RandomElasticTransform.*targets.boxes.oriented=false"):
