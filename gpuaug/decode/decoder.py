@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
@@ -223,19 +224,17 @@ class Decoder:
                 faults.append(fault)
                 codec[fault.row], route[fault.row], shape[fault.row] = "", Route.BAD, 0
         height, width = shape.T.copy()
-        image = self._equal(batch.images)
+        image = self._equal(batch.images, route)
         return HeaderInfo(codec, height, width, orientation, faults, route, memory, image, images)
 
-    def _equal(self, images: Sequence[Pixels]) -> Int64:
+    def _equal(self, images: Sequence[Pixels], route: NDArray[np.int8]) -> Int64:
         """For each image, the row of the first image with the same bytes; its own row if it must be decoded alone."""
-        rows, first = np.arange(len(images)), dict[tuple[int, bytes], int]()
-        if self.stored or self._reduced or isinstance(self._dali, dali.CudaPipeline):  # DALI cannot on CUDA
+        rows, first, count = np.arange(len(images)), dict[bytes, int](), Counter(map(len, images))
+        if self.stored or self._reduced or isinstance(self._dali, dali.CudaPipeline):  # DALI on CUDA cannot share
             return rows
-        for row, encoded in enumerate(images):  # hardly any two files have the same length and middle, but other bytes
-            middle = len(encoded) // 2
-            other = first.setdefault((len(encoded), encoded[middle : middle + 64].tobytes()), row)
-            if other < row and np.array_equal(encoded, images[other]):
-                rows[row] = other
+        for row, encoded in enumerate(images):
+            if count[len(encoded)] > 1 and route[row] != Route.RAW:  # hardly any other files have the same length
+                rows[row] = first.setdefault(encoded.tobytes(), row)
         return rows
 
     def pixels(self, headers: HeaderInfo, windows: Sequence[CropWindows]) -> tuple[list[Tensor], list[Fault]]:
@@ -568,8 +567,8 @@ class Decoder:
                     self._paint(row, [image] * len(row), canvases, alone=True)
                     return
             except HeaderError as e:
-                for each in same.tolist():
-                    faults[each] = decode_fault(int(request.rows[each]), headers.encoded[each], str(e))
+                for n in same.tolist():
+                    faults[n] = decode_fault(int(request.rows[n]), headers.encoded[n], str(e))
                 return
             for view, windows, canvas in zip(views, row.windows, canvases, strict=True):
                 resize.views([oriented(view, int(headers.orientation[k]))], windows, canvas, row.rows, threads=1)

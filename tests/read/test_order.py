@@ -15,6 +15,7 @@ from gpuaug.random import keyed as draw
 from gpuaug.read.order import (
     Buckets,
     EpochOrder,
+    Grouped,
     Ordered,
     Repeated,
     Sequential,
@@ -28,8 +29,9 @@ from gpuaug.source.adapt import adapt as adapt_source
 class Source(sources.Source):
     """As much of a source as an order looks at."""
 
-    def __init__(self, count, indices=None, labels=None):
+    def __init__(self, count, indices=None, labels=None, image_ids=None):
         self.count = count
+        self.image_ids = None if image_ids is None else torch.tensor(image_ids)
         self.indices = None if indices is None else torch.tensor(indices)
         self.labels = None if labels is None else torch.tensor(labels)
 
@@ -291,6 +293,50 @@ def test_buckets_of_a_subset_and_wrong_settings():
         Buckets(2, ratios=[1, 2]).order(0, 0, Source(6))
     with pytest.raises(ConfigError, match="knows the sizes of its images .* Set `order.ratios` to a FILE"):
         Buckets(2).order(0, 0, Source(6))
+
+
+@given(st.lists(st.integers(-3, 20), min_size=1, max_size=60), st.integers(1, 12), st.randoms())
+@settings(max_examples=80, deadline=None)
+def test_groups_are_those_of_a_slow_loop(ids, streams, rng):
+    ids.append(ids[0])
+    kept = sorted(rng.sample(range(len(ids)), rng.randint(1, len(ids))))
+    for epoch in range(2):
+        images = dict.fromkeys(ids[i] for i in Shuffle().order(3, epoch, Source(len(ids))).tolist() if i == ids.index(ids[i]))
+        for source, numbers in ((Source(len(ids), image_ids=ids), range(len(ids))), (Source(len(ids), kept, None, ids), kept)):
+            row = [i for image in images for i in numbers if ids[i] == image]
+            want = [[] for _ in row]
+            for stream in range(streams):
+                for position in range(stream, len(row), streams):
+                    want[position] = row.pop(0)
+            assert Grouped(streams).order(3, epoch, source).tolist() == want
+
+
+@pytest.mark.parametrize(("ranks", "least"), [(1, 0.83), (2, 0.8), (4, 0.88), (8, 0.92), (16, 0.5), (3, 0.3)])
+def test_samples_of_an_image_meet_in_a_batch(ranks, least):
+    """The share of the samples that need no decode of their own, of those that one decode per image could save."""
+    ids = np.repeat(np.arange(2000), np.random.default_rng(0).geometric(1 / 2.6, 2000))
+    source = Source(len(ids), image_ids=ids)
+    shares = {}
+    for order in (Grouped(), Grouped(16), Shuffle()):
+        epoch, decodes = ordered(order, 0, 1, source), 0
+        for rank in range(ranks):
+            for batch, _, _ in EpochOrder(epoch, start=1000, rank=rank, world_size=ranks, batch_size=64):
+                decodes += len(np.unique(ids[batch]))
+        total, images = len(ids) - 1000, len(np.unique(ids[epoch.indices[1000:]]))
+        shares[repr(order)] = (total - decodes) / (total - images)
+    print(ranks, shares)
+    assert shares[repr(Grouped())] >= least
+    assert 0
+
+
+def test_groups_need_several_samples_of_an_image():
+    for ids in (None, [3, 4, 5]):
+        with pytest.raises(ConfigError, match="several samples of one image.* `source.unit=object` .*`order=shuffle`"):
+            Grouped().order(0, 0, Source(3, image_ids=ids))
+    one_each = Grouped().order(0, 0, Source(4, [0, 2], None, [7, 7, 8, 8]))
+    assert sorted(one_each.tolist()) == [0, 2]
+    with pytest.raises(ConfigError, match="`order.streams` must be"):
+        Grouped(0)
 
 
 @given(st.lists(st.integers(0, 8), max_size=40))
