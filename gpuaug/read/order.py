@@ -241,7 +241,7 @@ class Grouped:
     >>> class People(list):
     ...     image_ids = [5, 5, 5, 7, 7, 9]
     >>> Grouped(streams=1).order(seed=0, epoch=0, source=People([(b"...", 0)] * 6))
-    tensor([0, 1, 2, 5, 3, 4])
+    tensor([5, 0, 1, 2, 3, 4])
     """
 
     streams: int = 8
