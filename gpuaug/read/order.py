@@ -228,8 +228,8 @@ class Buckets:
 class Grouped:
     """A new permutation of the images in each epoch, in which the samples of one image are neighbours.
 
-    For a source with several samples of one image, such as ``source.unit=object``: the decoder decodes equal files of
-    a batch once. But the samples of a batch are then less different. Samples have the same image if the source's
+    For a source with several samples of one image, such as ``source.unit=object``: on the CPU, equal files of a batch
+    are decoded once. But the samples of a batch are then less different. Samples have the same image if the source's
     ``image_ids`` are equal.
 
     Args:
