@@ -1,6 +1,7 @@
 """Makes photographs with people drawn on them, whose keypoints are known exactly.
 
     python bench/people.py FOLDER [--count 100] [--size 192 256] [--people 2] [--seed 0]
+    python bench/people.py FOLDER --orders --count 400 --size 480 640 --people 3   # then compares orders, on one core
 
 The people have COCO's 17 keypoints, random poses, sizes and colours. They are seen from the front, with the left hand
 on the right of the image, or from behind; then nose and eyes have no label. FOLDER gets:
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +127,34 @@ def write(folder: Path, *, count: int, size: tuple[int, int] = (192, 256), peopl
     return folder
 
 
+def orders(folder: Path, *, rounds: int = 7) -> None:
+    """Print the processor time of an epoch of ``pose_hrnet``, ``order=grouped`` as a multiple of ``order=shuffle``."""
+    import gpuaug
+
+    words = [
+        "augment=pose_hrnet",
+        "targets=pose",
+        "source=coco",
+        f"source.root={folder / 'images'}",
+        "source.unit=object",
+    ]
+    words += [f"source.annotations={folder / 'person_keypoints.json'}", "device=cpu", "num_workers=0", "batch_size=64"]
+    for backend in ("pillow", "dali"):
+        times: dict[str, list[float]] = {"order=shuffle": [], "order=grouped": [], "order=grouped order.streams=1": []}
+        more = [f"decode.backend={backend}", "decode.num_threads=1"]
+        loaders = {name: gpuaug.build(gpuaug.compose("train", [*words, *more, *name.split()])) for name in times}
+        for k in range(rounds + 1):  # the first is a warm-up
+            for name, loader in loaders.items():
+                began = time.process_time()
+                count = sum(int(batch.valid.sum()) for batch in loader)
+                times[name] += [(time.process_time() - began) / count] if k else []
+        first = next(iter(times.values()))
+        for name, spent in times.items():
+            ratios = [a / b for a, b in zip(spent, first, strict=True)]
+            text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"{backend} {name}: {statistics.median(spent) * 1e3:.2f} ms per sample, ratio {text}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -131,5 +162,8 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, nargs=2, default=(192, 256))
     parser.add_argument("--people", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--orders", action="store_true")
     given = parser.parse_args()
     write(given.folder, count=given.count, size=tuple(given.size), people=given.people, seed=given.seed)
+    if given.orders:
+        orders(given.folder)

@@ -16,6 +16,7 @@ from gpuaug.read.order import Sequential as Sequential
 from gpuaug.read.order import Weighted as Weighted
 from gpuaug.read.order import Repeated as Repeated
 from gpuaug.read.order import Buckets as Buckets
+from gpuaug.read.order import Grouped as Grouped
 from gpuaug.read.tokens import Tokens as Tokens
 from gpuaug.decode.decoder import Decode as Decode
 from gpuaug.loader.faults import Faults as Faults

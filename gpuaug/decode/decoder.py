@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
@@ -223,7 +224,18 @@ class Decoder:
                 faults.append(fault)
                 codec[fault.row], route[fault.row], shape[fault.row] = "", Route.BAD, 0
         height, width = shape.T.copy()
-        return HeaderInfo(codec, height, width, orientation, faults, route, memory, images)
+        image = self._equal(batch.images, route)
+        return HeaderInfo(codec, height, width, orientation, faults, route, memory, image, images)
+
+    def _equal(self, images: Sequence[Pixels], route: NDArray[np.int8]) -> Int64:
+        """For each image, the row of the first image with the same bytes; its own row if it must be decoded alone."""
+        rows, first, count = np.arange(len(images)), dict[bytes, int](), Counter(map(len, images))
+        if self.stored or self._reduced or isinstance(self._dali, dali.CudaPipeline):  # DALI on CUDA cannot share
+            return rows
+        for row, encoded in enumerate(images):
+            if count[len(encoded)] > 1 and route[row] != Route.RAW:  # hardly any other files have the same length
+                rows[row] = first.setdefault(encoded.tobytes(), row)
+        return rows
 
     def pixels(self, headers: HeaderInfo, windows: Sequence[CropWindows]) -> tuple[list[Tensor], list[Fault]]:
         """Decode each image once and make all its views. On CUDA, the work is queued on torch's current stream.
@@ -396,7 +408,7 @@ class Decoder:
         canvases = [x.numpy() for x in images]
         failed: list[int] = []
         for part, regions in self._by_dali(request, failed):
-            self._paint(part, regions, canvases)
+            self._paint(*request.sharing(part, regions), canvases)
             del regions  # free memory before the next chunk is decoded
             self._return_freed_memory(part.headers.memory.max())
         rest = self._left(request, failed)
@@ -510,6 +522,7 @@ class Decoder:
         if self._dali is None:
             return []
         rows, pixels = np.flatnonzero(self._for_dali(request)), request.headers.height * request.headers.width
+        rows = rows[_firsts(request.headers.image[rows])]
         sizes = request.headers.memory if self.stored else pixels * self._dali.bytes_per_pixel
         if isinstance(self._dali, dali.CudaPipeline):  # a run has one output size; swapped rows need another size
             swapped = request.headers.swapped[rows]
@@ -530,8 +543,10 @@ class Decoder:
         return (request.headers.route == Route.DALI) & wide & (self._dali is not None)
 
     def _left(self, request: DecodeRequest, failed: list[int]) -> DecodeRequest:
-        """The rows that DALI has not decoded. Rows in ``failed`` get `Route.REFUSED`."""
-        route = np.where(np.isin(request.rows, failed), Route.REFUSED, request.headers.route).astype(np.int8)
+        """The rows that DALI has not decoded. Rows with the image of a row in ``failed`` get `Route.REFUSED`."""
+        image = request.headers.image
+        refused = np.isin(image, image[np.isin(request.rows, failed)])
+        route = np.where(refused, Route.REFUSED, request.headers.route).astype(np.int8)
         request = replace(request, headers=replace(request.headers, route=route))
         return request.take(np.flatnonzero(~self._for_dali(request)))
 
@@ -540,7 +555,8 @@ class Decoder:
         headers, stored = request.headers, request.headers.stored
 
         def one(k: int) -> None:
-            data, codec, row = headers.encoded[k].data, headers.codec[k], request.take(np.array([k]))
+            data, codec, same = headers.encoded[k].data, headers.codec[k], left[headers.image[left] == headers.image[k]]
+            row = request.take(same)
             try:
                 if self.stored:
                     self._paint(row, [values.of_row(row, self.stored)], canvases, alone=True)
@@ -548,10 +564,11 @@ class Decoder:
                 views = pillow.reduced(data, row) if self._reduced and codec == "jpeg" else None
                 if views is None:
                     image = pillow.decode(data, codec, stored[k], request.union[k], self.settings.max_pixels)
-                    self._paint(row, [image], canvases, alone=True)
+                    self._paint(row, [image] * len(row), canvases, alone=True)
                     return
             except HeaderError as e:
-                faults[k] = decode_fault(int(request.rows[k]), headers.encoded[k], str(e))
+                for n in same.tolist():
+                    faults[n] = decode_fault(int(request.rows[n]), headers.encoded[n], str(e))
                 return
             for view, windows, canvas in zip(views, row.windows, canvases, strict=True):
                 resize.views([oriented(view, int(headers.orientation[k]))], windows, canvas, row.rows, threads=1)
@@ -563,8 +580,11 @@ class Decoder:
             needed = f"decoding {shown_size(*stored[k])} pixels takes {sizes[k]} bytes"
             reason = f"{needed}, more than `decode.max_bytes` ({most}). Raise it"
             faults[k] = decode_fault(int(request.rows[k]), headers.encoded[k], reason)
+        left = np.flatnonzero(sizes <= most)
+        left = left[np.argsort(-sizes[left], kind="stable")]  # an image has the size of its largest row
+        images = np.sort(left[_firsts(headers.image[left])])
         beside_dali = most // 2 if isinstance(self._dali, dali.CpuPipeline) else most  # DALI keeps up to the other half
-        for group in split_by_bytes(np.flatnonzero(sizes <= most), sizes, beside_dali):
+        for group in split_by_bytes(images, sizes, beside_dali):
             if sizes[group].sum() > beside_dali:
                 self._renew_pipeline()
                 self._return_freed_memory(most)
@@ -599,6 +619,11 @@ class Decoder:
         wait(shares)
         for done in shares:
             done.result()
+
+
+def _firsts(images: Int64) -> Int64:
+    """The position of the first row of each image."""
+    return np.unique(images, return_index=True)[1]
 
 
 def _without_broken_engine(settings: Decode) -> Decode:

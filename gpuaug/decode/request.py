@@ -45,6 +45,7 @@ class HeaderInfo:
         faults: rows that cannot be decoded. Rows that could not be read are only in ``EncodedBatch.faults``.
         route: [B], the :class:`Route` of each row.
         memory: [B], bytes that Pillow takes to decode the image.
+        image: [B], which rows have the same bytes, and are decoded once: the number of the first of them.
         encoded: [B], the bytes to decode, uint8 arrays: the batch's own, except for a JPEG to which an end marker was
             added, or a PNG from which long texts and profiles were removed.
     """
@@ -56,6 +57,7 @@ class HeaderInfo:
     faults: list[Fault]
     route: NDArray[np.int8]
     memory: Int64
+    image: Int64
     encoded: list[Pixels]
 
     def __len__(self) -> int:
@@ -86,7 +88,8 @@ class DecodeRequest:
     Attributes:
         rows: [n], row numbers in the batch.
         headers: of these rows.
-        union: [n, 4], the smallest box that holds the windows of all views, before orientation.
+        union: [n, 4], the smallest box that holds the windows of all views of all rows with the same image, before
+            orientation.
         windows: per view, n windows after orientation.
         parts: per view, [n, 4], the same windows before orientation.
     """
@@ -113,6 +116,12 @@ class DecodeRequest:
                 f"A crop's windows must lie inside the image. Found: {union[k].tolist()} (top, left, height, width) in "
                 f"an image of {shown_size(h[k], w[k])}. Clip them in the crop's `windows()` method."
             )
+        _, first, image = np.unique(headers.image, return_index=True, return_inverse=True)
+        if len(first) < len(rows):
+            low, high = corner[first], end[first]
+            np.minimum.at(low, image, corner)
+            np.maximum.at(high, image, end)
+            union = np.concatenate([low, high - low], axis=1)[image]
         parts = [to_stored(b.window, stored, orientation) for b in taken]
         return cls(rows, headers, to_stored(union, stored, orientation), taken, parts)
 
@@ -128,6 +137,12 @@ class DecodeRequest:
         """A request for the rows at positions ``keep`` of this request."""
         windows, parts = [b.take(keep) for b in self.windows], [part[keep] for part in self.parts]
         return DecodeRequest(self.rows[keep], self.headers.take(keep), self.union[keep], windows, parts)
+
+    def sharing(self, part: DecodeRequest, regions: Sequence[Pixels]) -> tuple[DecodeRequest, list[Pixels]]:
+        """The rows of this request with the images of ``part``, and the region of each. ``regions``: of ``part``."""
+        of = dict(zip(part.headers.image.tolist(), regions, strict=True))
+        rows = np.flatnonzero(np.isin(self.headers.image, list(of)))
+        return self.take(rows), [of[image] for image in self.headers.image[rows].tolist()]
 
     def raw_region(self, k: int) -> Pixels:
         """The pixels of row ``k`` inside its ``union`` box, without a copy. Only for rows with `Route.RAW`."""

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 
@@ -25,7 +26,7 @@ from PIL import Image, ImageOps
 import gpuaug
 from gpuaug.augment.crop import RandomCrop, RandomResizedCrop, Resize, ResizeCenterCrop
 from gpuaug.batch import CropWindows, EncodedBatch, Fault
-from gpuaug.decode import header, request
+from gpuaug.decode import header, pillow, request
 from gpuaug.decode.dali import CpuPipeline, CudaPipeline
 from gpuaug.decode.decoder import Decode, Decoder
 from gpuaug.errors import ConfigError, GpuaugError
@@ -441,6 +442,38 @@ def test_others_in_the_batch_change_nothing(decoder):
             assert torch.equal(a, b[keep])
     one_view, _ = decoder.pixels(look, boxes[:1])
     assert torch.equal(one_view[0], together[0])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_equal_images_of_a_batch_are_decoded_once(decoder, monkeypatch, seed):
+    """Each row has the pixels and the faults that it has alone."""
+    rng, jpeg = np.random.default_rng(seed), KINDS["jpeg 4:2:0"]()
+    refused = jpeg[:2] + b"\xff\xe2\x00\x0acorrupt!" + b"\x12\x34\x56" + jpeg[2:]  # Pillow decodes it, DALI does not
+    kinds = [*(KINDS[k]() for k in MIXED), *turned(), refused, failing_in_decode(), jpeg[:-400], b"none", b""]
+    images = [bytes(bytearray(kinds[k])) for k in rng.integers(len(kinds), size=90)]  # copies
+    small = Decode(backend=decoder.backend, num_threads=2, max_bytes=1_500_000).open("cpu")
+    headers, windows = small.read_headers(pack(images)), []
+    for k, crop in enumerate((RandomResizedCrop(40, scale=(0.01, 0.5)), RandomCrop((30, 50), padding=9))):
+        windows.append(crop.windows(uniforms(crop, len(images), seed + k), headers.height, headers.width))
+    one_wide, needs_memory = rng.random((2, len(images))) < 0.1
+    for view in windows:
+        view.window[one_wide, 3] = 1
+    windows[0].resized[needs_memory] = 800
+    calls: list[bytes] = []
+    decode, run = pillow.decode, CpuPipeline.run
+    with monkeypatch.context() as spy:
+        spy.setattr(pillow, "decode", lambda data, *more: calls.append(bytes(data)) or decode(data, *more))
+        spy.setattr(CpuPipeline, "run", lambda self, x: calls.extend(map(bytes, x.headers.encoded)) or run(self, x))
+        together, faults = small.pixels(headers, windows)
+    assert len(set(calls)) == len(calls) > 10
+    every = [*headers.faults, *faults]
+    for row, data in enumerate(images):
+        alone = small.read_headers(pack([data]))
+        found, faults = small.pixels(alone, [view.take(np.array([row])) for view in windows])
+        assert [replace(fault, row=row) for fault in [*alone.faults, *faults]] == [x for x in every if x.row == row]
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(found, together, strict=True))
+    assert "decode.max_bytes" in " ".join(fault.reason for fault in every)
+    small.close()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

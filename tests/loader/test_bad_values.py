@@ -188,6 +188,10 @@ MADE: dict[str, Attack] = {
         lambda p: {"samples": 2},
         lambda p, made: boxes(p, order=made, targets=BOXES),
     ),
+    "Grouped": (
+        lambda p: {},
+        lambda p, made: made.order(0, 0, type("Pair", (list,), {"image_ids": [7, 7]})([(b"", 0), (b"", 1)])),
+    ),
     "Weighted": (lambda p: {}, lambda p, made: one_batch(p, order=made)),
     "Sizes": (
         lambda p: {"choose": [8, 16]},

@@ -15,6 +15,7 @@ from gpuaug.random import keyed as draw
 from gpuaug.read.order import (
     Buckets,
     EpochOrder,
+    Grouped,
     Ordered,
     Repeated,
     Sequential,
@@ -28,8 +29,9 @@ from gpuaug.source.adapt import adapt as adapt_source
 class Source(sources.Source):
     """As much of a source as an order looks at."""
 
-    def __init__(self, count, indices=None, labels=None):
+    def __init__(self, count, indices=None, labels=None, image_ids=None):
         self.count = count
+        self.image_ids = None if image_ids is None else torch.tensor(image_ids)
         self.indices = None if indices is None else torch.tensor(indices)
         self.labels = None if labels is None else torch.tensor(labels)
 
@@ -291,6 +293,49 @@ def test_buckets_of_a_subset_and_wrong_settings():
         Buckets(2, ratios=[1, 2]).order(0, 0, Source(6))
     with pytest.raises(ConfigError, match="knows the sizes of its images .* Set `order.ratios` to a FILE"):
         Buckets(2).order(0, 0, Source(6))
+
+
+@given(st.lists(st.integers(-3, 20), min_size=1, max_size=60), st.integers(1, 12), st.randoms())
+@settings(max_examples=80, deadline=None)
+def test_groups_are_those_of_a_slow_loop(ids, streams, rng):
+    ids.append(ids[0])
+    everything, some = range(len(ids)), sorted(rng.sample(range(len(ids)), rng.randint(1, len(ids))))
+    for epoch in range(2):
+        shuffled = Shuffle().order(3, epoch, Source(len(ids))).tolist()
+        images = [ids[i] for i in shuffled if ids.index(ids[i]) == i]
+        for numbers, indices in ((everything, None), (some, some)):
+            row = iter([i for image in images for i in numbers if ids[i] == image])
+            want = {place: next(row) for k in range(streams) for place in range(k, len(numbers), streams)}
+            found = Grouped(streams).order(3, epoch, Source(len(ids), indices, image_ids=ids))
+            assert found.tolist() == [want[place] for place in range(len(numbers))]
+
+
+@pytest.mark.parametrize(
+    ("streams", "ranks", "least"),
+    [(1, 1, 0.98), (8, 1, 0.87), (8, 2, 0.93), (8, 4, 0.96), (8, 8, 0.97), (8, 16, 0.6), (16, 16, 0.97), (8, 3, 0.3)],
+)
+def test_samples_of_an_image_meet_in_a_batch(streams, ranks, least):
+    """The share of the decodes that are saved, of those that one decode per image would save."""
+    ids = np.repeat(np.arange(2000), np.random.default_rng(0).geometric(1 / 2.6, 2000))
+    source, start, saved = Source(len(ids), image_ids=ids), 1001, []
+    for order in (Grouped(streams), Shuffle()):
+        epoch = ordered(order, 0, 1, source)
+        shares = [EpochOrder(epoch, start=start, rank=r, world_size=ranks, batch_size=64) for r in range(ranks)]
+        decoded = sum(len(np.unique(ids[batch])) for share in shares for batch, _, _ in share)
+        shown = ids[epoch.indices[start:]]
+        saved.append((len(shown) - decoded) / (len(shown) - len(np.unique(shown))))
+    assert saved[0] >= least
+    assert saved[1] < 0.05
+
+
+def test_groups_need_several_samples_of_an_image():
+    for ids in (None, [3, 4, 5]):
+        with pytest.raises(ConfigError, match="several samples of one image.* `source.unit=object` .*`order=shuffle`"):
+            Grouped().order(0, 0, Source(3, image_ids=ids))
+    one_each = Grouped().order(0, 0, Source(4, [0, 2], None, [7, 7, 8, 8]))
+    assert sorted(one_each.tolist()) == [0, 2]
+    with pytest.raises(ConfigError, match="`order.streams` must be"):
+        Grouped(0)
 
 
 @given(st.lists(st.integers(0, 8), max_size=40))
