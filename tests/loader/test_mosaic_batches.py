@@ -17,7 +17,8 @@ import gpuaug
 from gpuaug.augment.mosaic import Combine
 
 COUNT, SIDE = 100, 48
-TARGETS = {"boxes": gpuaug.Boxes(), "masks": gpuaug.Masks(kind="instances"), "keypoints": gpuaug.Keypoints()}
+UNMASKED = {"boxes": gpuaug.Boxes(), "keypoints": gpuaug.Keypoints()}
+TARGETS = {**UNMASKED, "masks": gpuaug.Masks(kind="instances")}
 
 
 def picture(values: np.ndarray) -> bytes:
@@ -59,6 +60,7 @@ def loader(
     *,
     mosaic: dict[str, Any] | None = None,
     affine: dict[str, Any] | None = None,
+    mixup: dict[str, Any] | None = None,
     ops: Any = None,
     targets: Any = None,
     epochs: Any = None,
@@ -67,13 +69,15 @@ def loader(
     entries: dict[str, Any] = {} if mosaic is None else {"mosaic": gpuaug.Mosaic(**{"window": 8, **mosaic})}
     if affine is not None:
         entries["affine"] = gpuaug.CanvasAffine(**{"size": SIDE, **affine})
+    if mixup is not None:
+        entries["mixup"] = gpuaug.TileMixUp(**{"window": 8, **mixup})
     recipe = gpuaug.Augment(
         crop=gpuaug.Letterbox(SIDE, centre=False),
         combine=entries,
         ops={"flip": K.RandomHorizontalFlip()} if ops is None else ops,
         epochs=epochs,
     )
-    rules = gpuaug.Targets(**(TARGETS if targets is None else targets))
+    rules = gpuaug.Targets(**((TARGETS if mixup is None else UNMASKED) if targets is None else targets))
     usual = {"batch_size": 8, "num_workers": 0, "seed": 3, "device": "cpu", "targets": rules, "augment": recipe}
     return gpuaug.Loader(list(scenes()) if source is None else source, **usual | more)
 
@@ -85,7 +89,9 @@ def rows_of(batch: gpuaug.Batch) -> dict[int, list[torch.Tensor]]:
         own = t.sample == row
         if batch.valid[row]:
             columns = [getattr(t, name)[own] for name in ("boxes", "labels", "keypoints", "source", "tile")]
-            made[index] = [batch.images[row], t.masks[row], t.matrices[row], t.sources[row], *columns]
+            columns += [] if t.weights is None else [t.weights[own]]
+            mask = batch.images[row] if t.masks is None else t.masks[row]
+            made[index] = [batch.images[row], mask, t.matrices[row], t.sources[row], *columns]
     return made
 
 
@@ -100,10 +106,13 @@ def equal(a: dict[int, list[torch.Tensor]], b: dict[int, list[torch.Tensor]]) ->
 VARIED = [
     {"mosaic": {}, "affine": {"degrees": 10}},
     {"mosaic": {"partners": "fresh", "tiles": 9, "p": 0.7}, "affine": {}},
+    {"mosaic": {}, "affine": {"degrees": 10}, "mixup": {"window": 10, "p": 0.8}},
+    {"mosaic": {}, "mixup": {"partners": "fresh", "weight": 0.3}},
+    {"mixup": {}},
 ]
 
 
-@pytest.mark.parametrize("settings", VARIED, ids=["window", "fresh"])
+@pytest.mark.parametrize("settings", VARIED, ids=str)
 def test_a_sample_is_the_same_in_any_batch_rank_and_run(settings: Any) -> None:
     whole = all_rows(loader(**settings))
     assert len(whole) == COUNT
