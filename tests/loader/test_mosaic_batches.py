@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import gpuaug
+from gpuaug.augment import gather as gather_module
 from gpuaug.augment.mosaic import Combine
 
 COUNT, SIDE = 100, 48
@@ -268,27 +269,35 @@ def test_targets_follow_the_pixels(settings: Any) -> None:
     assert points > 20
 
 
-def test_centres_of_blobs_stay_within_a_twentieth_of_a_pixel() -> None:
+SHOWN_ALONE = {"scale": (1.2, 1.6), "weight": 1.0}  # the mate hides the sample
+
+
+@pytest.mark.parametrize("mixup", [None, {"mosaic": True}, {"mosaic": False}], ids=["mosaic", "mate", "mate alone"])
+def test_centres_of_blobs_stay_within_a_twentieth_of_a_pixel(mixup: dict[str, bool] | None) -> None:
     y, x = np.mgrid[:64, :64]
     source = []
     for number in range(80):
         cx, cy = np.random.default_rng(number).uniform(20, 44, 2)
         blob = 230 * np.exp(-((x - cx) ** 2 + (y - cy) ** 2) / (2 * 4.0**2))
-        target = gpuaug.Target(boxes=[[0, 0, 64, 64]], labels=[0], keypoints=[[(cx, cy, 2)]], size=(64, 64))
+        # the pixel centre of a keypoint is a whole number, and the middle of a box is half a pixel further
+        box = [cx - 7.5, cy - 7.5, cx + 8.5, cy + 8.5]
+        target = gpuaug.Target(boxes=[box], labels=[0], keypoints=[[(cx, cy, 2)]], size=(64, 64))
         source.append((picture(np.repeat(blob.round().astype(np.uint8)[..., None], 3, axis=2)), target))
     rules = gpuaug.Targets(boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
-    recipe = gpuaug.Augment(
-        crop=gpuaug.Letterbox(64, centre=False),
-        combine={
-            "mosaic": gpuaug.Mosaic(window=8),
-            "affine": gpuaug.CanvasAffine(size=192, degrees=20, scale=(1.2, 1.6), translate=0),
-        },
-    )
+    entries: dict[str, Any] = {
+        "mosaic": gpuaug.Mosaic(window=8),
+        "affine": gpuaug.CanvasAffine(size=192, degrees=20, scale=(1.2, 1.6), translate=0),
+    }
+    entries = entries if mixup is None or mixup["mosaic"] else {}
+    entries |= {} if mixup is None else {"mixup": gpuaug.TileMixUp(window=8, **SHOWN_ALONE)}
+    recipe = gpuaug.Augment(crop=gpuaug.Letterbox(64, centre=False), combine=entries)
     gaps = []
     for batch in gpuaug.Loader(source, augment=recipe, targets=rules, batch_size=8, device="cpu", num_workers=0):
-        t = batch.targets
-        for (px, py, visible), row in zip(t.keypoints[:, 0].tolist(), t.sample.tolist(), strict=True):
-            inside = 20 < px < 171 and 20 < py < 171
+        t, side = batch.targets, batch.images.shape[-1]
+        seen = t.tile >= 0 if mixup is None else t.tile == t.sources.shape[1] - 1
+        for n in seen.nonzero()[:, 0].tolist():
+            (px, py, visible), row = t.keypoints[n, 0].tolist(), int(t.sample[n])
+            inside = 20 < px < side - 21 and 20 < py < side - 21
             if visible and inside:
                 part = (
                     batch.images[row, 0, int(py) - 18 : int(py) + 20, int(px) - 18 : int(px) + 20]
@@ -302,9 +311,124 @@ def test_centres_of_blobs_stay_within_a_twentieth_of_a_pixel() -> None:
                     for g, p in ((u + int(px) - 18, px), (v + int(py) - 18, py))
                 ]
                 gaps.append(gap)
+                if t.visible[n] > 0.9999:
+                    middle = (t.boxes[n, :2] + t.boxes[n, 2:]) / 2 - 0.5
+                    assert torch.allclose(middle, torch.tensor([px, py]), atol=1e-3)
     gaps = np.array(gaps)
-    assert len(gaps) > 100
+    assert len(gaps) > (100 if mixup is None else 30)
     assert np.median(np.abs(gaps), axis=0).max() < 0.05
+
+
+def levels(batch: gpuaug.Batch) -> np.ndarray:
+    return (batch.images * 255).round().permute(0, 2, 3, 1).numpy().astype(int)
+
+
+MIXUPS = [
+    {"mosaic": {}, "affine": {"degrees": 10}, "mixup": {"p": 0.8, "window": 10}},
+    {"mosaic": {"p": 0.5}, "mixup": {"partners": "fresh", "weight": 0.3, "scale": (0.3, 4), "fill": 77}},
+    {"mixup": {"scale": (0.5, 3), "flip": 0.2}},
+]
+
+
+@pytest.mark.parametrize("settings", MIXUPS, ids=str)
+def test_a_mate_is_blended_as_in_yolox(settings: Any) -> None:
+    """Pixels, boxes and weights against YOLOX's steps: resize, mirror, paste, crop and add, for what `explain` says."""
+    others = {name: own for name, own in settings.items() if name != "mixup"}
+    plain = [loader(**others, targets=UNMASKED, ops={}), loader(targets=UNMASKED, ops={})]
+    made = loader(**settings, ops={})
+    weight, fill = round(256 * made.augment.combine.entries["mixup"].weight), settings["mixup"].get("fill", 0)
+    crops = {int(n): image for batch in plain[1] for n, image in zip(batch.indices, levels(batch), strict=True)}
+    mixed = mirrored = cut = boxes = 0
+    for batch, alone in zip(made, plain[0], strict=True):
+        t, own, images = batch.targets, alone.targets, levels(batch)
+        count, (height, width) = len(batch.indices), images.shape[1:3]
+        last = t.sources.shape[1] - 1
+        for row, (image, expected) in enumerate(zip(images, levels(alone), strict=True)):
+            (step,) = [step for step in batch.explain(row).steps if step.name == "mixup"]
+            of_mate = (t.sample == row) & (t.tile == last)
+            assert torch.equal(t.boxes[(t.sample == row) & (t.tile < last)], own.boxes[own.sample == row])
+            if not step.applied:
+                assert np.array_equal(image, expected)
+                assert t.sources[row, last] == -1
+                assert (t.weights[t.sample == row] == 1).all()
+                continue
+            number, scale, flip, corner = (step.values[name] for name in ("sample", "scale", "mirrored", "corner"))
+            assert t.sources[row, last] == number
+            side = int(SIDE * scale)
+            mate = torch.from_numpy(crops[int(number)]).permute(2, 0, 1)[None].double()
+            mate = torch.nn.functional.interpolate(mate, (side, side), mode="bilinear")[0].permute(1, 2, 0).numpy()
+            mate = mate[:, ::-1] if flip else mate
+            x, y = (-int(each) for each in corner)
+            assert 0 <= x <= max(side - width - 1, 0)
+            assert 0 <= y <= max(side - height - 1, 0)
+            canvas = np.full((max(side, height), max(side, width), 3), float(fill))
+            canvas[:side, :side] = mate
+            canvas = canvas[y : y + height, x : x + width]
+            blended = np.floor((expected * (256 - weight) + np.floor(canvas + 0.5) * weight) / 256)
+            near = np.ones((max(side, height), max(side, width)), dtype=bool)  # at the border, the mate meets `fill`
+            margin = 1 + int(scale)
+            for sides in (near, near.T):
+                sides[:margin] = sides[max(side - margin, 0) : side + margin] = False
+            gap = np.abs(image - blended)[near[y : y + height, x : x + width]]
+            assert gap.max(initial=0) <= 1 + 3 * weight / 256  # positions are rounded to 1/256 pixel
+            assert gap.mean() < 0.1
+            # boxes
+            m, ratio = np.eye(3), side / SIDE
+            m[0] = [-ratio if flip else ratio, 0, side - x if flip else -x]
+            m[1] = [0, ratio, -y]
+            target = scenes()[int(number)][1]
+            m = m @ np.diag([min(SIDE / max(target.size), 1e9)] * 2 + [1])
+            assert np.allclose(t.tile_matrices[row, last].numpy(), m, atol=0.5)  # the crop has whole pixels
+            ends = np.array(target.boxes, dtype=float).reshape(-1, 2, 2)
+            ends = ends * t.tile_matrices[row, last].numpy()[[0, 1], [0, 1]] + t.tile_matrices[row, last].numpy()[:2, 2]
+            limits = np.minimum([side - x, side - y], [width, height])
+            low, high = ends.min(axis=1).clip(0, limits), ends.max(axis=1).clip(0, limits)
+            sides = high - low
+            there = (sides >= made.targets.boxes.min_size).all(axis=1) & (sides.prod(1) >= made.targets.boxes.min_area)
+            assert np.allclose(t.boxes[of_mate].numpy(), np.concatenate([low, high], axis=1)[there], atol=1e-3)
+            assert (t.weights[of_mate] == weight / 256).all()
+            assert (t.weights[(t.sample == row) & (t.tile < last)] == 1 - weight / 256).all()
+            mixed, mirrored, cut = mixed + 1, mirrored + bool(flip), cut + bool(x or y)
+            boxes += int(of_mate.sum())
+        assert torch.equal(batch.matrices, alone.matrices)
+        assert count == len(t.counts)
+    assert mixed > COUNT / 2
+    assert 0 < mirrored < mixed
+    assert cut
+    assert boxes > 30
+
+
+def test_an_entry_that_is_off_changes_nothing_and_torch_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for others in ({"mosaic": {}, "affine": {}}, {"affine": {"about": "origin"}}, {}):
+        for off in (loader(**others, mixup={"p": 0.0}), loader(**others, mixup={}, epochs={"mixup": [1, 2]})):
+            for a, b in zip(off, loader(**others, targets=UNMASKED), strict=True):
+                assert torch.equal(a.images, b.images)
+                for name in ("boxes", "labels", "keypoints", "sample", "matrices"):
+                    assert torch.equal(getattr(a.targets, name), getattr(b.targets, name)), name
+        mixed = all_rows(loader(**others, mixup={}))
+        with monkeypatch.context() as patch:
+            patch.setattr(gather_module, "library", lambda: None)
+            assert equal(mixed, all_rows(loader(**others, mixup={})))
+
+
+def test_a_bad_mate_is_left_out() -> None:
+    bad, settings = 17, {"mosaic": {}, "affine": {}}
+    damaged = list(scenes())
+    damaged[bad] = (b"no image", damaged[bad][1])
+    good, plain = all_rows(loader(**settings, mixup={})), all_rows(loader(**settings, targets=UNMASKED))
+    other = all_rows(loader(damaged, **settings, mixup={}, faults=gpuaug.Faults(policy="blank")))
+    assert good.keys() - other.keys() == {bad}
+    alone = 0
+    for index, row in other.items():
+        sources = good[index][3].tolist()
+        if bad not in sources:
+            assert all(torch.equal(x, y) for x, y in zip(row, good[index], strict=True))
+        elif sources.index(bad) == 4:
+            assert row[3].tolist() == [*sources[:4], -1]
+            assert all(torch.equal(row[k], plain[index][k]) for k in (0, 2, 4, 5, 6, 7, 8))
+            assert (row[9] == 1).all()
+            alone += 1
+    assert alone
 
 
 def test_a_bad_tile_changes_only_its_own_pixels() -> None:
@@ -380,7 +504,9 @@ def test_layouts_for_models_and_what_a_mosaic_refuses() -> None:
         loader(mosaic={}, patch_masks=gpuaug.RandomMasks(patch=16))
     with pytest.raises(gpuaug.ConfigError, match="`augment.combine` needs images of 8 bits"):
         loader(mosaic={}, decode=gpuaug.Decode(pixels="raw", channels=3))
-    assert "mosaic, affine, flip" in repr(loader(mosaic={}, affine={}))
+    with pytest.raises(gpuaug.ConfigError, match="`augment.combine.mixup` .TileMixUp. cannot blend masks"):
+        loader(mixup={}, targets=TARGETS)
+    assert "mosaic, affine, mixup, flip" in repr(loader(mosaic={}, affine={}, mixup={}))
 
 
 @pytest.mark.parametrize(("name", "last"), [("det_yolo", 90), ("det_yolox", 285), ("det_rtmdet", 280)])
@@ -416,8 +542,12 @@ def test_plan_knows_the_tiles_that_a_pass_keeps() -> None:
             kept.append((len(self._held), sum(batches.values())))
             return done
 
-    for ranks in (1, 3, 5):
-        made, kept = loader(list(scenes()) * 9, mosaic={}, affine={}, rank=0, world_size=ranks), list[Any]()
+    mates = (None, {"window": 12}, {"partners": "fresh"})
+    for ranks, mixup in [(ranks, mixup) for ranks in (1, 3, 5) for mixup in mates]:
+        made, kept = (
+            loader(list(scenes()) * 9, mosaic={}, affine={}, mixup=mixup, rank=0, world_size=ranks),
+            list[Any](),
+        )
         held, pipeline = Counting(), made.pipeline
         for encoded in pipeline.read(made.tasks(made.epoch_order), 0):
             pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, 0)), 0, held)

@@ -185,12 +185,11 @@ def _tiles(loader: Loader) -> int:
     window = STRIDE * max((op.window for op in ops if op.partners == "window"), default=0)
     if not window:
         return 0
-    ranks = loader.epoch_order.world_size
-    window = window if STRIDE % ranks else window // ranks  # else partners are on all ranks
+    ranks, most = loader.epoch_order.world_size, 1 + sum(op.tiles - 1 for op in ops)
     # a batch stays, with the fresh partners that it has, as long as one of its tiles is needed
-    fresh = 1 + sum(op.tiles - 1 for op in ops if op.partners == "fresh")
-    most = 1 + sum(op.tiles - 1 for op in ops)
-    return min(fresh * window + 2 * most * loader.batch_size, fresh * ranks * len(loader) * loader.batch_size)
+    fresh = sum(op.tiles - 1 for op in ops if op.partners == "fresh")
+    held = (window if STRIDE % ranks else window // ranks) + fresh * window // ranks  # else partners are on all ranks
+    return min(held + 2 * most * loader.batch_size, (1 + fresh) * ranks * len(loader) * loader.batch_size)
 
 
 def _tile_bytes(loader: Loader) -> int:
