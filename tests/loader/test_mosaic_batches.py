@@ -517,10 +517,9 @@ def test_shipped_recipes_run(name: str, last: int) -> None:
     assert recipe.schedule.keys() == {0, last}
     boxes = [(data, gpuaug.Target(boxes=t.boxes, labels=t.labels)) for data, t in scenes()]
     rules = gpuaug.Targets(boxes=gpuaug.Boxes(min_size=2, min_visibility=0.1))
-    mix = None if name == "det_yolo" else gpuaug.MixObjects(lam=0.5, epochs=[0, last])
+    mix = None if name != "det_rtmdet" else gpuaug.MixObjects(lam=0.5, epochs=[0, last])
     made = gpuaug.Loader(boxes, augment=recipe, targets=rules, mix=mix, batch_size=8, device="cpu", num_workers=0)
-    mates = 2 if mix else 1
-    for epoch, tiles in ((0, 4 * mates), (last, 1)):
+    for epoch, tiles in ((0, {"det_yolo": 4, "det_yolox": 5, "det_rtmdet": 8}[name]), (last, 1)):
         made.set_epoch(epoch)
         batch = next(iter(made))
         assert batch.images.shape == (8, 3, 64, 64)
