@@ -52,6 +52,7 @@ from gpuaug.augment.person_crop import PersonCrop as PersonCrop
 from gpuaug.augment.sizes import Sizes as Sizes
 from gpuaug.augment.mosaic import Mosaic as Mosaic
 from gpuaug.augment.mosaic import CanvasAffine as CanvasAffine
+from gpuaug.augment.mosaic import TileMixUp as TileMixUp
 from gpuaug.augment.normalize import Normalize as Normalize
 from gpuaug.augment.mix import Mix as Mix
 from gpuaug.augment.mix_targets import MixObjects as MixObjects

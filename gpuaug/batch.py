@@ -152,7 +152,7 @@ class Tiles(NamedTuple):
 
     keys: Int64  # [T], of the samples of the batch and then of others that are read for them
     of: Int64  # [B, K], keys of the tiles of each output, also of samples of earlier batches; NO_TILE: none
-    oldest: int | None  # later batches use no smaller keys; None: they use none of these
+    oldest: int | None  # later batches may use these keys, from `oldest` to the largest of the B samples; None: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

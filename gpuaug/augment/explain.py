@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpuaug.augment.mosaic import Combine, Mosaic
+from gpuaug.augment.mosaic import Combine, Mosaic, TileMixUp, TilesOp
 from gpuaug.augment.ops.kornia_private import fixed_order
 from gpuaug.augment.ops.pillow import PillowOp
 from gpuaug.augment.parameters import Chosen, Prepared, tensors
@@ -132,7 +132,7 @@ def explain(
     chosen = recipe.choose(drawn, sizes)
     for view, window, choices in zip(recipe.views, windows, chosen, strict=True):
         box, resized, offset = (tuple(x[row].tolist()) for x in (window.window, window.resized, window.offset))
-        steps = [] if combined is None else _combine_steps(view.augment.combine, drawn, combined, row)
+        steps = [] if combined is None else _combine_steps(view.augment.combine, drawn, combined, row, window.size)
         steps += [
             step
             for op, own in zip(view.augment.prepared, choices, strict=True)
@@ -146,22 +146,24 @@ def explain(
     return made
 
 
-def _combine_steps(combine: Combine, drawn: Drawn, combined: Any, row: int) -> list[Step]:
-    """What a mosaic and the transform of its canvas did, or a crop that turns its window."""
+def _combine_steps(combine: Combine, drawn: Drawn, combined: Any, row: int, crop: tuple[int, int]) -> list[Step]:
+    """What the operations of ``combine`` did, or a crop that turns its window. ``crop``: (H, W) of the crops."""
     steps = []
     if combine.crop is not None:
         x, y = combined.matrices[row, 0, :2]
         turned: Any = {"angle": math.degrees(math.atan2(y, x)), "scale": math.hypot(x, y)}
         steps.append(Step(name="person", kind=type(combine.crop).__name__, applied=True, values=turned))
     for name, op in combine.entries.items():
+        u = drawn.uniforms["", 0, name][row : row + 1]
+        applied = not isinstance(op, TilesOp) or bool(op._applied(u)[0])
         if isinstance(op, Mosaic):
-            applied = bool(op._applied(drawn.uniforms["", 0, name][row : row + 1])[0])
-            shown = combined.layout.visible[row]
-            numbers = [float(n) if shown[k, 2] > shown[k, 0] else -1.0 for k, n in enumerate(combined.numbers[row])]
-            values: dict[str, Any] = {"samples": numbers} if applied else {}
+            numbers = zip(combined.numbers[row].tolist(), combined.layout.shown[row].tolist(), strict=False)
+            values: dict[str, Any] = {"samples": [float(n) if shown else -1.0 for n, shown in numbers]}
         else:
-            applied = True
-            values = {k: v[0].tolist() for k, v in op._values(drawn.uniforms["", 0, name][row : row + 1]).items()}
+            sizes = (crop, combined.layout.size) if isinstance(op, TileMixUp) else ()
+            own = {"sample": combined.numbers[row, -1:].astype(float)} if sizes else {}
+            values = {k: v[0].tolist() for k, v in {**own, **op._values(u, *sizes)}.items()}
+        values = values if applied else {}
         steps.append(Step(name=name, kind=type(op).__name__, applied=applied, values=values))
     return steps
 

@@ -159,3 +159,12 @@ def _taken(
         return values.masked_fill_(none[..., None], fill)
     kept = (values > 0) & (values <= most[number])
     return torch.where(kept, values + add[number], 0).masked_fill_(none, fill)
+
+
+def blend(images: Tensor, others: Tensor, rows: Int64, steps: int) -> None:
+    """Blend rows of images uint8 [B, H, W, C] with ``others`` [len(rows), H, W, C], in place.
+
+    ``steps``: the share of the others, in 1/256. The result is rounded down.
+    """
+    for row, other in zip(rows.tolist(), others, strict=True):  # a whole batch in int32 takes much memory
+        images[row] = (images[row].int().mul_(_ONE - steps).add_(other.int(), alpha=steps)) >> 8

@@ -60,6 +60,17 @@ class Mixing:
         """Mix images [B, C, H, W] on the device. The pipeline calls this last."""
         return self.mix._mix_images(images, self)
 
+    def with_mates(self, view: TargetView, weights: Float64 | None) -> TargetView:
+        """A view whose rows also have the objects of their mates. ``weights``: [B, 2], the shares of both images."""
+        from gpuaug.augment.target_mover import Origins  # which imports this module's users
+        from gpuaug.augment.target_tiles import with_mates
+
+        if view.origins is None:
+            alone, indices = view.table.sample * 0, self.keys["indices"]
+            origins = Origins(indices[view.table.sample], alone, indices[:, None], view.matrices[:, None])
+            view = replace(view, origins=origins)
+        return with_mates(view, view, self.mates, self.mixed, weights)
+
     def of_mates(self, values: Tensor) -> Tensor:
         """The rows of the mates, on the device of ``values`` [B, ...]."""
         return values.index_select(0, on_device(self.mates, values.device))
@@ -179,10 +190,8 @@ class MixObjects(TargetMix):
         return np.where(mixing.mixed, made, 1.0)
 
     def _mix_objects(self, view: TargetView, mixing: Mixing) -> TargetView:
-        from gpuaug.augment.target_tiles import with_mates  # which imports this module's users
-
         shares = self._shares(mixing)
-        return with_mates(view, mixing, np.stack([shares, 1 - shares], axis=1))
+        return mixing.with_mates(view, np.stack([shares, 1 - shares], axis=1))
 
     def _mix_masks(self, masks: Tensor, mixing: Mixing) -> Tensor:
         own = on_device(self._shares(mixing) >= 0.5, masks.device)[:, None, None]
@@ -371,13 +380,11 @@ class CopyPaste(TargetMix):
         return np.sort(candidates[np.argsort(ranks, kind="stable")[: min(some, self.max)]])
 
     def _mix_objects(self, view: TargetView, mixing: Mixing) -> TargetView:
-        from gpuaug.augment.target_tiles import with_mates  # which imports this module's users
-
         assert view.masks is not None
         assert not view.moves  # with boxes, no random field moves masks
         numbers, objects = view.masks.numpy().astype(np.int32, copy=False), view.objects
         begins, own_counts = objects.offsets, objects.counts
-        made = with_mates(view, mixing, None)
+        made = mixing.with_mates(view, None)
         both, starts = made.objects, made.objects.offsets
         keep, boxes = np.ones(len(both), dtype=bool), both.boxes
         assert boxes is not None

@@ -1,4 +1,4 @@
-"""Operations between the crop and ``ops`` that combine samples: mosaic, and the affine transform of its canvas."""
+"""Operations between the crop and ``ops`` that combine samples: mosaic, the affine transform of its canvas, MixUp."""
 
 from __future__ import annotations
 
@@ -30,7 +30,36 @@ class CombineOp:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-class Mosaic(CombineOp):
+class TilesOp(CombineOp):
+    """Base of the operations that show other samples beside a sample.
+
+    The first uniform of a sample decides whether it is changed; those from the fourth on choose its partners.
+    """
+
+    tiles: int  # samples in an output, with the sample itself
+
+    def __init__(self, p: float, partners: str, window: int, *, kinds: Sequence[str]) -> None:
+        self.p = float(checks.number("p", p, 0, 1))
+        self.partners = checks.one_of("partners", partners, kinds)
+        self.window = checks.whole_number("window", window, 8, 1000)
+
+    def _applied(self, u: Float) -> NDArray[np.bool_]:
+        """Whether each sample is changed, bool [B]. ``u``: uniforms [B, count]."""
+        return np.asarray(u[:, 0] < self.p)
+
+    def _distances(self, u: Float, most: int) -> Int64:
+        """Different numbers from 1 to ``most``, int64 [B, tiles - 1]; they repeat if there are too few."""
+        made = np.zeros((len(u), 0), dtype=np.int64)
+        for k in range(self.tiles - 1):
+            left = max(most - k, 1)
+            number = pick(u[:, 3 + k], left) + 1
+            for earlier in np.sort(made, axis=1).T if most > k else ():
+                number += number >= earlier
+            made = np.concatenate([made, number[:, None]], axis=1)
+        return made
+
+
+class Mosaic(TilesOp):
     """Puts the crops of several samples side by side on a canvas, as YOLOv4 and later detectors train.
 
     ``tiles: 4`` (arXiv:2004.10934): the canvas has twice the sides of the crop. The tiles meet at a random point, the
@@ -66,29 +95,12 @@ class Mosaic(CombineOp):
         if type(tiles) is not int or tiles not in (4, 9):
             raise ConfigError(f"`tiles` must be 4 or 9. Found: {tiles!r:.99}.")
         self.tiles, self.centre = tiles, checks.pair("centre", centre, 0, 2)
-        self.p = float(checks.number("p", p, 0, 1))
-        self.partners = checks.one_of("partners", partners, PARTNERS)
-        self.window = checks.whole_number("window", window, 8, 1000)
+        super().__init__(p, partners, window, kinds=PARTNERS)
 
     @property
     def count(self) -> int:  # type: ignore[override]
         """Number of uniforms: whether there is a mosaic, two for the point, one for each partner."""
         return 2 + self.tiles
-
-    def _applied(self, u: Float) -> NDArray[np.bool_]:
-        """Whether each sample becomes a mosaic, bool [B]. ``u``: uniforms [B, count]."""
-        return np.asarray(u[:, 0] < self.p)
-
-    def _distances(self, u: Float, most: int) -> Int64:
-        """Different numbers from 1 to ``most``, int64 [B, tiles - 1]; they repeat if there are too few."""
-        made = np.zeros((len(u), 0), dtype=np.int64)
-        for k in range(self.tiles - 1):
-            left = max(most - k, 1)
-            number = pick(u[:, 3 + k], left) + 1
-            for earlier in np.sort(made, axis=1).T if most > k else ():
-                number += number >= earlier
-            made = np.concatenate([made, number[:, None]], axis=1)
-        return made
 
     def _place(self, u: Float, sides: Int64, size: tuple[int, int]) -> Int64:
         """Top left corners of the tiles on the canvas of twice the crop's sides: (x, y), int64 [B, tiles, 2].
@@ -195,6 +207,79 @@ class CanvasAffine(CombineOp):
         return m
 
 
+class TileMixUp(TilesOp):
+    """Blends each output of a mosaic, or each sample, with one more sample, as YOLOX does (arXiv:2107.08430).
+
+    The further sample, the mate, is the whole crop with its padding. Its sides W and H become int(W * scale) and
+    int(H * scale). It may be mirrored. A mate lies at the top left of the output, on ``fill``; of a side that is larger
+    than the output, a random part is seen, from a whole pixel on. All objects of both stay. ``targets.weights`` has the
+    share of the image of each object, and the tile of the mate's objects is the last one.
+
+    The mate is read like a mosaic with an affine transform: bilinear, without antialiasing as in OpenCV's resizing, and
+    at its border together with ``fill``. The blend is of whole numbers, rounded down, and is the same on all devices.
+    The other operations of ``combine`` do not change the mate; ``ops`` follow. A mate that cannot be read is left out.
+    :class:`MixObjects` blends finished outputs of a batch instead.
+
+    Args:
+        weight: the share of the mate, rounded to 1/256.
+        scale: smallest and largest factor of the mate's sides, 0.001 <= min <= max <= 100.
+        flip: probability that left and right of the mate are exchanged.
+        fill: value from 0 to 255 beside the mate.
+        p: probability of a mate.
+        partners: which samples are mates, as in :class:`Mosaic`: ``window`` or ``fresh``.
+        window: with ``partners: window``, the mate is up to 8 times this many positions before the sample.
+
+    >>> TileMixUp(scale=(0.8, 1.6)).weight
+    0.5
+    """
+
+    count, tiles = 6, 2
+
+    def __init__(
+        self,
+        *,
+        weight: float = 0.5,
+        scale: Sequence[float] = (0.5, 1.5),
+        flip: float = 0.5,
+        fill: int = 0,
+        p: float = 1.0,
+        partners: str = "window",
+        window: int = 32,
+    ) -> None:
+        self.weight = round(256 * checks.number("weight", weight, 0, 1)) / 256
+        self.scale = checks.pair("scale", scale, 0.001, 100)
+        self.flip = float(checks.number("flip", flip, 0, 1))
+        self.fill = checks.whole_number("fill", fill, 0, 255)
+        super().__init__(p, partners, window, kinds=PARTNERS[:2])
+
+    def _values(self, u: Float, crop: tuple[int, int], size: tuple[int, int]) -> dict[str, NDArray[Any]]:
+        """Scale [B], whether mirrored [B], and (x, y) of the mate's top left corner in the output, int64 [B, 2].
+
+        Args:
+            u: uniforms [B, count].
+            crop, size: (H, W) of the crops and of the outputs.
+        """
+        u = u.astype(np.float64)
+        scale = self.scale[0] + u[:, 4] * (self.scale[1] - self.scale[0])
+        room = np.maximum(self._sides(scale, crop) - size[::-1], 0)
+        return {"scale": scale, "mirrored": u[:, 5] < self.flip, "corner": -(u[:, 1:3] * room).astype(np.int64)}
+
+    @staticmethod
+    def _sides(scale: NDArray[Any], crop: tuple[int, int]) -> Int64:
+        """(width, height) of the mates, int64 [B, 2]. ``scale``: [B]."""
+        return np.maximum((scale[:, None] * crop[::-1]).astype(np.int64), 1)
+
+    def _matrices(self, u: Float, crop: tuple[int, int], size: tuple[int, int]) -> Float64:
+        """From positions in the mates to positions in the outputs, float64 [B, 3, 3]. Arguments as of ``_values``."""
+        values, m = self._values(u, crop, size), np.tile(np.eye(3), (len(u), 1, 1))
+        sides, mirrored = self._sides(values["scale"], crop), values["mirrored"]
+        m[:, [0, 1], [0, 1]] = sides / crop[::-1]
+        m[:, :2, 2] = values["corner"]
+        m[:, 0, 2] += mirrored * sides[:, 0]
+        m[:, 0, 0] *= 1 - 2 * mirrored
+        return m
+
+
 @dataclass(frozen=True)
 class Combine:
     """What a recipe does between its crop and its operations. ``entries`` may be empty.
@@ -204,7 +289,7 @@ class Combine:
         crop: the recipe's crop, if its windows have a ``rest``; else None. Then there are no entries.
     """
 
-    entries: Mapping[str, Mosaic | CanvasAffine] = field(default_factory=dict)
+    entries: Mapping[str, Mosaic | CanvasAffine | TileMixUp] = field(default_factory=dict)
     crop: Any = None
 
     def __bool__(self) -> bool:
@@ -222,6 +307,11 @@ class Combine:
         """The name and the operation of a kind; "" and None if there is none."""
         return next(((name, each) for name, each in self.entries.items() if isinstance(each, kind)), ("", None))
 
+    @property
+    def showing(self) -> list[tuple[str, TilesOp]]:
+        """The operations that show other samples, with their names, in the order of their tiles."""
+        return [self.named(kind) for kind in (Mosaic, TileMixUp) if self.named(kind)[0]]
+
     @classmethod
     def of(cls, given: Any, names: Sequence[str], crop: Any) -> Combine:
         """Check ``augment.combine``. ``names``: of the recipe's operations. Raises ConfigError."""
@@ -232,7 +322,7 @@ class Combine:
             if each is None:
                 continue
             checks.name_in("augment.combine", name)
-            checks.instance(f"augment.combine.{name}", each, Mosaic, CanvasAffine)
+            checks.instance(f"augment.combine.{name}", each, Mosaic, CanvasAffine, TileMixUp)
             if name in (*names, "crop"):
                 raise ConfigError(f"`augment.combine` and `augment.ops` must have different names. Found: {name!r}.")
             entries[name] = each
@@ -267,7 +357,7 @@ class Combine:
             uniforms: of each entry, [B, count].
             crop: (H, W) of the crops.
             covered: int64 [B, K, 4], (x1, y1, x2, y2) of the crop that shows the image of a tile; empty: no tile.
-                K is 1 without a mosaic.
+                K is 1 without a mosaic. The mate of a :class:`TileMixUp` is none of these tiles.
             rest: of the crop's windows.
         """
         count, tiles = covered.shape[:2]
@@ -277,7 +367,7 @@ class Combine:
         (name, mosaic), (affine_name, affine) = self.named(Mosaic), self.named(CanvasAffine)
         sides, single = covered[..., 2:] - covered[..., :2], np.array(crop[::-1], dtype=np.int64)
         # alone: at the centre, or where the crop has put it
-        centred = affine is None or affine.about == "centre"
+        centred = mosaic is not None if affine is None else affine.about == "centre"
         alone = (single - sides[:, 0]) // 2 if centred else covered[:, 0, :2]
         placed = np.zeros((count, tiles, 2), dtype=np.int64)
         placed[:, 0], canvas = alone, np.tile(single, (count, 1))
@@ -301,6 +391,14 @@ class Combine:
             matrices = affine._matrices(uniforms[affine_name], canvas)
         return Layout(placed - covered[..., :2], visible, canvas, matrices, self.size(crop))
 
+    def lay_mates(self, uniforms: Mapping[str, Float], crop: tuple[int, int], covered: Int64) -> Layout | None:
+        """Where the mates of a :class:`TileMixUp` are; None without one. Arguments as of :meth:`lay`, with K = 1."""
+        name, mixup = self.named(TileMixUp)
+        if mixup is None:
+            return None
+        canvas, size = np.tile(np.array(crop[::-1], dtype=np.int64), (len(covered), 1)), self.size(crop)
+        return Layout(covered[..., :2] * 0, covered, canvas, mixup._matrices(uniforms[name], crop, size), size)
+
     def unseen(self, uniforms: Mapping[str, Float], crop: tuple[int, int]) -> NDArray[np.bool_]:
         """Which tiles of a mosaic of 4 the outputs cannot show, whatever the sizes of their images: bool [B, 4]."""
         from gpuaug.targets.geometry import points  # runs without tiles do not import it
@@ -322,6 +420,11 @@ class Layout(NamedTuple):
     canvas: Int64  # [B, 2], (width, height)
     matrices: Float64  # [B, 3, 3], from the canvas to the output
     size: tuple[int, int]  # (H, W) of the output
+
+    @property
+    def shown(self) -> NDArray[np.bool_]:
+        """Whether the canvas shows each tile, bool [B, K]."""
+        return np.asarray((self.visible[..., 2:] > self.visible[..., :2]).all(axis=-1))
 
     @property
     def inverse(self) -> Float64:

@@ -473,8 +473,8 @@ class Augment(RecipeBase):
             ``{"erase": [0, 90]}``; an end of None: there is none. In other epochs the operation is left out, and a
             :class:`RandomIoUCrop` only resizes. Other operations keep their random numbers.
         sizes: a :class:`Sizes`, which draws the size of the output for each step of a loader. None: the crop's size.
-        combine: mapping of names to a :class:`Mosaic` and a :class:`CanvasAffine`, which work between crop and ``ops``,
-            and only in a loader. None skips an entry.
+        combine: mapping of names to a :class:`Mosaic`, a :class:`CanvasAffine` and a :class:`TileMixUp`, which work in
+            this order between crop and ``ops``, and only in a loader. None skips an entry.
 
     >>> import torch, gpuaug, kornia.augmentation as K
     >>> recipe = gpuaug.Augment(crop=gpuaug.RandomResizedCrop(32), ops={"flip": K.RandomHorizontalFlip()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from gpuaug.augment.target_mover import Origins, TargetMover, TargetView, covere
 from gpuaug.batch import OBJECT_COLUMNS, CropWindows, Int64, Objects
 from gpuaug.targets.geometry import Float64
 from gpuaug.targets.objects import carry
-
-if TYPE_CHECKING:
-    from gpuaug.augment.mix_targets import Mixing
 
 Place = tuple[TargetView, int]  # a tile: its batch, and its row there
 
@@ -54,8 +51,7 @@ def combine(
     views = list({id(view): view for own in places for view, _ in own}.values())
     starts = dict(zip(map(id, views), np.cumsum([0] + [len(view.sizes) for view in views]), strict=False))
     rows = np.array([starts[id(view)] + row for own in places for view, row in own])  # of all batches together
-    shown = (layout.visible[..., 2:] > layout.visible[..., :2]).all(axis=-1).reshape(-1)
-    table, found = _together([v.table for v in views]), _together([v.objects for v in views])
+    shown, (table, found) = layout.shown.reshape(-1), _joined(views)
     sizes, annotated, before = (
         np.concatenate([getattr(view, name) for view in views]) for name in ("sizes", "annotated", "matrices")
     )
@@ -63,9 +59,6 @@ def combine(
     first, anchors = table.offsets[rows], rows[::tiles]
     at, owner, begin = _of_tiles(table, rows, shown)
     table = replace(table.take(at), sample=owner // tiles, sizes=table.sizes[anchors])
-    bases = np.cumsum([0] + [len(view.table) for view in views])
-    shifts = np.repeat(bases[:-1], [len(view.objects) for view in views])
-    found = replace(found, ids=found.ids + shifts)
     at, tile, _ = _of_tiles(found, rows, shown)
     objects = found.take(at)
     objects = replace(objects, ids=objects.ids - first[tile] + begin[tile], sample=tile)
@@ -104,6 +97,14 @@ def combine(
     return view
 
 
+def _joined(views: Sequence[TargetView]) -> tuple[Objects, Objects]:
+    """The tables and the objects of several batches. ``ids`` of the objects are rows of the whole table."""
+    bases = np.cumsum([0] + [len(view.table) for view in views])
+    objects = _together([view.objects for view in views])
+    ids = objects.ids + np.repeat(bases[:-1], [len(view.objects) for view in views])
+    return _together([view.table for view in views]), replace(objects, ids=ids)
+
+
 def _together(tables: Sequence[Objects]) -> Objects:
     """The objects of several batches in one table."""
     if len(tables) == 1:
@@ -117,41 +118,48 @@ def _together(tables: Sequence[Objects]) -> Objects:
         if name == "keypoints" and parts[0] is not None:  # a source may not know how many points its objects have
             most = max(part.shape[1] for part in parts)
             parts = [np.pad(part, ((0, 0), (0, most - part.shape[1]), (0, 0))) for part in parts]
+        if name == "corners" and parts[0] is not None:  # a polygon may repeat its last vertex
+            most = max(part.shape[1] for part in parts)
+            parts = [np.pad(part, ((0, 0), (0, most - part.shape[1]), (0, 0)), mode="edge") for part in parts]
         columns[name] = None if parts[0] is None else np.concatenate(parts)
     return Objects(**columns, sizes=np.concatenate([table.sizes for table in tables]))
 
 
-def with_mates(view: TargetView, mixing: Mixing, weights: Float64 | None) -> TargetView:
-    """A view whose rows also have the objects of their mates, after their own.
+def with_mates(
+    view: TargetView, others: TargetView, mates: Int64, mixed: NDArray[np.bool_], weights: Float64 | None
+) -> TargetView:
+    """A view whose rows also have the objects of their mates, after their own. Both views must have origins.
 
-    ``weights``: [B, 2], the shares of both images; None: no object gets a weight.
+    Args:
+        view: of B rows.
+        others: the view of the mates; it may be the same.
+        mates: int64 [B], their rows there.
+        mixed: bool [B], whether a row has a mate.
+        weights: [B, 2], the shares of both images; None: no object gets a weight.
     """
-    mates, mixed, count = mixing.mates, mixing.mixed, len(mixing.mates)
-    rows = np.stack([np.arange(count), mates], axis=1).reshape(-1)
+    own, of, count = view.origins, others.origins, len(mates)
+    assert own is not None
+    assert of is not None
+    rows = np.stack([np.arange(count), count + mates], axis=1).reshape(-1)
     shown = np.stack([np.ones(count, dtype=bool), mixed], axis=1).reshape(-1)
-    first, (at, owner, begin) = view.table.offsets[rows], _of_tiles(view.table, rows, shown)
-    at_objects, tile, _ = _of_tiles(view.objects, rows, shown)
-    objects = view.objects.take(at_objects)
-    objects = replace(objects, ids=objects.ids - first[tile] + begin[tile], sample=tile // 2)
-    before = view.origins
-    if before is None:
-        alone, indices = view.table.sample * 0, mixing.keys["indices"]
-        before = Origins(indices[view.table.sample], alone, indices[:, None], view.matrices[:, None])
-    shares = before.weights
+    table, objects = _joined([view, others])
+    first, (at, owner, begin) = table.offsets[rows], _of_tiles(table, rows, shown)
+    at_objects, tile, _ = _of_tiles(objects, rows, shown)
+    objects = objects.take(at_objects)
+    ids = objects.ids - first[tile] + begin[tile]
+    objects = replace(objects, ids=ids, sample=tile // 2, sizes=view.objects.sizes)
+    shares = None if own.weights is None else np.concatenate([own.weights, of.weights])[at]
     if weights is not None:
-        given = np.ones(len(view.table), dtype=np.float32) if shares is None else shares
-        shares = (given[at] * weights[owner // 2, owner % 2]).astype(np.float32)
-    elif shares is not None:
-        shares = shares[at]
-    of_mates = np.where(mixed[:, None], before.sources[mates], -1)
+        given = np.ones(len(at), dtype=np.float32) if shares is None else shares
+        shares = (given * weights[owner // 2, owner % 2]).astype(np.float32)
     origins = Origins(
-        before.source[at],
-        before.tile[at] + before.sources.shape[1] * (owner % 2),
-        np.concatenate([before.sources, of_mates], axis=1),
-        np.concatenate([before.matrices, before.matrices[mates]], axis=1),
+        np.concatenate([own.source, of.source])[at],
+        np.concatenate([own.tile, of.tile])[at] + own.sources.shape[1] * (owner % 2),
+        np.concatenate([own.sources, np.where(mixed[:, None], of.sources[mates], -1)], axis=1),
+        np.concatenate([own.matrices, of.matrices[mates]], axis=1),
         shares,
     )
-    table = replace(view.table.take(at), sample=owner // 2)
+    table = replace(table.take(at), sample=owner // 2, sizes=view.table.sizes)
     windows = _whole(count, view.windows.size)  # the mate may show where the sample does not
     return replace(view, table=table, objects=objects, origins=origins, windows=windows, covered=None)
 

@@ -13,6 +13,7 @@ from gpuaug import checks, machine
 from gpuaug.augment.crop import ResizeToSequence
 from gpuaug.augment.domains import check as check_domains
 from gpuaug.augment.mix import Mix
+from gpuaug.augment.mosaic import TileMixUp
 from gpuaug.augment.policy import entry_of
 from gpuaug.augment.progressive import Recipe, views_of
 from gpuaug.augment.recipe import FLIPPED
@@ -126,6 +127,12 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
 
     checks.instance("targets", targets, Targets)
     for key, view in views_of(recipe):
+        name, mixup = view.augment.combine.named(TileMixUp)
+        if mixup is not None and targets.masks is not None:
+            raise ConfigError(
+                f"`{key}.combine.{name}` (TileMixUp) cannot blend masks. Found: targets.masks. "
+                f"Set `targets.masks=null`, or remove `{key}.combine.{name}`."
+            )
         if view.copy == 0:
             check_carried(view.augment.prepared, names, path=f"{key}.ops")
     if known is not None and (absent := sorted(set(names) - set(known))):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gpuaug.augment.mosaic import STRIDE, Combine, Mosaic
+from gpuaug.augment.mosaic import STRIDE, Combine
 from gpuaug.batch import NO_TILE, Int64, Tiles
 from gpuaug.random.keyed import Stream, pick, uniforms
 from gpuaug.read.order import EpochOrder, Ordered, Task
@@ -49,15 +49,14 @@ class Partners:
         return self._with_tiles(task, positions, hold=False)
 
     def _with_tiles(self, task: Task, keys: Int64, *, hold: bool) -> Task:
-        (_, mosaic), total = self.combine.named(Mosaic), max(len(self.ordered), 1)
-        partners = self._partners(task, np.where(keys < 0, 0, keys) % total)
-        if mosaic is not None and mosaic.partners == "batch":
-            partners = np.where(partners == NO_TILE, NO_TILE, keys[partners])
+        total = max(len(self.ordered), 1)
+        partners = self._partners(task, keys, np.where(keys < 0, 0, keys) % total)
         oldest, own = None, set(keys.tolist())
         others = sorted(set(partners.ravel().tolist()) - own - self._held - {NO_TILE})
-        if hold and mosaic is not None and mosaic.partners == "window":
-            oldest = int(keys[0]) - STRIDE * mosaic.window
-            self._held = {key for key in self._held | own | set(others) if key >= oldest}
+        windows = [op.window for _, op in self.combine.showing if op.partners == "window"]
+        if hold and windows:
+            oldest, newest = int(keys[0]) - STRIDE * max(windows), int(keys.max())
+            self._held = {key for key in self._held | own | set(others) if oldest <= key <= newest}
         at = torch.tensor(others, dtype=torch.int64, device="cpu") % total
         of = np.concatenate([keys[:, None], partners], axis=1)
         return (
@@ -67,31 +66,35 @@ class Partners:
             Tiles(np.concatenate([keys, np.array(others, dtype=np.int64)]), of, oldest),
         )
 
-    def _partners(self, task: Task, positions: Int64) -> Int64:
-        """Keys of the other tiles, int64 [B, K - 1]; for ``batch`` rows of the batch. NO_TILE: no tile.
+    def _partners(self, task: Task, keys: Int64, positions: Int64) -> Int64:
+        """Keys of the other tiles, int64 [B, K - 1], of one operation after the other. NO_TILE: no tile.
 
         A key is a position in the epoch. Before the epoch's first position are the last ones of the same epoch.
         """
-        (name, mosaic), total, count = self.combine.named(Mosaic), len(self.ordered), len(task[0])
-        if mosaic is None or not total:
-            return np.zeros((count, 0), dtype=np.int64)
+        total, count, ops = len(self.ordered), len(task[0]), self.combine.showing
+        made = np.full((count, sum(op.tiles - 1 for _, op in ops)), NO_TILE)
+        if not ops or not total:
+            return made
         indices, repeats = task[0].numpy(), task[1].numpy()
         streams = [Stream("", 0, key, op.count) for key, op in self.combine.entries.items()]
         drawn = uniforms(streams, seed=self.seed, epoch=self.epoch, indices=indices, repeats=repeats)
-        u = drawn["", 0, name]
-        if mosaic.partners == "fresh":
-            found = pick(u[:, 3:], total)
-            if mosaic.tiles == 4:  # unseen ones need not be read
-                unseen = self.combine.unseen({key: drawn["", 0, key] for key in self.combine.entries}, self.crop)
-                found = np.where(unseen[:, 1:], NO_TILE, found)
-        elif mosaic.partners == "window":
-            few = total <= STRIDE * mosaic.window
-            distances = mosaic._distances(u, max(min(mosaic.window, total - 1), 1))
-            found = positions[:, None] - distances * (1 if few else STRIDE)
-        else:
-            mixed = Stream("", -1, name, count)  # copies start at 0, so no other stream has copy -1
-            values = uniforms([mixed], seed=self.seed, epoch=self.epoch, indices=indices[:1])["", -1, name][0]
-            order = np.argsort(values, kind="stable")
-            place = np.argsort(order)  # of each row
-            found = order[(place[:, None] + np.arange(1, mosaic.tiles)) % count]
-        return np.where(mosaic._applied(u)[:, None], found, NO_TILE)
+        first = 0
+        for name, op in ops:
+            u, last = drawn["", 0, name], first + op.tiles - 1
+            if op.partners == "fresh":
+                found = pick(u[:, 3 : 2 + op.tiles], total)
+                if op.tiles == 4:  # unseen ones need not be read
+                    unseen = self.combine.unseen({key: drawn["", 0, key] for key in self.combine.entries}, self.crop)
+                    found = np.where(unseen[:, 1:], NO_TILE, found)
+            elif op.partners == "window":
+                few = total <= STRIDE * op.window
+                distances = op._distances(u, max(min(op.window, total - 1), 1))
+                found = positions[:, None] - distances * (1 if few else STRIDE)
+            else:
+                mixed = Stream("", -1, name, count)  # copies start at 0, so no other stream has copy -1
+                values = uniforms([mixed], seed=self.seed, epoch=self.epoch, indices=indices[:1])["", -1, name][0]
+                order = np.argsort(values, kind="stable")
+                place = np.argsort(order)  # of each row
+                found = keys[order[(place[:, None] + np.arange(1, op.tiles)) % count]]
+            made[:, first:last], first = np.where(op._applied(u)[:, None], found, NO_TILE), last
+        return made

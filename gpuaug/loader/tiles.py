@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpuaug.augment.gather import gather
-from gpuaug.augment.mosaic import Layout
+from gpuaug.augment.gather import blend, gather
+from gpuaug.augment.mosaic import Layout, TileMixUp
 from gpuaug.batch import NO_TILE, Int64
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Combined(NamedTuple):
     """How the outputs of a batch were put together."""
 
-    numbers: Int64  # [B, K], numbers of the samples in the tiles; -1: no tile
+    numbers: Int64  # [B, K], numbers of the samples in the tiles, the last of a mate; -1: no tile
     layout: Layout
     matrices: Float64  # [B, 3, 3], from each sample's upright image to the output before the operations
 
@@ -48,7 +48,9 @@ class HeldTiles:
         places = [
             [known[key] if key != NO_TILE else (batch, row) for key in own] for row, own in enumerate(of.tolist())
         ]
-        self._held = {} if oldest is None else {key: place for key, place in known.items() if key >= oldest}
+        self._held, newest = {}, int(keys[:count].max())
+        if oldest is not None:
+            self._held = {key: place for key, place in known.items() if oldest <= key <= newest}
         crop = batch.windows[0].size
         bad = {id(each): {fault.row for fault in each.faults} for own in places for each, _ in own}
         parts = {id(each): covered_part(each.windows[0]).astype(np.int64) for own in places for each, _ in own}
@@ -58,21 +60,43 @@ class HeldTiles:
         numbers[~there] = -1
         uniforms = {name: batch.drawn.uniforms["", 0, name][:count] for name in recipe.combine.entries}
         windows = batch.windows[0].take(np.arange(count))
-        layout = recipe.combine.lay(uniforms, crop, covered, windows.rest)
+        mixup = recipe.combine.named(TileMixUp)[1]
+        tiles = of.shape[1] - (mixup is not None)  # without the mate
+        layout = recipe.combine.lay(uniforms, crop, covered[:, :tiles], windows.rest)
+        mates = recipe.combine.lay_mates(uniforms, crop, covered[:, tiles:])
+        pixels = [[each.images[0][row] for each, row in own] for own in places]
         images = gather(
-            [[each.images[0][row] for each, row in own] for own in places],
+            [own[:tiles] for own in pixels],
             layout.origin, layout.visible, layout.inverse, layout.size,
             fill=getattr(recipe.crop, "fill", 0), threads=threads,
         )  # fmt: skip
+        if mates is not None and len(mixed := np.flatnonzero(mates.shown)):
+            visible = np.concatenate([mates.canvas * 0, mates.canvas], axis=1)[mixed, None]  # padding too
+            others = gather(
+                [pixels[row][tiles:] for row in mixed], mates.origin[mixed], visible, mates.inverse[mixed], mates.size,
+                fill=mixup.fill, threads=threads,
+            )  # fmt: skip
+            blend(images, others, mixed, round(256 * mixup.weight))
         drawn = batch.drawn.first(count)
         (chosen,) = recipe.choose(drawn, [layout.size])
         made: Any = None
         if targets is not None:
-            from gpuaug.augment.target_tiles import combine  # runs without targets do not import it
+            from gpuaug.augment.target_tiles import combine, with_mates  # runs without targets do not import it
 
             ops = recipe.prepared
             views = [[((each.targets or [])[0], row) for each, row in own] for own in places]
-            made = [combine(targets, views, numbers, layout, ops, chosen, threads=threads)]
+
+            def moved(part: slice, own: Layout) -> Any:
+                given = [each[part] for each in views], numbers[:, part], own
+                return combine(targets, *given, ops, chosen, threads=threads)
+
+            view = moved(slice(tiles), layout)
+            if mates is not None:
+                share = mates.shown * mixup.weight  # [B, 1]
+                of_mates = moved(slice(tiles, None), mates)
+                shares = np.concatenate([1 - share, share], axis=1)
+                view = with_mates(view, of_mates, np.arange(count), mates.shown[:, 0], shares)
+            made = [view]
         rows = slice(count)
         onto = geometry.crop(windows)
         onto[:, :2, 2] += layout.origin[:, 0]

@@ -265,6 +265,10 @@ BAD = [
     (lambda: gpuaug.CanvasAffine(size=64, scale=(0, 1)), "`scale` must satisfy 0.001 <= min"),
     (lambda: gpuaug.CanvasAffine(size=64, about="middle"), "`about` must be one of centre, origin, crop"),
     (lambda: gpuaug.CanvasAffine(size=64, about="crop"), "must be 0 with `about: crop`. Found: 0.0, 0.1 and 0.0"),
+    (lambda: gpuaug.TileMixUp(weight=2), "`weight`"),
+    (lambda: gpuaug.TileMixUp(scale=(0, 1)), "`scale` must satisfy 0.001 <= min"),
+    (lambda: gpuaug.TileMixUp(fill=300), "`fill` must be a whole number from 0 to 255"),
+    (lambda: gpuaug.TileMixUp(partners="batch"), "`partners` must be one of window, fresh. Found: 'batch'"),
     (lambda: _recipe(crop=None), "`augment.combine` needs a crop with a size"),
     (lambda: _recipe(crop=gpuaug.RandomIoUCrop(64)), "does not choose objects by their centre"),
     (lambda: _recipe(crop=gpuaug.Letterbox(64, fill=(1, 2, 3))), "`augment.crop.fill` must be one number"),
@@ -299,6 +303,8 @@ def test_the_fingerprint_knows_combine_and_other_recipes_stay() -> None:
     plain = gpuaug.Augment(crop=gpuaug.Letterbox(64))
     assert "combine" not in plain.fingerprint()
     made = [_recipe(combine={"mosaic": each}).fingerprint() for each in (gpuaug.Mosaic(), gpuaug.Mosaic(p=0.5))]
+    made += [_recipe(combine={"mixup": gpuaug.TileMixUp(flip=p)}).fingerprint() for p in (0, 1)]
+    assert made[2] != made[3]
     assert made[0] != made[1]
     assert made[0]["combine"]["mosaic"]["tiles"] == 4
     assert (

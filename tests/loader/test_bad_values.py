@@ -211,6 +211,12 @@ MADE: dict[str, Attack] = {
             p, targets=BOXES, augment=gpuaug.Augment(crop=gpuaug.Letterbox(8), combine={"mosaic": made})
         ),
     ),
+    "TileMixUp": (
+        lambda p: {},
+        lambda p, made: boxes(
+            p, targets=BOXES, augment=gpuaug.Augment(crop=gpuaug.Letterbox(8), combine={"mixup": made})
+        ),
+    ),
     "CanvasAffine": (
         lambda p: {"size": 8},
         lambda p, made: pairs(

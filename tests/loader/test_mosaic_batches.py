@@ -14,10 +14,12 @@ import torch
 from PIL import Image
 
 import gpuaug
+from gpuaug.augment import gather as gather_module
 from gpuaug.augment.mosaic import Combine
 
 COUNT, SIDE = 100, 48
-TARGETS = {"boxes": gpuaug.Boxes(), "masks": gpuaug.Masks(kind="instances"), "keypoints": gpuaug.Keypoints()}
+UNMASKED = {"boxes": gpuaug.Boxes(), "keypoints": gpuaug.Keypoints()}
+TARGETS = {**UNMASKED, "masks": gpuaug.Masks(kind="instances")}
 
 
 def picture(values: np.ndarray) -> bytes:
@@ -59,6 +61,7 @@ def loader(
     *,
     mosaic: dict[str, Any] | None = None,
     affine: dict[str, Any] | None = None,
+    mixup: dict[str, Any] | None = None,
     ops: Any = None,
     targets: Any = None,
     epochs: Any = None,
@@ -67,13 +70,15 @@ def loader(
     entries: dict[str, Any] = {} if mosaic is None else {"mosaic": gpuaug.Mosaic(**{"window": 8, **mosaic})}
     if affine is not None:
         entries["affine"] = gpuaug.CanvasAffine(**{"size": SIDE, **affine})
+    if mixup is not None:
+        entries["mixup"] = gpuaug.TileMixUp(**{"window": 8, **mixup})
     recipe = gpuaug.Augment(
         crop=gpuaug.Letterbox(SIDE, centre=False),
         combine=entries,
         ops={"flip": K.RandomHorizontalFlip()} if ops is None else ops,
         epochs=epochs,
     )
-    rules = gpuaug.Targets(**(TARGETS if targets is None else targets))
+    rules = gpuaug.Targets(**((TARGETS if mixup is None else UNMASKED) if targets is None else targets))
     usual = {"batch_size": 8, "num_workers": 0, "seed": 3, "device": "cpu", "targets": rules, "augment": recipe}
     return gpuaug.Loader(list(scenes()) if source is None else source, **usual | more)
 
@@ -85,7 +90,9 @@ def rows_of(batch: gpuaug.Batch) -> dict[int, list[torch.Tensor]]:
         own = t.sample == row
         if batch.valid[row]:
             columns = [getattr(t, name)[own] for name in ("boxes", "labels", "keypoints", "source", "tile")]
-            made[index] = [batch.images[row], t.masks[row], t.matrices[row], t.sources[row], *columns]
+            columns += [] if t.weights is None else [t.weights[own]]
+            mask = batch.images[row] if t.masks is None else t.masks[row]
+            made[index] = [batch.images[row], mask, t.matrices[row], t.sources[row], *columns]
     return made
 
 
@@ -100,10 +107,13 @@ def equal(a: dict[int, list[torch.Tensor]], b: dict[int, list[torch.Tensor]]) ->
 VARIED = [
     {"mosaic": {}, "affine": {"degrees": 10}},
     {"mosaic": {"partners": "fresh", "tiles": 9, "p": 0.7}, "affine": {}},
+    {"mosaic": {}, "affine": {"degrees": 10}, "mixup": {"window": 10, "p": 0.8}},
+    {"mosaic": {}, "mixup": {"partners": "fresh", "weight": 0.3}},
+    {"mixup": {}},
 ]
 
 
-@pytest.mark.parametrize("settings", VARIED, ids=["window", "fresh"])
+@pytest.mark.parametrize("settings", VARIED, ids=str)
 def test_a_sample_is_the_same_in_any_batch_rank_and_run(settings: Any) -> None:
     whole = all_rows(loader(**settings))
     assert len(whole) == COUNT
@@ -152,17 +162,16 @@ def test_partners_come_from_shortly_before_and_are_read_once() -> None:
 
     for ranks in (1, 2, 4, 8):
         for rank in range(ranks):
-            reads = Counter[int]()
-            made = loader(
-                Counted(scenes()), mosaic={}, affine={}, targets=TARGETS, rank=rank, world_size=ranks, last="uneven"
-            )
+            reads, entries = Counter[int](), {"mosaic": {}, "affine": {}, "mixup": {} if rank % 2 else None}
+            made = loader(Counted(scenes()), **entries, rank=rank, world_size=ranks, last="uneven")
             reads.clear()
             order = made.epoch_order.epoch.indices.tolist()
             for batch in made:
                 for index, sources in zip(batch.indices.tolist(), batch.targets.sources.tolist(), strict=True):
                     assert sources[0] == index
                     distances = [(order.index(index) - order.index(other)) % COUNT for other in sources[1:]]
-                    assert len(set(distances)) == 3
+                    assert len(set(distances[:3])) == 3
+                    assert len(distances) == 3 + rank % 2
                     assert all(0 < d <= 64 and d % 8 == 0 for d in distances)
             own = -(-(COUNT - rank) // ranks)
             # the epoch's first samples also need up to 64 that come before its beginning
@@ -259,27 +268,35 @@ def test_targets_follow_the_pixels(settings: Any) -> None:
     assert points > 20
 
 
-def test_centres_of_blobs_stay_within_a_twentieth_of_a_pixel() -> None:
+SHOWN_ALONE = {"scale": (1.2, 1.6), "weight": 1.0}  # the mate hides the sample
+
+
+@pytest.mark.parametrize("mixup", [None, {"mosaic": True}, {"mosaic": False}], ids=["mosaic", "mate", "mate alone"])
+def test_centres_of_blobs_stay_within_a_twentieth_of_a_pixel(mixup: dict[str, bool] | None) -> None:
     y, x = np.mgrid[:64, :64]
     source = []
     for number in range(80):
         cx, cy = np.random.default_rng(number).uniform(20, 44, 2)
         blob = 230 * np.exp(-((x - cx) ** 2 + (y - cy) ** 2) / (2 * 4.0**2))
-        target = gpuaug.Target(boxes=[[0, 0, 64, 64]], labels=[0], keypoints=[[(cx, cy, 2)]], size=(64, 64))
+        # the pixel centre of a keypoint is a whole number, and the middle of a box is half a pixel further
+        box = [cx - 7.5, cy - 7.5, cx + 8.5, cy + 8.5]
+        target = gpuaug.Target(boxes=[box], labels=[0], keypoints=[[(cx, cy, 2)]], size=(64, 64))
         source.append((picture(np.repeat(blob.round().astype(np.uint8)[..., None], 3, axis=2)), target))
     rules = gpuaug.Targets(boxes=gpuaug.Boxes(), keypoints=gpuaug.Keypoints())
-    recipe = gpuaug.Augment(
-        crop=gpuaug.Letterbox(64, centre=False),
-        combine={
-            "mosaic": gpuaug.Mosaic(window=8),
-            "affine": gpuaug.CanvasAffine(size=192, degrees=20, scale=(1.2, 1.6), translate=0),
-        },
-    )
+    entries: dict[str, Any] = {
+        "mosaic": gpuaug.Mosaic(window=8),
+        "affine": gpuaug.CanvasAffine(size=192, degrees=20, scale=(1.2, 1.6), translate=0),
+    }
+    entries = entries if mixup is None or mixup["mosaic"] else {}
+    entries |= {} if mixup is None else {"mixup": gpuaug.TileMixUp(window=8, **SHOWN_ALONE)}
+    recipe = gpuaug.Augment(crop=gpuaug.Letterbox(64, centre=False), combine=entries)
     gaps = []
     for batch in gpuaug.Loader(source, augment=recipe, targets=rules, batch_size=8, device="cpu", num_workers=0):
-        t = batch.targets
-        for (px, py, visible), row in zip(t.keypoints[:, 0].tolist(), t.sample.tolist(), strict=True):
-            inside = 20 < px < 171 and 20 < py < 171
+        t, side = batch.targets, batch.images.shape[-1]
+        seen = t.tile >= 0 if mixup is None else t.tile == t.sources.shape[1] - 1
+        for n in seen.nonzero()[:, 0].tolist():
+            (px, py, visible), row = t.keypoints[n, 0].tolist(), int(t.sample[n])
+            inside = 20 < px < side - 21 and 20 < py < side - 21
             if visible and inside:
                 part = (
                     batch.images[row, 0, int(py) - 18 : int(py) + 20, int(px) - 18 : int(px) + 20]
@@ -293,9 +310,124 @@ def test_centres_of_blobs_stay_within_a_twentieth_of_a_pixel() -> None:
                     for g, p in ((u + int(px) - 18, px), (v + int(py) - 18, py))
                 ]
                 gaps.append(gap)
+                if t.visible[n] > 0.9999:
+                    middle = (t.boxes[n, :2] + t.boxes[n, 2:]) / 2 - 0.5
+                    assert torch.allclose(middle, torch.tensor([px, py]), atol=1e-3)
     gaps = np.array(gaps)
-    assert len(gaps) > 100
+    assert len(gaps) > (100 if mixup is None else 30)
     assert np.median(np.abs(gaps), axis=0).max() < 0.05
+
+
+def levels(batch: gpuaug.Batch) -> np.ndarray:
+    return (batch.images * 255).round().permute(0, 2, 3, 1).numpy().astype(int)
+
+
+MIXUPS = [
+    {"mosaic": {}, "affine": {"degrees": 10}, "mixup": {"p": 0.8, "window": 10}},
+    {"mosaic": {"p": 0.5}, "mixup": {"partners": "fresh", "weight": 0.3, "scale": (0.3, 4), "fill": 77}},
+    {"mixup": {"scale": (0.5, 3), "flip": 0.2}},
+]
+
+
+@pytest.mark.parametrize("settings", MIXUPS, ids=str)
+def test_a_mate_is_blended_as_in_yolox(settings: Any) -> None:
+    """Pixels, boxes and weights against YOLOX's steps: resize, mirror, paste, crop and add, for what `explain` says."""
+    others = {name: own for name, own in settings.items() if name != "mixup"}
+    plain = [loader(**others, targets=UNMASKED, ops={}), loader(targets=UNMASKED, ops={})]
+    made = loader(**settings, ops={})
+    weight, fill = round(256 * made.augment.combine.entries["mixup"].weight), settings["mixup"].get("fill", 0)
+    crops = {int(n): image for batch in plain[1] for n, image in zip(batch.indices, levels(batch), strict=True)}
+    mixed = mirrored = cut = boxes = 0
+    for batch, alone in zip(made, plain[0], strict=True):
+        t, own, images = batch.targets, alone.targets, levels(batch)
+        count, (height, width) = len(batch.indices), images.shape[1:3]
+        last = t.sources.shape[1] - 1
+        for row, (image, expected) in enumerate(zip(images, levels(alone), strict=True)):
+            (step,) = [step for step in batch.explain(row).steps if step.name == "mixup"]
+            of_mate = (t.sample == row) & (t.tile == last)
+            assert torch.equal(t.boxes[(t.sample == row) & (t.tile < last)], own.boxes[own.sample == row])
+            if not step.applied:
+                assert np.array_equal(image, expected)
+                assert t.sources[row, last] == -1
+                assert (t.weights[t.sample == row] == 1).all()
+                continue
+            number, scale, flip, corner = (step.values[name] for name in ("sample", "scale", "mirrored", "corner"))
+            assert t.sources[row, last] == number
+            side = int(SIDE * scale)
+            mate = torch.from_numpy(crops[int(number)]).permute(2, 0, 1)[None].double()
+            mate = torch.nn.functional.interpolate(mate, (side, side), mode="bilinear")[0].permute(1, 2, 0).numpy()
+            mate = mate[:, ::-1] if flip else mate
+            x, y = (-int(each) for each in corner)
+            assert 0 <= x <= max(side - width - 1, 0)
+            assert 0 <= y <= max(side - height - 1, 0)
+            canvas = np.full((max(side, height), max(side, width), 3), float(fill))
+            canvas[:side, :side] = mate
+            canvas = canvas[y : y + height, x : x + width]
+            blended = np.floor((expected * (256 - weight) + np.floor(canvas + 0.5) * weight) / 256)
+            near = np.ones((max(side, height), max(side, width)), dtype=bool)  # at the border, the mate meets `fill`
+            margin = 1 + int(scale)
+            for sides in (near, near.T):
+                sides[:margin] = sides[max(side - margin, 0) : side + margin] = False
+            gap = np.abs(image - blended)[near[y : y + height, x : x + width]]
+            assert gap.max(initial=0) <= 1 + 3 * weight / 256  # positions are rounded to 1/256 pixel
+            assert gap.mean() < 0.1
+            # boxes
+            m, ratio = np.eye(3), side / SIDE
+            m[0] = [-ratio if flip else ratio, 0, side - x if flip else -x]
+            m[1] = [0, ratio, -y]
+            target = scenes()[int(number)][1]
+            m = m @ np.diag([SIDE / max(target.size)] * 2 + [1])
+            assert np.allclose(t.tile_matrices[row, last].numpy(), m, atol=0.5)  # the crop has whole pixels
+            ends = np.array(target.boxes, dtype=float).reshape(-1, 2, 2)
+            ends = ends * t.tile_matrices[row, last].numpy()[[0, 1], [0, 1]] + t.tile_matrices[row, last].numpy()[:2, 2]
+            limits = np.minimum([side - x, side - y], [width, height])
+            low, high = ends.min(axis=1).clip(0, limits), ends.max(axis=1).clip(0, limits)
+            sides = high - low
+            there = (sides >= made.targets.boxes.min_size).all(axis=1) & (sides.prod(1) >= made.targets.boxes.min_area)
+            assert np.allclose(t.boxes[of_mate].numpy(), np.concatenate([low, high], axis=1)[there], atol=1e-3)
+            assert (t.weights[of_mate] == weight / 256).all()
+            assert (t.weights[(t.sample == row) & (t.tile < last)] == 1 - weight / 256).all()
+            mixed, mirrored, cut = mixed + 1, mirrored + bool(flip), cut + bool(x or y)
+            boxes += int(of_mate.sum())
+        assert torch.equal(batch.matrices, alone.matrices)
+        assert count == len(t.counts)
+    assert mixed > COUNT / 2
+    assert 0 < mirrored < mixed
+    assert cut
+    assert boxes > 30
+
+
+def test_an_entry_that_is_off_changes_nothing_and_torch_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for others in ({"mosaic": {}, "affine": {}}, {"affine": {"about": "origin"}}, {}):
+        for off in (loader(**others, mixup={"p": 0.0}), loader(**others, mixup={}, epochs={"mixup": [1, 2]})):
+            for a, b in zip(off, loader(**others, targets=UNMASKED), strict=True):
+                assert torch.equal(a.images, b.images)
+                for name in ("boxes", "labels", "keypoints", "sample", "matrices"):
+                    assert torch.equal(getattr(a.targets, name), getattr(b.targets, name)), name
+        mixed = all_rows(loader(**others, mixup={}))
+        with monkeypatch.context() as patch:
+            patch.setattr(gather_module, "library", lambda: None)
+            assert equal(mixed, all_rows(loader(**others, mixup={})))
+
+
+def test_a_bad_mate_is_left_out() -> None:
+    bad, settings = 17, {"mosaic": {}, "affine": {}}
+    damaged = list(scenes())
+    damaged[bad] = (b"no image", damaged[bad][1])
+    good, plain = all_rows(loader(**settings, mixup={})), all_rows(loader(**settings, targets=UNMASKED))
+    other = all_rows(loader(damaged, **settings, mixup={}, faults=gpuaug.Faults(policy="blank")))
+    assert good.keys() - other.keys() == {bad}
+    alone = 0
+    for index, row in other.items():
+        sources = good[index][3].tolist()
+        if bad not in sources:
+            assert all(torch.equal(x, y) for x, y in zip(row, good[index], strict=True))
+        elif sources.index(bad) == 4:
+            assert row[3].tolist() == [*sources[:4], -1]
+            assert all(torch.equal(row[k], plain[index][k]) for k in (0, 2, 4, 5, 6, 7, 8))
+            assert (row[9] == 1).all()
+            alone += 1
+    assert alone
 
 
 def test_a_bad_tile_changes_only_its_own_pixels() -> None:
@@ -371,7 +503,9 @@ def test_layouts_for_models_and_what_a_mosaic_refuses() -> None:
         loader(mosaic={}, patch_masks=gpuaug.RandomMasks(patch=16))
     with pytest.raises(gpuaug.ConfigError, match="`augment.combine` needs images of 8 bits"):
         loader(mosaic={}, decode=gpuaug.Decode(pixels="raw", channels=3))
-    assert "mosaic, affine, flip" in repr(loader(mosaic={}, affine={}))
+    with pytest.raises(gpuaug.ConfigError, match="`augment.combine.mixup` .TileMixUp. cannot blend masks"):
+        loader(mixup={}, targets=TARGETS)
+    assert "mosaic, affine, mixup, flip" in repr(loader(mosaic={}, affine={}, mixup={}))
 
 
 @pytest.mark.parametrize(("name", "last"), [("det_yolo", 90), ("det_yolox", 285), ("det_rtmdet", 280)])
@@ -382,10 +516,9 @@ def test_shipped_recipes_run(name: str, last: int) -> None:
     assert recipe.schedule.keys() == {0, last}
     boxes = [(data, gpuaug.Target(boxes=t.boxes, labels=t.labels)) for data, t in scenes()]
     rules = gpuaug.Targets(boxes=gpuaug.Boxes(min_size=2, min_visibility=0.1))
-    mix = None if name == "det_yolo" else gpuaug.MixObjects(lam=0.5, epochs=[0, last])
+    mix = None if name != "det_rtmdet" else gpuaug.MixObjects(lam=0.5, epochs=[0, last])
     made = gpuaug.Loader(boxes, augment=recipe, targets=rules, mix=mix, batch_size=8, device="cpu", num_workers=0)
-    mates = 2 if mix else 1
-    for epoch, tiles in ((0, 4 * mates), (last, 1)):
+    for epoch, tiles in ((0, {"det_yolo": 4, "det_yolox": 5, "det_rtmdet": 8}[name]), (last, 1)):
         made.set_epoch(epoch)
         batch = next(iter(made))
         assert batch.images.shape == (8, 3, 64, 64)
@@ -407,8 +540,12 @@ def test_plan_knows_the_tiles_that_a_pass_keeps() -> None:
             kept.append((len(self._held), sum(batches.values())))
             return done
 
-    for ranks in (1, 3, 5):
-        made, kept = loader(list(scenes()) * 9, mosaic={}, affine={}, rank=0, world_size=ranks), list[Any]()
+    mates = (None, {"window": 12}, {"partners": "fresh"})
+    for ranks, mixup in [(ranks, mixup) for ranks in (1, 3, 5) for mixup in mates]:
+        made, kept = (
+            loader(list(scenes()) * 9, mosaic={}, affine={}, mixup=mixup, rank=0, world_size=ranks),
+            list[Any](),
+        )
         held, pipeline = Counting(), made.pipeline
         for encoded in pipeline.read(made.tasks(made.epoch_order), 0):
             pipeline.finish(pipeline.decode(pipeline.read_headers(encoded, 0)), 0, held)

@@ -293,6 +293,26 @@ def test_boxes_are_where_the_pixels_are(name: str) -> None:
     assert cut > 0 or name in ("turn", "warp")
 
 
+def test_a_mate_brings_its_oriented_boxes() -> None:
+    mates = 0
+    both = gpuaug.Augment(
+        crop=gpuaug.Letterbox(128, centre=False), combine={**MOSAIC, "mixup": gpuaug.TileMixUp(window=8)}
+    )
+    for batch, plain in zip(
+        loader(augment=both, targets=ONLY_BOXES), loader(augment=RECIPES["mosaic"], targets=ONLY_BOXES), strict=True
+    ):
+        t = batch.targets
+        assert torch.equal(t.oriented[t.tile < 4], plain.targets.oriented)
+        for n in ((t.tile == 4) & (t.visible > 0.9999)).nonzero()[:, 0].tolist():
+            m = t.tile_matrices[t.sample[n], 4].numpy()
+            whole = geometry.points(m[None], scenes()[int(t.source[n])][1].corners.reshape(1, -1, 2)).reshape(-1, 4, 2)
+            made = geometry.corners_of(t.oriented[n : n + 1].double().numpy())[0]
+            gaps = np.abs(made[:, None] - whole[:, None, :]).sum(axis=-1).min(axis=-1).max(axis=-1)
+            assert gaps.min() < 0.01
+            mates += 1
+    assert mates > 5
+
+
 def test_a_similarity_is_exact_and_restore_undoes_it() -> None:
     recipe = gpuaug.Augment(crop=gpuaug.Letterbox(256), ops={"a": K.RandomAffine(180.0, None, (0.6, 0.7), p=1.0)})
     made = loader(augment=recipe, targets=ONLY_BOXES)

@@ -23,7 +23,7 @@ import torch
 from omegaconf import OmegaConf
 
 from gpuaug import checks, machine
-from gpuaug.augment.mosaic import STRIDE, Mosaic
+from gpuaug.augment.mosaic import STRIDE
 from gpuaug.batch import EncodedBatch
 from gpuaug.errors import GpuaugError
 from gpuaug.files import format_bytes
@@ -181,13 +181,15 @@ def on_cuda(loader: Loader, batch: int) -> list[StageMemory]:
 
 def _tiles(loader: Loader) -> int:
     """How many tiles of earlier batches a pass keeps for mosaics."""
-    mosaic = loader.augment.at(loader.epoch).combine.named(Mosaic)[1]
-    if mosaic is None or mosaic.partners != "window":
+    ops = [op for _, op in loader.augment.at(loader.epoch).combine.showing]
+    window = STRIDE * max((op.window for op in ops if op.partners == "window"), default=0)
+    if not window:
         return 0
-    ranks, window = loader.epoch_order.world_size, STRIDE * mosaic.window
-    window = window if STRIDE % ranks else window // ranks  # else partners are on all ranks
-    # a batch stays as long as one of its tiles is needed
-    return min(window + 2 * mosaic.tiles * loader.batch_size, ranks * len(loader) * loader.batch_size)
+    ranks, most = loader.epoch_order.world_size, 1 + sum(op.tiles - 1 for op in ops)
+    # a batch stays, with the fresh partners that it has, as long as one of its tiles is needed
+    fresh = sum(op.tiles - 1 for op in ops if op.partners == "fresh")
+    held = (window if STRIDE % ranks else window // ranks) + fresh * window // ranks  # else partners are on all ranks
+    return min(held + 2 * most * loader.batch_size, (1 + fresh) * ranks * len(loader) * loader.batch_size)
 
 
 def _tile_bytes(loader: Loader) -> int:
