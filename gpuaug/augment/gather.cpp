@@ -218,3 +218,12 @@ extern "C" int gpuaug_gather(const Tile* tiles, const double* inverses, int64_t 
     on_threads(std::min(threads, outputs), work);
     return failed;
 }
+
+// own = (own * (256 - steps) + other * steps) / 256, rounded down.
+extern "C" void gpuaug_blend(uint8_t* own, const uint8_t* other, int64_t size, int64_t steps) {
+    const uint16_t of_other = static_cast<uint16_t>(steps), of_own = static_cast<uint16_t>(ONE - steps);
+    for (int64_t k = 0; k < size; ++k) {
+        const uint16_t sum = static_cast<uint16_t>(own[k] * of_own + other[k] * of_other);  // at most 65,280
+        own[k] = static_cast<uint8_t>(sum >> 8);
+    }
+}

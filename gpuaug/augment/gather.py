@@ -44,6 +44,7 @@ def library() -> ctypes.CDLL | None:
     if built is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         built.gpuaug_gather.argtypes = [pointer, pointer, *[number] * 7, pointer, number]
+        built.gpuaug_blend.argtypes, built.gpuaug_blend.restype = [pointer, pointer, number, number], None
     return built
 
 
@@ -80,9 +81,7 @@ def gather(
     channels = some.shape[2] if some.ndim == 3 else 0
     if some.is_cuda and (kernels := triton_kernels(some.device)) is not None:
         try:
-            with torch.cuda.device(some.device):
-                made: Tensor = kernels.gather(tiles, origin, visible, inverse, size, fill=fill, add=add, most=most)
-            return made
+            return kernels.gather(tiles, origin, visible, inverse, size, fill=fill, add=add, most=most)
         except CannotRunError as error:
             without_triton(str(error))
     if some.is_cuda or (compiled := library()) is None:
@@ -166,5 +165,10 @@ def blend(images: Tensor, others: Tensor, rows: Int64, steps: int) -> None:
 
     ``steps``: the share of the others, in 1/256. The result is rounded down.
     """
+    compiled = None if images.is_cuda else library()
     for row, other in zip(rows.tolist(), others, strict=True):  # a whole batch in int32 takes much memory
-        images[row] = (images[row].int().mul_(_ONE - steps).add_(other.int(), alpha=steps)) >> 8
+        own = images[row]
+        if compiled is not None and own.is_contiguous() and other.is_contiguous():
+            compiled.gpuaug_blend(own.data_ptr(), other.data_ptr(), own.numel(), steps)
+        else:
+            own.copy_((own.int().mul_(_ONE - steps).add_(other.int(), alpha=steps)) >> 8)

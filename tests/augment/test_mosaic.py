@@ -121,6 +121,19 @@ def test_torch_gives_the_bits_of_the_compiled_gather(masks: bool, monkeypatch: p
             assert torch.equal(compiled, gather(tiles, *where, **more)), seed
 
 
+@pytest.mark.parametrize("steps", [0, 1, 100, 128, 255, 256])
+def test_blends_are_rounded_down(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(steps)
+    images, others = (rng.integers(0, 256, (3, 17, 31, 3), dtype=np.uint8) for _ in range(2))
+    expected, rows = images.copy(), np.array([0, 2])
+    expected[rows] = (images[rows].astype(int) * (256 - steps) + others[rows].astype(int) * steps) // 256
+    for library in (gather_module.library, lambda: None):
+        monkeypatch.setattr(gather_module, "library", library)
+        made = torch.from_numpy(images.copy())
+        gather_module.blend(made, torch.from_numpy(others[rows]), rows, steps)
+        assert np.array_equal(made.numpy(), expected)
+
+
 def test_the_gather_is_within_a_level_of_pillows_affine_transform() -> None:
     rng = np.random.default_rng(3)
     low = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)

@@ -80,6 +80,8 @@ def loader(
     )
     rules = gpuaug.Targets(**((TARGETS if mixup is None else UNMASKED) if targets is None else targets))
     usual = {"batch_size": 8, "num_workers": 0, "seed": 3, "device": "cpu", "targets": rules, "augment": recipe}
+    if isinstance(more.get("augment"), str):
+        more["augment"] = shipped(more["augment"])
     return gpuaug.Loader(list(scenes()) if source is None else source, **usual | more)
 
 
@@ -104,7 +106,22 @@ def equal(a: dict[int, list[torch.Tensor]], b: dict[int, list[torch.Tensor]]) ->
     return a.keys() == b.keys() and all(torch.equal(x, y) for k in a for x, y in zip(a[k], b[k], strict=True))
 
 
+def shipped(name: str) -> gpuaug.Augment:
+    """A recipe of the package, with small images and one size."""
+    words = [
+        f"augment={name}",
+        "augment.crop.size=48",
+        "augment.combine.affine.size=64",
+        "augment.combine.mosaic.window=8",
+    ]
+    words += ["augment.sizes=null", "augment.combine.mixup.window=9"] if name == "det_yolox" else []
+    return gpuaug.build(gpuaug.compose("train", words).augment)
+
+
 VARIED = [
+    {"augment": "det_yolo"},
+    {"augment": "det_yolox", "targets": UNMASKED},
+    {"augment": "det_rtmdet"},
     {"mosaic": {}, "affine": {"degrees": 10}},
     {"mosaic": {"partners": "fresh", "tiles": 9, "p": 0.7}, "affine": {}},
     {"mosaic": {}, "affine": {"degrees": 10}, "mixup": {"window": 10, "p": 0.8}},
