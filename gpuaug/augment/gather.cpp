@@ -19,6 +19,7 @@ struct Tile {
 namespace {
 
 constexpr int64_t ONE = 256;  // steps between two pixels
+constexpr int32_t BIAS = 32768 * 256 + 32768;  // adds what `keep` has subtracted, and rounds
 
 inline int64_t step_of(double at) { return static_cast<int64_t>(std::floor(at * ONE + 0.5)); }
 
@@ -53,6 +54,37 @@ inline void narrow(double a, double b, double low, double high, int64_t& first, 
     if (last < first) last = first;
 }
 
+// Of an output whose axes are those of the canvas, for each of its columns: where its left neighbour begins in a row of
+// the canvas, and the weights of both neighbours, 16 bits each.
+struct Columns {
+    struct Rows {  // what `keep` made of two rows of a tile, and their numbers on the canvas
+        std::vector<int16_t> values[2];
+        int64_t number[2];
+    };
+    std::vector<int32_t> offset, across;
+    Rows rows[9];  // of each tile
+
+    void start(const double* xs, double shift, int64_t width, int64_t channels) {
+        offset.resize(width), across.resize(width);
+        for (int64_t j = 0; j < width; ++j) {
+            const double at = std::min(std::max(xs[j] + shift - 0.5, -4e6), 4e6);  // farther away is no tile
+            const int32_t x = static_cast<int32_t>(at * ONE + 0.5), part = x & (ONE - 1);
+            offset[j] = static_cast<int32_t>((x >> 8) * channels), across[j] = (ONE - part) | part << 16;
+        }
+        for (Rows& each : rows) each.number[0] = each.number[1] = -1;
+    }
+};
+
+// Blends pixels of a row of a tile with their right neighbours: times 256, less 32768 to fit into 16 bits.
+template <int C>
+void keep(const uint8_t* row, const Columns& columns, int64_t size, int64_t first, int64_t last, int16_t* out) {
+    for (int64_t j = first; j < last; ++j)
+        for (int64_t c = 0; c < size; ++c) {
+            const uint8_t* const at = row + columns.offset[j] + c;
+            *out++ = static_cast<int16_t>(at[0] * (columns.across[j] & 65535) + at[size] * (columns.across[j] >> 16) - 32768);
+        }
+}
+
 // Pixels first <= j < last, all of whose four neighbours are of one tile.
 template <int C>
 void blend(const Tile& t, int64_t channels, const double* xs, double x_row, double x_shift, const double* ys,
@@ -74,23 +106,25 @@ void blend(const Tile& t, int64_t channels, const double* xs, double x_row, doub
 }
 
 #if defined(__SSE4_1__)
-// The same for three channels. Reads 8 bytes at each pixel, so 2 bytes behind its right neighbour.
+// Three channels of two pixels, with the weights `across`, times 256, less 32768 to fit into 16 bits. Reads 8 bytes, so 2
+// bytes behind the right neighbour.
+inline __m128i mixed(const uint8_t* from, __m128i across) {
+    const __m128i beside = _mm_setr_epi8(0, 3, 1, 4, 2, 5, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);  // both neighbours
+    const __m128i bytes = _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), beside);
+    return _mm_sub_epi32(_mm_madd_epi16(_mm_cvtepu8_epi16(bytes), across), _mm_set1_epi32(32768));
+}
+
 template <>
 void blend<3>(const Tile& t, int64_t, const double* xs, double x_row, double x_shift, const double* ys, double y_row,
               double y_shift, int64_t first, int64_t last, uint8_t* out) {
-    const __m128i beside = _mm_setr_epi8(0, 3, 1, 4, 2, 5, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);  // both neighbours
-    const __m128i half = _mm_set1_epi32(32768), bias = _mm_set1_epi32(32768 * 256 + 32768);
+    const __m128i bias = _mm_set1_epi32(BIAS);
     for (int64_t j = first; j < last; ++j) {
         const int32_t x = static_cast<int32_t>(((xs[j] + x_row) + x_shift - 0.5) * ONE + 0.5);
         const int32_t y = static_cast<int32_t>(((ys[j] + y_row) + y_shift - 0.5) * ONE + 0.5);
         const int32_t fx = x & (ONE - 1), fy = y & (ONE - 1);
         const uint8_t* const above = t.pixels + ((y >> 8) - t.top) * t.row + ((x >> 8) - t.left) * 3;
         const __m128i across = _mm_set1_epi32((ONE - fx) | fx << 16), down = _mm_set1_epi32((ONE - fy) | fy << 16);
-        const auto mixed = [&](const uint8_t* from) {  // of two pixels, times 256, less 32768 to fit into 16 bits
-            const __m128i bytes = _mm_shuffle_epi8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), beside);
-            return _mm_sub_epi32(_mm_madd_epi16(_mm_cvtepu8_epi16(bytes), across), half);
-        };
-        const __m128i rows = _mm_packs_epi32(mixed(above), mixed(above + t.row));
+        const __m128i rows = _mm_packs_epi32(mixed(above, across), mixed(above + t.row, across));
         const __m128i pairs = _mm_unpacklo_epi16(rows, _mm_srli_si128(rows, 8));
         const __m128i sum = _mm_srli_epi32(_mm_add_epi32(_mm_madd_epi16(pairs, down), bias), 16);
         const __m128i bytes = _mm_packus_epi16(_mm_packs_epi32(sum, sum), sum);
@@ -99,7 +133,38 @@ void blend<3>(const Tile& t, int64_t, const double* xs, double x_row, double x_s
         out[3 * j + 2] = static_cast<uint8_t>(pixel >> 16);
     }
 }
+
+template <>
+void keep<3>(const uint8_t* row, const Columns& columns, int64_t, int64_t first, int64_t last, int16_t* out) {
+    for (int64_t j = first; j < last; ++j, out += 3) {  // writes 2 bytes behind the last pixel
+        const __m128i values = mixed(row + columns.offset[j], _mm_set1_epi32(columns.across[j]));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packs_epi32(values, values));
+    }
+}
 #endif
+
+// The pixels first <= j < last of a row, if the axes of the output are those of the canvas. Two rows of a tile make a
+// row of the output, and the next one needs mostly one more. `at`: position of the row on the canvas.
+template <int C>
+void blend_parallel(const Tile& t, int64_t channels, Columns& columns, Columns::Rows& rows, double at, int64_t first,
+                    int64_t last, uint8_t* out) {
+    const int64_t size = C ? C : channels;
+    const int32_t y = static_cast<int32_t>(at * ONE + 0.5), below = y & (ONE - 1), above = ONE - below;
+    const int16_t* two[2];
+    for (int64_t k = 0; k < 2; ++k) {
+        const int64_t number = (y >> 8) + k;
+        std::vector<int16_t>& kept = rows.values[number & 1];
+        if (rows.number[number & 1] != number) {
+            kept.resize((last - first) * size + 4);
+            keep<C>(t.pixels + (number - t.top) * t.row - t.left * size, columns, size, first, last, kept.data());
+            rows.number[number & 1] = number;
+        }
+        two[k] = kept.data();
+    }
+    uint8_t* const to = out + first * size;
+    for (int64_t k = 0; k < (last - first) * size; ++k)
+        to[k] = static_cast<uint8_t>((two[0][k] * above + two[1][k] * below + BIAS) >> 16);
+}
 
 // One pixel whose neighbours may be of several tiles, or of none.
 void blend_any(const Job& job, const Tile* own, double x_at, double y_at, uint8_t* out) {
@@ -127,7 +192,7 @@ void blend_any(const Job& job, const Tile* own, double x_at, double y_at, uint8_
 }
 
 template <int C>
-void images(const Job& job, int64_t number, std::vector<double>& xs, std::vector<double>& ys, uint8_t* out) {
+void images(const Job& job, int64_t number, std::vector<double>& xs, std::vector<double>& ys, Columns& columns, uint8_t* out) {
     const Tile* const own = job.tiles + number * job.count;
     const double* const m = job.inverses + number * 6;
     // with larger numbers, the margin of `narrow` may not cover the rounding of float64
@@ -136,6 +201,8 @@ void images(const Job& job, int64_t number, std::vector<double>& xs, std::vector
         xs[j] = m[0] * (static_cast<double>(j) + 0.5);
         ys[j] = m[3] * (static_cast<double>(j) + 0.5);
     }
+    const bool parallel = m[1] == 0.0 && m[3] == 0.0;
+    if (parallel) columns.start(xs.data(), m[2], job.width, job.channels);
     for (int64_t i = 0; i < job.height; ++i, out += job.width * job.channels) {
         const double v = static_cast<double>(i) + 0.5, x_row = m[1] * v, y_row = m[4] * v;
         int64_t done = 0;  // tiles may be met in any order, so the spans are sorted by their first pixel
@@ -155,7 +222,11 @@ void images(const Job& job, int64_t number, std::vector<double>& xs, std::vector
             for (; done < until; ++done)
                 blend_any(job, own, (xs[done] + x_row) + m[2] - 0.5, (ys[done] + y_row) + m[5] - 0.5, out + done * job.channels);
             if (k == some) break;
-            blend<C>(*spans[k].tile, job.channels, xs.data(), x_row, m[2], ys.data(), y_row, m[5], done, spans[k].last, out);
+            const Tile& t = *spans[k].tile;
+            if (parallel)
+                blend_parallel<C>(t, job.channels, columns, columns.rows[&t - own], y_row + m[5] - 0.5, done, spans[k].last, out);
+            else
+                blend<C>(t, job.channels, xs.data(), x_row, m[2], ys.data(), y_row, m[5], done, spans[k].last, out);
             done = std::max(done, spans[k].last);
         }
     }
@@ -204,10 +275,11 @@ extern "C" int gpuaug_gather(const Tile* tiles, const double* inverses, int64_t 
     auto work = [&] {
         try {
             std::vector<double> xs(width), ys(width);
+            Columns columns;
             for (int64_t b = next++; b < outputs; b = next++) {
                 uint8_t* const own = out + b * size;
-                if (channels == 3) images<3>(job, b, xs, ys, own);
-                else if (channels) images<0>(job, b, xs, ys, own);
+                if (channels == 3) images<3>(job, b, xs, ys, columns, own);
+                else if (channels) images<0>(job, b, xs, ys, columns, own);
                 else if (bytes == 1) masks<uint8_t>(job, b, xs, ys, own);
                 else masks<int32_t>(job, b, xs, ys, own);
             }
