@@ -113,7 +113,10 @@ def test_torch_gives_the_bits_of_the_compiled_gather(masks: bool, monkeypatch: p
         layout = laid(rng, size=(31, 45), tiles=4, rows=4, degrees=float(seed % 2 * 40), scale=(0.1, 2))
         shape, last = ((31, 45), 20) if masks else ((31, 45, 3), 256)
         tiles = [[torch.from_numpy(rng.integers(0, last, shape, dtype=np.uint8)) for _ in range(4)] for _ in range(4)]
-        where = layout.origin, layout.visible, layout.inverse, layout.size
+        inverse = layout.inverse.copy()
+        if seed % 3 == 0:  # mirrored
+            inverse[:, 0] = [0, 0, layout.canvas[0, 0]] - inverse[:, 0]
+        where = layout.origin, layout.visible, inverse, layout.size
         more = {"fill": 114, "add": rng.integers(0, 9, (4, 4)) if masks else None}
         compiled = gather(tiles, *where, **more)
         with monkeypatch.context() as patch:
