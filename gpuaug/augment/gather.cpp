@@ -257,7 +257,7 @@ void masks(const Job& job, int64_t number, std::vector<double>& xs, std::vector<
             last = t;
             T value;
             std::memcpy(&value, t->pixels + (y - t->top) * t->row + (x - t->left) * sizeof(T), sizeof value);
-            out[j] = value == 0 || value > t->most ? 0 : static_cast<T>(value + t->add);
+            out[j] = value <= 0 || value > t->most ? 0 : static_cast<T>(value + t->add);
         }
     }
 }

@@ -66,8 +66,8 @@ def gather(
         tiles: for each output, K images uint8 [h, w, C], or masks uint8 or int32 [h, w], contiguous, of one size and
             type, and on one device.
         origin: [B, K, 2], (x, y) of each tile's first pixel on the canvas.
-        visible: [B, K, 4], (x1, y1, x2, y2) of the part of the canvas that shows the tile, inside the tile; empty if
-            x2 <= x1.
+        visible: [B, K, 4], (x1, y1, x2, y2) of the part of the canvas that shows the tile, at least 0 and inside the
+            tile; empty if x2 <= x1.
         inverse: [B, 3, 3], affine, from the output to the canvas.
         size: (H, W) of the output.
         fill: value where no tile is.

@@ -211,13 +211,14 @@ class TileMixUp(TilesOp):
     """Blends each output of a mosaic, or each sample, with one more sample, as YOLOX does (arXiv:2107.08430).
 
     The further sample, the mate, is the whole crop with its padding. Its sides W and H become int(W * scale) and
-    int(H * scale). It may be mirrored. A mate lies at the top left of the output, on ``fill``; of a side that is larger
-    than the output, a random part is seen, from a whole pixel on. All objects of both stay. ``targets.weights`` has the
-    share of the image of each object, and the tile of the mate's objects is the last one.
+    int(H * scale). It may be mirrored. A smaller mate lies at the top left of the output, on ``fill``. If a side is
+    larger than the output, a random part of it is shown, which begins at a whole pixel. The objects of both samples are
+    kept. ``targets.weights`` has the share of each object's image, and ``targets.tile`` of the mate's objects is the
+    number of the mosaic's tiles, or 1. A class label of an image stays that of the sample.
 
-    The mate is read like a mosaic with an affine transform: bilinear, without antialiasing as in OpenCV's resizing, and
-    at its border together with ``fill``. The blend is of whole numbers, rounded down, and is the same on all devices.
-    The other operations of ``combine`` do not change the mate; ``ops`` follow. A mate that cannot be read is left out.
+    Pixels of the mate are interpolated without antialiasing, as in OpenCV's resizing; those of its border are
+    interpolated with ``fill``. The blend is of whole numbers, rounded down, and the same on all devices. The other
+    operations of ``combine`` do not change the mate; ``ops`` follow. A mate that cannot be read is left out.
     :class:`MixObjects` blends finished outputs of a batch instead.
 
     Args:
@@ -226,7 +227,8 @@ class TileMixUp(TilesOp):
         flip: probability that left and right of the mate are exchanged.
         fill: value from 0 to 255 beside the mate.
         p: probability of a mate.
-        partners: which samples are mates, as in :class:`Mosaic`: ``window`` or ``fresh``.
+        partners: which samples are mates, as in :class:`Mosaic`: ``window`` or ``fresh``. Where an order repeats
+            samples, a mate may be the sample itself.
         window: with ``partners: window``, the mate is up to 8 times this many positions before the sample.
 
     >>> TileMixUp(scale=(0.8, 1.6)).weight

@@ -224,16 +224,20 @@ class Decoder:
                 faults.append(fault)
                 codec[fault.row], route[fault.row], shape[fault.row] = "", Route.BAD, 0
         height, width = shape.T.copy()
-        image = self._equal(batch.images, route)
+        image = self._equal(batch.images, images, route)
         return HeaderInfo(codec, height, width, orientation, faults, route, memory, image, images)
 
-    def _equal(self, images: Sequence[Pixels], route: NDArray[np.int8]) -> Int64:
-        """For each image, the row of the first image with the same bytes; its own row if it must be decoded alone."""
+    def _equal(self, images: Sequence[Pixels], decoded: Sequence[Pixels], route: NDArray[np.int8]) -> Int64:
+        """For each image, the row of the first image with the same bytes; its own row if it must be decoded alone.
+
+        What libjpeg makes of the missing end of a file depends on the region that is decoded.
+        """
         rows, first, count = np.arange(len(images)), dict[bytes, int](), Counter(map(len, images))
         if self.stored or self._reduced or isinstance(self._dali, dali.CudaPipeline):  # DALI on CUDA cannot share
             return rows
         for row, encoded in enumerate(images):
-            if count[len(encoded)] > 1 and route[row] != Route.RAW:  # hardly any other files have the same length
+            whole = len(decoded[row]) == len(encoded)  # else an end was added, or a part of a PNG removed
+            if count[len(encoded)] > 1 and whole and route[row] != Route.RAW:  # few other files have the same length
                 rows[row] = first.setdefault(encoded.tobytes(), row)
         return rows
 

@@ -88,8 +88,8 @@ class DecodeRequest:
     Attributes:
         rows: [n], row numbers in the batch.
         headers: of these rows.
-        union: [n, 4], the smallest box that holds the windows of all views of all rows with the same image, before
-            orientation.
+        union: [n, 4], before orientation, the smallest box that holds all windows of a row's image: of all its views,
+            and of all rows that have this image.
         windows: per view, n windows after orientation.
         parts: per view, [n, 4], the same windows before orientation.
     """

@@ -139,8 +139,8 @@ def check_targets(targets: Any, source: Any, recipe: Recipe, mix: Any) -> Target
         if absent[0] == "corners":
             raise ConfigError(
                 "`targets.boxes.oriented` needs a source with the corners of oriented boxes. Found: "
-                f"{type(source).__name__} with {', '.join(sorted(known))} (YOLO's label files have them if all "
-                "polygons have 4 corners). Set it to false, or choose another source."
+                f"{type(source).__name__} with {', '.join(sorted(known))} (YOLO's label files have "
+                "them if there are polygons, and all have 4 corners). Set it to false, or choose another source."
             )
         without = f"targets.{absent[0]}=null" if len(absent) < len(names) else "targets=none"
         raise ConfigError(

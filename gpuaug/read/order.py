@@ -229,14 +229,15 @@ class Grouped:
     """A new permutation of the images in each epoch, in which the samples of one image are neighbours.
 
     For a source with several samples of one image, such as ``source.unit=object``: on the CPU, equal files of a batch
-    are decoded once. But the samples of a batch are then less different. Samples have the same image if the source's
+    are decoded once. But the samples of a batch are then more alike. Samples have the same image if the source's
     ``image_ids`` are equal.
 
     Args:
         streams: the epoch consists of this many streams, which take turns: position p belongs to stream
             ``p % streams``. In each stream, the samples of one image stand in a row; at most ``streams - 1`` images are
-            cut by the end of a stream. So an image is on one rank if the number of ranks divides ``streams``. With one
-            rank, 1 decodes fewest images. The order does not depend on the ranks, so a run can resume with others.
+            cut by the end of a stream. If the number of ranks divides ``streams``, each other image is on one rank.
+            With one rank, 1 decodes fewest images. The order does not depend on the ranks, so a run can resume with
+            others.
 
     >>> class People(list):
     ...     image_ids = [5, 5, 5, 7, 7, 9]

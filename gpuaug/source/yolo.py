@@ -41,8 +41,8 @@ class YoloSource(ListedSource):
     becomes ``/labels/``. An image without such a file has no objects. A line of a label file is one object:
 
     * ``class cx cy w h``: a box
-    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon, which becomes the smallest upright box around it; or the four corners
-      of an oriented box, which is read as such if no line has another number of points (see :class:`Boxes`)
+    * ``class x1 y1 x2 y2 x3 y3 ...``: a polygon, which becomes the smallest upright box around it. If every polygon of
+      all files has four points, these are also the corners of oriented boxes (see :class:`Boxes`)
     * ``class cx cy w h``, then ``x y`` or ``x y visibility`` for each keypoint, if the YAML file has ``kpt_shape``
 
     Coordinates in label files and Targets are fractions of the upright image's width and height. A coordinate may be

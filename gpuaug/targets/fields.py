@@ -163,7 +163,9 @@ def _bent(
 
     A box is the hull of two sets of points of the last canvas. One has the points of its outline that are on every
     canvas. The other has the pixel centres and the points of the border that show something of the box. So the hull
-    can be too small by half a pixel where a canvas or a fold cuts the box, but it is never too large.
+    can be too small by about a pixel where a canvas or a fold cuts the box, but it is never too large. With pieces, the
+    other set has centres alone, and the first one may add one pixel to it: a sliver of a piece that no pixel shows must
+    not enlarge the box.
     """
     hulls, area = np.full((len(boxes), 4), np.nan), (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     inner = np.stack(np.meshgrid(_INNER, _INNER), axis=-1).reshape(-1, 2)
@@ -175,9 +177,10 @@ def _bent(
         path = [step for step in path if not isinstance(step, Field) or row in step.rows]
         sides = _moved(boxes[own], outline, path, row, size)
         whole = np.isfinite(sides[..., 0]).all(axis=1)  # a continuous field leaves the inside where it leaves the sides
-        cut = own if any(isinstance(step, Field) and step.pieces for step in path) else own[~whole]
+        pieces = any(isinstance(step, Field) and step.pieces for step in path)
+        cut = own if pieces else own[~whole]
         area[cut] *= np.isfinite(_moved(boxes[cut], inner, path, row, size)[..., 0]).mean(axis=1)
-        lines = [_lines(path, size, axis) for axis in (1, 0)]
+        lines = [_lines(size, axis, borders=not pieces) for axis in (1, 0)]
         x, y = _shown(path, lines, row, size)
         left, right, top, bottom = (np.fmin.reduce(x), np.fmax.reduce(x), np.fmin.reduce(y, 1), np.fmax.reduce(y, 1))
         for k, seen, (x1, y1, x2, y2) in zip(own.tolist(), sides, boxes[own].tolist(), strict=True):
@@ -187,7 +190,8 @@ def _bent(
             seen = seen[np.isfinite(seen[:, 0])]
             if there.any():
                 spans = [lines[axis][at][there.any(axis)][[0, -1]] for axis, at in enumerate((columns, rows))]
-                seen = np.concatenate([seen, np.stack(spans, axis=1)])
+                pixels = np.stack(spans, axis=1)  # the first and the last one in x and y
+                seen = np.concatenate([seen.clip(pixels[0] - 1, pixels[1] + 1) if pieces else seen, pixels])
             if len(seen):
                 hulls[k] = *seen.min(axis=0), *seen.max(axis=0)
     area[np.isnan(hulls[:, 0])] = np.nan
@@ -230,9 +234,8 @@ def _inside(xy: Float64, size: tuple[int, int]) -> Bool:
     return both((xy >= 0) & (xy <= size[::-1]))
 
 
-def _lines(path: Sequence[Float64 | Field], size: tuple[int, int], axis: int) -> Float64:
-    """Centres of pixels along an axis, and both sides of the borders of the canvas and of pieces."""
-    sides = {step.pieces[axis] for step in path if isinstance(step, Field) and step.pieces}
-    edges = np.unique(np.concatenate([np.arange(0, size[axis] + 1, side) for side in (size[axis], *sides)]))
-    near = _NEAR * size[axis]
-    return np.sort(np.concatenate([np.arange(size[axis]) + 0.5, edges[:-1] + near, edges[1:] - near]))
+def _lines(size: tuple[int, int], axis: int, *, borders: bool) -> Float64:
+    """Centres of pixels along an axis, and the borders of the canvas."""
+    side = size[axis]
+    ends = [_NEAR * side, side - _NEAR * side] if borders else []
+    return np.sort(np.append(np.arange(side) + 0.5, ends))

@@ -476,6 +476,23 @@ def test_equal_images_of_a_batch_are_decoded_once(decoder, monkeypatch, seed):
     small.close()
 
 
+def test_incomplete_images_are_decoded_alone(decoder):
+    """libjpeg makes up the missing end of a progressive file from the region that it decodes."""
+    levels = np.random.default_rng(0).integers(0, 256, (12, 15, 3), dtype=np.uint8)
+    image = np.kron(levels, np.ones((8, 8, 1), dtype=np.uint8))
+    data = encode(image, "JPEG", quality=85, progressive=True, subsampling=2)
+    images = [data[: len(data) * 6 // 10]] * 6
+    lenient = Decode(backend=decoder.backend, num_threads=1).open("cpu", accept_truncated=True)
+    headers, crop = lenient.read_headers(pack(images)), RandomResizedCrop(32)
+    windows = crop.windows(uniforms(crop, len(images), 3), headers.height, headers.width)
+    together, faults = lenient.pixels(headers, [windows])
+    assert not [*headers.faults, *faults]
+    for row, data in enumerate(images):
+        alone, _ = lenient.pixels(lenient.read_headers(pack([data])), [windows.take(np.array([row]))])
+        assert torch.equal(alone[0][0], together[0][row])
+    lenient.close()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_and_chunks_change_nothing(decoder, threads):
     images = [KINDS[k]() for k in MIXED] * 2

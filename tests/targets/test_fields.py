@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import grid_sample
 
 import gpuaug
+from gpuaug.targets import fields
 from gpuaug.targets.fields import RESIDUAL
 
 SIZE, COUNT = (96, 128), 12
@@ -141,6 +142,19 @@ def test_covered_is_the_part_that_shows_the_image_without_the_fields() -> None:
         hull = lines.min(), columns.min(), lines.max() + 1, columns.max() + 1
         assert np.abs(np.subtract((top, left, bottom, right), hull)).max() <= 4  # the field moves the borders
     assert targets.matrices.isnan().any(dim=(1, 2)).sum() > COUNT // 2
+
+
+def test_a_sliver_of_a_piece_does_not_enlarge_a_box() -> None:
+    """Two of four pieces are exchanged, then a shift leaves 0.02 pixels of what one of them shows of a box."""
+    y, x = np.indices((16, 16)) + 0.5
+    exchanged = 8 * ((x < 8) & (y < 8)) - 8 * ((x > 8) & (y > 8))
+    shift = np.eye(3)
+    shift[:2, 2] = 1.98
+    shown = np.stack([x + exchanged, y + exchanged], axis=-1)[None].astype(np.float32)
+    steps = [np.eye(3)[None], fields.Field(np.array([0]), lambda: shown, pieces=(8, 8)), shift[None]]
+    hulls, area = fields.visible(steps, np.array([[6.0, 6, 10, 10]]), np.array([0]), (16, 16))
+    np.testing.assert_allclose(hulls, [[1.98, 1.98, 11.98, 11.98]], atol=0.6)
+    assert area == pytest.approx(12, abs=0.01)  # of 16
 
 
 def test_boxes_of_a_sample_do_not_depend_on_its_batch() -> None:
