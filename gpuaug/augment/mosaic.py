@@ -210,7 +210,7 @@ class CanvasAffine(CombineOp):
 class TileMixUp(TilesOp):
     """Blends each output of a mosaic, or each sample, with one more sample, as YOLOX does (arXiv:2107.08430).
 
-    The further sample, the mate, is the whole crop with its padding. Its sides W and H become int(W * scale) and
+    The other sample, the mate, is the whole crop with its padding. Its sides W and H become int(W * scale) and
     int(H * scale). It may be mirrored. A smaller mate lies at the top left of the output, on ``fill``. If a side is
     larger than the output, a random part of it is shown, which begins at a whole pixel. The objects of both samples are
     kept. ``targets.weights`` has the share of each object's image, and ``targets.tile`` of the mate's objects is the
