@@ -14,7 +14,8 @@ from torch import Tensor
 from gpuaug import checks
 from gpuaug.augment.moves import check_carried
 from gpuaug.augment.parameters import Chosen
-from gpuaug.augment.target_mover import TargetMover, TargetView
+from gpuaug.augment.target_mover import TargetMover
+from gpuaug.augment.target_view import TargetView
 from gpuaug.batch import CropWindows, Int64, Objects
 from gpuaug.errors import ConfigError
 from gpuaug.read.targets import join

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpuaug import checks
 from gpuaug.augment.mix import LARGEST_ALPHA, symmetric_beta
+from gpuaug.augment.target_view import Origins, TargetView, with_mates
 from gpuaug.batch import Int64
 from gpuaug.errors import ConfigError
 from gpuaug.native.buffers import to_device
@@ -23,9 +24,6 @@ from gpuaug.random.keyed import Float, Stream, pick, uniforms
 from gpuaug.targets.geometry import Float64
 from gpuaug.targets.masks import paste
 from gpuaug.targets.rules import Targets
-
-if TYPE_CHECKING:
-    from gpuaug.augment.target_mover import TargetView
 
 CLASSES = 256  # classes that ClassMix knows
 _LARGEST_REPEAT = 0xFFFF  # objects above it share a random number
@@ -62,9 +60,6 @@ class Mixing:
 
     def with_mates(self, view: TargetView, weights: Float64 | None) -> TargetView:
         """A view whose rows also have the objects of their mates. ``weights``: [B, 2], the shares of both images."""
-        from gpuaug.augment.target_mover import Origins  # which imports this module's users
-        from gpuaug.augment.target_tiles import with_mates
-
         if view.origins is None:
             alone, indices = view.table.sample * 0, self.keys["indices"]
             origins = Origins(indices[view.table.sample], alone, indices[:, None], view.matrices[:, None])

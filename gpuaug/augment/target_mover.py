@@ -6,8 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from gpuaug.augment.moves import FieldMove, Move, followed, moves
 from gpuaug.augment.ops.erasing import RandomErasing
 from gpuaug.augment.parameters import Chosen, Size
+from gpuaug.augment.target_view import TargetView
 from gpuaug.batch import CropWindows, EncodedBatch, Fault, Int64, Objects
 from gpuaug.decode.decoder import Decoder
 from gpuaug.decode.header import HeaderError
@@ -38,46 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpuaug")
 
 _SHOWN = 8  # values in a warning
-
-
-class Origins(NamedTuple):
-    """Where the objects of a mosaic come from."""
-
-    source: Int64  # for each row of the view's table, the number of its sample in the source
-    tile: Int64  # for each row of the table, the number of its tile
-    sources: Int64  # [B, K], numbers of the samples; -1: no tile
-    matrices: Float64  # [B, K, 3, 3], from each tile's annotated image to the output
-    weights: NDArray[np.float32] | None = None  # for each row of the table, the share of its image
-
-
-@dataclass(slots=True, kw_only=True)
-class TargetView:
-    """Targets of a batch on the host: of the upright images, then of one view. Rows with a fault must not be used."""
-
-    table: Objects  # the worker's table, in pixels of the annotated images
-    objects: Objects  # upright: in pixels of the annotated images; view: of the output. `ids` are rows of `table`
-    matrices: Float64  # [B, 3, 3], from the annotated to the upright image, or to the output
-    sizes: Int64  # [B, 2], (height, width) of the upright images; 0 for a sample that cannot be decoded
-    annotated: Int64  # [B, 2], the same of the annotated images
-    decoded: list[NDArray[Any] | None] | None = None  # upright masks that a crop reads. Element None: no mask
-    windows: Any = None  # CropWindows of the view
-    covered: Int64 | None = None  # [B, 4], (top, left, bottom, right) of the output that shows the image; None: all
-    moves: list[Warp | FieldMove] = field(default_factory=list)  # what masks still have to follow, in order
-    masks: Tensor | None = None  # [B, H, W], set by TargetMover.sample
-    is_tile: bool = False  # a tile for a mosaic: masks in `matrices`' pixels, objects still in those of the images
-    origins: Origins | None = None  # of a view that was put together from tiles
-
-    @property
-    def upright_objects(self) -> Objects:
-        """The objects in pixels of the upright images, for crops."""
-        boxes, keypoints = self.objects.boxes, self.objects.keypoints
-        if (self.matrices == np.eye(3)).all():
-            return self.objects
-        m = self.matrices[self.objects.sample]
-        if keypoints is not None:
-            xy = geometry.points(m, keypoints[..., :2])
-            keypoints = np.concatenate([xy, keypoints[..., 2:]], axis=2)
-        return replace(self.objects, boxes=None if boxes is None else geometry.hulls(m, boxes), keypoints=keypoints)
 
 
 class TargetMover:

@@ -12,7 +12,8 @@ from typing import Any
 
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
-from gpuaug.loader.pipeline import PartialBatch, Pipeline
+from gpuaug.loader.partial_batch import PartialBatch
+from gpuaug.loader.pipeline import Pipeline
 from gpuaug.loader.tiles import HeldTiles
 from gpuaug.read.ends import finalize
 from gpuaug.read.order import Step, Task

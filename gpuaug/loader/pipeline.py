@@ -15,18 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from gpuaug.augment.parameters import Chosen
 from gpuaug.augment.progressive import Recipe
-from gpuaug.augment.recipe import Drawn
-from gpuaug.batch import CropWindows, EncodedBatch, Fault
+from gpuaug.batch import EncodedBatch, Fault
 from gpuaug.decode.decoder import Decoder
-from gpuaug.decode.request import HeaderInfo
 from gpuaug.display.batches import Appearance
 from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
+from gpuaug.loader.partial_batch import Combined, PartialBatch
 from gpuaug.loader.self_check import SelfCheck
-from gpuaug.loader.tiles import Combined, HeldTiles
+from gpuaug.loader.tiles import HeldTiles
 from gpuaug.native.buffers import to_device
 from gpuaug.read.order import Step, Task
 from gpuaug.read.reader import Reader
@@ -34,10 +32,9 @@ from gpuaug.read.reader import Reader
 if TYPE_CHECKING:  # runs without targets or patch masks do not import these modules
     from gpuaug.augment.mix_targets import Mixing
     from gpuaug.augment.patch_masks import PatchMasks
-    from gpuaug.augment.target_mover import TargetMover, TargetView
+    from gpuaug.augment.target_mover import TargetMover
     from gpuaug.targets.batch import BatchTargets
 
-NO_DRAWS = Drawn({}, {})
 Ready = tuple[Batch, torch.cuda.Event | None]  # a finished batch; on CUDA, also the event that marks it complete
 
 
@@ -97,25 +94,6 @@ class LazyDecoders:
         with self._lock:
             for decoder in self._decoders.values():
                 decoder.close()
-
-
-@dataclass(frozen=True, slots=True)
-class PartialBatch:
-    """A batch between two stages. Each stage adds what the next stages need."""
-
-    encoded: EncodedBatch
-    faults: Sequence[Fault]  # found in the headers; after decoding, all faults of the batch
-    info: HeaderInfo | None = None  # None after decoding
-    recipe: Any = None  # of the batch's epoch and step
-    drawn: Drawn = NO_DRAWS
-    windows: list[CropWindows] = field(default_factory=list)  # per view
-    chosen: list[list[Chosen]] | None = None  # choices of each view's operations; None: `augment` makes them
-    targets: list[TargetView] | None = None
-    patch_masks: PatchMasks | None = None  # on the CPU
-    # after decoding: [B, H, W, channels] per view, on the device; uint8, with pixels=raw also uint16 or float32
-    images: list[Tensor] = field(default_factory=list)
-    ready: torch.cuda.Event | None = None  # marks the images complete; None on a CPU
-    combined: Combined | None = None  # after `combine`, with recipes that have it
 
 
 @dataclass(kw_only=True, eq=False)

@@ -32,7 +32,7 @@ from gpuaug.loader.describe import steps
 from gpuaug.native.buffers import to_device
 
 if TYPE_CHECKING:
-    from gpuaug.loader.pipeline import PartialBatch
+    from gpuaug.loader.partial_batch import PartialBatch
 
 IMAGES = 8
 LEVEL = 1.001  # one level plus the rounding of float32

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuaug.augment.gather import blend, gather
 from gpuaug.augment.mosaic import Layout, TileMixUp
-from gpuaug.batch import NO_TILE, Int64
+from gpuaug.batch import NO_TILE
+from gpuaug.loader.partial_batch import Combined, PartialBatch
 
 if TYPE_CHECKING:
     from gpuaug.augment.target_mover import TargetMover
-    from gpuaug.loader.pipeline import PartialBatch
-    from gpuaug.targets.geometry import Float64
-
-
-class Combined(NamedTuple):
-    """How the outputs of a batch were put together."""
-
-    numbers: Int64  # [B, K], numbers of the samples in the tiles, the last of a mate; -1: no tile
-    layout: Layout
-    matrices: Float64  # [B, 3, 3], from each sample's upright image to the output before the operations
 
 
 class HeldTiles:
@@ -81,7 +72,8 @@ class HeldTiles:
         (chosen,) = recipe.choose(drawn, [layout.size])
         made: Any = None
         if targets is not None:
-            from gpuaug.augment.target_tiles import combine, with_mates  # runs without targets do not import it
+            from gpuaug.augment.target_tiles import combine  # runs without targets do not import these modules
+            from gpuaug.augment.target_view import with_mates
 
             ops = recipe.prepared
             views = [[((each.targets or [])[0], row) for each, row in own] for own in places]

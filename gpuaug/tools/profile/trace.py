@@ -23,8 +23,9 @@ from gpuaug.errors import GpuaugError
 from gpuaug.loader.batch import Batch
 from gpuaug.loader.faults import Faults
 from gpuaug.loader.loader import Loader
+from gpuaug.loader.partial_batch import PartialBatch
 from gpuaug.loader.passes import Pass
-from gpuaug.loader.pipeline import PartialBatch, Pipeline
+from gpuaug.loader.pipeline import Pipeline
 from gpuaug.read import order as orders
 from gpuaug.read.order import Task
 
