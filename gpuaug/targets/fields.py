@@ -85,7 +85,7 @@ class Field:
         x, y = (line % 1 == 0.5 for line in lines)
         shown, centres = np.empty_like(xy), np.ix_(y, x)
         shown[centres] = xy[centres] + self._of(row)[1:-1, 1:-1]
-        for others in (np.ix_(~y, x | True), np.ix_(y, ~x)):
+        for others in (np.ix_(~y, np.ones_like(x)), np.ix_(y, ~x)):
             shown[others] = self.back(xy[others], row)
         return shown
 

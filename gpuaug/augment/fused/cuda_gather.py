@@ -73,11 +73,6 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     at00, at01, at10, at11 = at00 + first, at01 + first + CHANNELS, at10 + first + row, at11 + first + row + CHANNELS
     w00, w01, w10, w11 = (256 - fx) * (256 - fy), fx * (256 - fy), (256 - fx) * fy, fx * fy
     dst += output.to(tl.int64) * pixels * CHANNELS
-    if CHANNELS <= 4:
-        for c in tl.static_range(CHANNELS):
-            value = _blended(src + c, at00, at01, at10, at11, w00, w01, w10, w11, fill, mask)
-            tl.store(dst + p.to(tl.int64) * CHANNELS + c, value.to(dst.dtype.element_ty), mask)
-    else:
-        for c in range(CHANNELS):
-            value = _blended(src + c, at00, at01, at10, at11, w00, w01, w10, w11, fill, mask)
-            tl.store(dst + p.to(tl.int64) * CHANNELS + c, value.to(dst.dtype.element_ty), mask)
+    for c in tl.static_range(CHANNELS):
+        value = _blended(src + c, at00, at01, at10, at11, w00, w01, w10, w11, fill, mask)
+        tl.store(dst + p.to(tl.int64) * CHANNELS + c, value.to(dst.dtype.element_ty), mask)
